@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.model_zoo import ZOO
 
@@ -134,7 +134,7 @@ class _ByShare(Producer):
     share: float
     found: dict[str, Any] = field(default_factory=dict)
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         assert not earlier, "the model's forward is in several graphs"
         costs = costs_of(graph, torch.device("cpu"), fused=False)
         solver = Solver(problem_of(graph, costs.seconds, costs.workspaces))

@@ -11,19 +11,18 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from transformers.initialization import no_init_weights
 
-from optimum_memopt.engines.compile.capture.capture import capture
+from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward, TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
-from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, problem_of
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train import engine as engine_module
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -118,11 +117,13 @@ class Within(Producer):
     costs: Callable[[AnalyzedGraph], Costs]
     step: StepContext | None = None
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         captured = captured_graph(graph, self.costs(graph))
         step = self.step or StepContext(self.bytes, Footprint(0, 0))
-        solvable = Solvable(captured, Solver(captured.problem()), lambda times: ALONE, step)
-        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, solvable=solvable)
+        budget = FromBudget(Budget(f"{self.bytes} bytes", self.bytes))
+        choice = budget.solve([captured], step, with_curve=False, with_lengths=False).choice(graph)
+        assert choice is not None
+        return choice
 
 
 def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
@@ -153,7 +154,7 @@ def trace(
     with dynamo.fake_tensors(), no_init_weights(), autocast:
         model, batch = build(shape)
         model.tie_weights()
-        (graph,) = capture(model, (), batch, TraceSpec("aot_eager", dynamic), everything_saved)
+        (graph,) = Capture(model, (), batch, TraceSpec("aot_eager", dynamic), everything_saved).run()
         assert graph.analyzed is not None
         return look(graph.analyzed)
 

@@ -52,6 +52,11 @@ def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The module's hooks before and after its forward, which change with those (torch 2.13)."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def forward_hook_ids(model: torch.nn.Module) -> list[int]:
     """Ids of the forward hooks of all its modules, which grow with each hook that is registered (torch 2.13)."""
     return [id for module in model.modules() for id in forward_hooks(module)]

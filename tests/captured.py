@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.capture.backend import Backend, configured
+from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
@@ -20,8 +20,6 @@ from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, val
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import symbol_names
-from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -163,7 +161,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     found = []
 
     def record(
-        _: InductorPrograms, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+        module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> tuple[Choice, Modules]:
         names = symbol_names(dynamo.symbol_sources(), {}, {})
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -172,7 +170,10 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
-    backend = Backend("aot_eager", record, prepare=lambda module, inputs: None, say=print, tape=TapeRecorder())
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return compile_graph("aot_eager", module, inputs, record, saw=None, say=print)
+
     compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
     with configured(compiles=True):
         compiled(*args, **kwargs)

@@ -14,6 +14,7 @@ from torch import fx
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
@@ -106,7 +107,7 @@ def run(
     dynamic: bool = False,
 ) -> Run:
     """One accumulated step of a model, which is left as it was, from this seed on."""
-    engine = CompileEngine(selection(asked), compiler, dynamic)
+    engine = CompileEngine(selection(asked), compiler, dynamic, unit=MODEL)
     with recorded() as splits:
         engine.attach(model)
         try:

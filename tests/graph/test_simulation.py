@@ -1,22 +1,15 @@
 """The simulation against the timeline of the graphs that the same nodes to save are partitioned into."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.events import Prediction, prediction_of, schedule
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
-from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
 from optimum_memopt.engines.compile.partition import partitioned_graph
-from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.partitioned_graph import partition
 from optimum_memopt.engines.compile.partition.strategies.recompute import insert_barriers
-from optimum_memopt.engines.compile.predict.planner import GraphReservations
-from optimum_memopt.engines.compile.solver.solver import Solver
-from optimum_memopt.plans.plan_file import GraphSignature
 from tests.captured import Captured
 from tests.rotation import nightly
 
@@ -61,62 +54,3 @@ def test_every_choice_is_simulated_to_the_byte(name: str, request: pytest.Fixtur
         assert ours.backward.end == plain.backward.end == real.backward.end
         peaks.add(ours.peak)
     assert len(peaks) > 10
-
-
-def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> None:
-    """Against the prediction of graphs that run one after the other."""
-    captured = roberta
-    problem = problem_of(captured.graph, [0.0] * len(captured.joint.nodes))
-    kept = problem.closure(problem.activations), problem.closure(problem.boundaries)
-    alone = [simulate(problem, saved) for saved in kept]
-    graphs = [partitioned(captured, problem, saved) for saved in kept]
-    # A loss, which the next graph is given.
-    slack = sum(graph.forward.end - graph.saved_bytes for graph in graphs)
-    events = [problem_events(problem, saved) for saved in kept]
-    for saved, run in zip(kept, events, strict=True):
-        found = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
-        assert 0 <= found.peak - compose(Tape((Call(0),) * 4), [run] * 4).peak() <= 4 * slack
-    gradients = alone[1].backward.end - graphs[0].tangents
-    others = SiblingGraphs(later=alone[1].peak, gradients=gradients)
-    found = simulate(replace(problem, siblings=others), kept[0])
-    assert 0 <= found.peak - compose(Tape((Call(0), Call(1))), events).peak() <= 2 * slack
-
-
-def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
-    seconds = [1e-6] * len(roberta.joint.nodes)
-    known = captured_graph(roberta.graph, Costs(tuple(seconds), "no"))
-    alone = Solver(known.problem())
-    graphs = GraphReservations()
-    graphs.note(0, known)
-    assert not graphs.learn((1,), alone.lowest.peak)
-    graphs.note(1, known)
-    allowed = alone.lowest.peak + alone.everything.peak
-    assert graphs.learn((1,), allowed)
-    first, second = (graphs.siblings(index, known.signature) for index in range(2))
-    assert second == SiblingGraphs()
-    # As fast as any split: with all of it for the first graph the second one would recompute all there is.
-    Solver(replace(known.problem(), siblings=first)).solve(allowed)
-    assert alone.lowest.peak < graphs.reserved == first.later < alone.everything.peak
-    # The process has grown.
-    assert graphs.learn((), allowed, 100)
-    assert graphs.reserved == alone.lowest.peak
-    assert not graphs.learn((), allowed, 100)
-    assert graphs.learn((1,), allowed, 100)
-    assert graphs.reserved == alone.lowest.peak + 100
-    # torch compiles the second one again, alone.
-    other = replace(known.signature, digest="another")
-    assert graphs.siblings(0, other) == SiblingGraphs()
-
-
-def test_what_came_behind_another_graph_is_forgotten(roberta: Captured) -> None:
-    graphs = GraphReservations()
-    first, second, other = (
-        replace(captured_graph(roberta.graph, no_costs(roberta.graph)), signature=GraphSignature({}, {}, name))
-        for name in "abc"
-    )
-    for index, graph in enumerate((first, second)):
-        graphs.note(index, graph)
-    graphs.note(0, first)
-    assert graphs.count == 2
-    graphs.note(0, other)
-    assert graphs.count == 1

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
+from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.solver.blocks import blocks_of
 from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import fits
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
 from tests.captured import Captured, capture
@@ -204,14 +206,6 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: 
         assert refused.value.holds and sum(size for _, size in refused.value.holds) <= lowest
 
 
-def test_siblings_share_what_is_solved(many_layers: Captured) -> None:
-    problem, siblings = priced(many_layers, 0), SiblingGraphs(later=2000, gradients=1000, runs=2)
-    solver = Solver(problem)
-    budget = solver.everything.peak * 2
-    plan = solver.with_siblings(siblings).solve(budget)
-    assert plan == Solver(replace(problem, siblings=siblings)).solve(budget) != solver.solve(budget)
-
-
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
     blocks = blocks_of(priced(many_layers, 0))
     classes = [first for first, block in zip(blocks.classes, blocks.all, strict=True) if block.layer]
@@ -233,7 +227,7 @@ OUTSIDE = Footprint(0, parameters=10_000, optimizer=20_000)
 def test_a_plan_has_the_peak_of_its_timeline(roberta, asked):
     problem = problem_of(roberta.graph, [1.0] * len(roberta.joint.nodes))
     nodes = [roberta.joint.order[node] for node in roberta.choose(asked).nodes_to_save]
-    point = point_of(MultiGraphSolver([problem], (1,)).saving([problem.saving(nodes)]), OUTSIDE)
+    point = point_of(ForwardSolver(problem_of_tape(Tape.of_one(), [problem])).saving([problem.saving(nodes)]), OUTSIDE)
     prediction = roberta.split(asked).graph.timeline.predict(roberta.sizes)
     assert point.peak == replace(OUTSIDE, activations=prediction.peak).peak
     assert 0 < point.extra_time < 1
@@ -241,7 +235,7 @@ def test_a_plan_has_the_peak_of_its_timeline(roberta, asked):
 
 def test_a_budget_is_on_the_curve():
     stack = capture(Stack(2).forward, IDS, dynamic=False)
-    solver = MultiGraphSolver([problem_of(stack.graph, [1.0] * len(stack.joint.nodes))], (1,))
+    solver = ForwardSolver(problem_of_tape(Tape.of_one(), [problem_of(stack.graph, [1.0] * len(stack.joint.nodes))]))
     low, _, high = points_of(solved(solver.lowest, solver.everything, solver.cheapest, count=3), OUTSIDE)
     assert low.peak < high.peak and low.extra_seconds > high.extra_seconds == 0 < high.seconds
     between = point_of(solver.cheapest((solver.lowest + solver.everything) // 2), OUTSIDE)

@@ -2,6 +2,7 @@ import pytest
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
+from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition import strategies
 from optimum_memopt.engines.compile.partition.strategies import offload, registered, strategy_of
 from optimum_memopt.engines.compile.predict.table import to_table
@@ -54,7 +55,9 @@ def test_nothing_but_the_strategy_knows_how_it_saves(monkeypatch, roberta):
     assert {candidate.row for candidate in halve.rewritten} == {"Gelu+:3:-1"} and len(halve.rewritten) == 2
     names = {candidate.activation.root.name for candidate in halve.rewritten}
     assert names <= {node.name for node in graph.choice.nodes_to_save}
-    table = to_table([graph], graph.choice.matched, SymbolNames.of([graph], is_encoder_decoder=False), ())
+    table = to_table(
+        [graph], Tape.of_one(), graph.choice.matched, SymbolNames.of([graph], is_encoder_decoder=False), ()
+    )
     (row,) = [plan for plan in table.plans if plan.config == "Gelu+:3:-1"]
     (recompute,) = [plan for plan in table.plans if plan.config == "Gelu+:1:-1"]
     assert (row.applied_count, row.note) == (2, "halved on cpu")

@@ -3,6 +3,7 @@ import sympy
 import torch
 
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
+from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.table import PlanTable
 from tests.captured import Parts
@@ -12,7 +13,13 @@ def table_of(parts: Parts, graphs: int = 1) -> PlanTable:
     all_graphs = [parts.graph] * graphs
     matched = parts.graph.choice.matched
     matched.check()
-    return to_table(all_graphs, matched, SymbolNames.of(all_graphs, is_encoder_decoder=False), ("a header",))
+    return to_table(
+        all_graphs,
+        Tape(tuple(map(Call, range(len(all_graphs))))),
+        matched,
+        SymbolNames.of(all_graphs, is_encoder_decoder=False),
+        ("a header",),
+    )
 
 
 def row(table: PlanTable, config: str):

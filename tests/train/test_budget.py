@@ -11,16 +11,13 @@ from budget_graphs import Within, attach
 
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
-from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import Progress
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.captured import by_bytes
@@ -153,11 +150,10 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
     """The process's size is read before operators are measured, and again when the plan is chosen."""
     room, model = step_context.room_to_grow(torch.device("cpu"), 2**29), Tower()
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
-    state = GraphInForward(tower_batch(2, 3), (), Tape(()), frozenset(), Progress(), is_all=True)
 
     def constant(planner: Planner, held: int) -> int:
         monkeypatch.setattr(step_context, "held_bytes", lambda device: held)
-        return planner.step(state).fixed.constant
+        return planner.step().fixed.constant
 
     planner = Planner(model, spec)
     first = constant(planner, 2**29)

@@ -8,6 +8,7 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
+from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -54,7 +55,8 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     found = accumulate(model, [batch])
     assert_bitwise_same(found, expected)
-    expected_rows = to_table([one.graph for one in before], Matched(), SymbolNames(), ()).enabled
+    tape = Tape(tuple(map(Call, range(len(before)))))
+    expected_rows = to_table([one.graph for one in before], tape, Matched(), SymbolNames(), ()).enabled
     assert {row.config: row.applied_count for row in engine.plans().enabled} == {
         row.config: row.applied_count for row in expected_rows
     }

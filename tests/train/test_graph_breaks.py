@@ -81,7 +81,7 @@ def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def attached(name: str, budget: int | None, dynamic: bool = False) -> CompileEngine:
     torch.manual_seed(0)
     chosen = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
-    engine = CompileEngine(chosen, "aot_eager", dynamic)
+    engine = CompileEngine(chosen, "aot_eager", dynamic, unit="model")
     engine.attach(MODELS[name]())
     return engine
 
@@ -120,15 +120,6 @@ def without_plan(name: str) -> tuple[list[torch.Tensor], Footprint]:
     return found
 
 
-LACKS = r"graph [2-6] of the training forward takes [\d.]+ MiB more than other graphs leave of the budget"
-TRIES = {
-    "one break": rf"{LACKS}: compiling again with [\d.]+ MiB reserved for graph 2",
-    "two breaks": rf"{LACKS}: compiling again with [\d.]+ MiB reserved for graphs? 2( to 3)?",
-    "five breaks": rf"{LACKS}: compiling again with [\d.]+ MiB reserved for graphs? 2( to [3-6])?",
-    "a loop": "what was compiled takes .*: solving again for all graphs of the forward together",
-}
-
-
 # The last share is close to the floor.
 @pytest.mark.parametrize(
     ("name", "shares"),
@@ -143,10 +134,8 @@ def test_graphs_that_do_not_fit_one_by_one_fit_together(steady_process, name: st
     budgets = [int(free.peak - (1 - share) * free.activations) for share in shares]
     found = [assert_within(name, budget, expected) for budget in budgets]
     assert found[1][0] < found[0][0]
-    breaks = 1 if name == "a loop" else len(MODELS[name]().parts) - 1
-    for _, lines in found:
-        assert 1 <= len(lines) <= breaks
-        assert all(re.fullmatch(TRIES[name], line) for line in lines)
+    # The first forward shows all graphs.
+    assert not any(lines for _, lines in found)
 
 
 def floor_in(error: DoesNotFitError) -> int:
@@ -168,11 +157,10 @@ def test_an_error_names_a_floor_that_is_enough_for_the_graphs_so_far(steady_proc
             break
         except DoesNotFitError as error:
             errors.append(lines)
-            assert floor_in(error) > budget
+            assert floor_in(error) >= budget
             budget = floor_in(error)
         finally:
             engine.detach()
-    assert any(" again" in line for line in errors[-1])
     assert_within(name, budget, expected)
 
 
@@ -218,7 +206,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
     engine = attached("one break", free.peak - int(0.4 * free.activations))
     engine._model(**batch_of("one break"))
     assert engine._model.alive == [0, 0]
-    assert re.search(r", graph 1: budget .*; graph 2: budget .*, in 2 graphs$", engine.plans().header[0])
+    assert re.search(r", budget .*, in 2 graphs$", engine.plans().header[0])
     engine.detach()
 
 
@@ -228,10 +216,7 @@ def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
     how = {"example_inputs": batch_of("two breaks"), "device": "h100", "compiler": "aot_eager"}
     free = plan(InPieces(2), **how)
     budget = free.peak - int((1 - share) * free.breakdown["activations"])
-    with log_lines() as lines:
-        found = plan(InPieces(2), budget=f"{budget / MIB:.3f}MiB", **how)
-        assert found.peak <= budget
-    assert 1 <= len([line for line in lines if "compiling again" in line]) <= 2
+    assert plan(InPieces(2), budget=f"{budget / MIB:.3f}MiB", **how).peak <= budget
 
 
 def estimated(budget: int | None = None) -> Estimate:
@@ -254,11 +239,12 @@ def test_a_curve_is_that_of_all_graphs() -> None:
     assert run.chosen == point
 
 
-def test_a_run_has_no_curve_of_its_first_graph(steady_process: None) -> None:
+def test_a_run_has_the_curve_of_all_graphs(steady_process: None) -> None:
     engine = CompileEngine(Selection(budget=Budget("1GiB", 2**30)), "aot_eager", dynamic=False, with_frontier=True)
     engine.attach(MODELS["one break"]())
     engine._model(**batch_of("one break"))
-    assert engine.predictor is not None and engine.frontier() is None
+    frontier = engine.frontier()
+    assert frontier.points[-1].peak == pytest.approx(engine.predictor.footprint().peak, rel=0.01)
     engine.detach()
 
 

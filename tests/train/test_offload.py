@@ -172,7 +172,7 @@ def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
     other = {"x": 2 * batch["x"]}
     expected = accumulate(blocks, [batch, other, batch])
     with_both = copy.deepcopy(blocks)
-    engine = CompileEngine(selection(f"{gelus},{norms}"), "aot_eager", dynamic=False)
+    engine = CompileEngine(selection(f"{gelus},{norms}"), "aot_eager", dynamic=False, unit="model")
     engine.attach(with_both)
     first, second = with_both(**batch).loss, with_both(**other).loss
     first.backward(retain_graph=True)

@@ -221,15 +221,6 @@ class InPieces(torch.nn.Module):
         return self.second(input_ids).exp().mean()
 
 
-def test_a_forward_in_several_graphs_has_one_plan(budget: int) -> None:
-    model = InPieces()
-    engine = CompileEngine(Selection(budget=Budget("auto", 2**40)), "aot_eager", variants=2)
-    engine.attach(model)
-    model(input_ids=torch.randn(8, 32, 64)).backward()
-    assert engine.plans().header[-1] == "one variant: the forward is not one graph"
-    engine.detach()
-
-
 def test_a_trainer_says_and_runs_what_its_batches_need(tmp_path: Path, budget: int) -> None:
     """Long rows in every other batch; evaluation runs the model's own forward."""
     lengths = [60 if index // 64 % 2 else 20 for index in range(384)]

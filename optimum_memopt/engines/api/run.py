@@ -26,6 +26,7 @@ class StepSpec:
         compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
         autocast: `bfloat16` or `float16`; empty: float32.
         loss: `auto`, `plain` or `chunked`, as the engine computes it.
+        unit: `auto`, `layer` or `model`, as the engine compiles it.
     """
 
     device: str | None = None
@@ -34,6 +35,7 @@ class StepSpec:
     optim: str = DEFAULT
     gradient_accumulation_steps: int = 1
     loss: str = AUTO
+    unit: str = AUTO
 
 
 THIS_MACHINE = StepSpec()

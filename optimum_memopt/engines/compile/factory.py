@@ -49,6 +49,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
             loss=options.memory_opt_loss,
             variants=options.memory_opt_variants,
             with_frontier=options.memory_opt_report is not None,
+            unit=options.memory_opt_unit,
         )
 
     def check_options(self, options: CompileOptions) -> None:

@@ -13,6 +13,8 @@ from optimum_memopt.sizes import Budget, parse_budget
 COMPILERS = ("inductor", "aot_eager")
 PLAIN, CHUNKED = PLAN_FILE_LOSSES
 LOSSES = (AUTO, PLAIN, CHUNKED)
+LAYER, MODEL = "layer", "model"
+UNITS = (AUTO, LAYER, MODEL)
 
 
 @dataclass
@@ -41,6 +43,13 @@ class CompileOptions(EngineOptions):
         "A plan file, as optimum-cli memopt plan --budget … --output and trainer.memopt.save_plan write it: what is "
         "recomputed, activation by activation. Refused for a model with another graph. Instead of a config, a level "
         "or a budget; compile engine.",
+    )
+    memory_opt_unit: str = flag(
+        AUTO,
+        "What is traced and compiled as one graph: layer, each group of equal layers once and what is around them, so "
+        "that a deep model's first step takes as long as a shallow one's, model, the whole forward, or auto: layer "
+        "where a model has four equal layers and more.",
+        choices=UNITS,
     )
     memory_opt_compiler: str | None = flag(
         None,

@@ -1,29 +1,21 @@
 """torch.compile's backend: AOTAutograd with this engine's partitioner, with and without a compiler behind it."""
 
 import contextlib
-import functools
 import gc
 import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
-
-# Takes the holder of inductor's programs, the joint graph, its inputs, the number of its outputs that are the
-# forward's, and torch's other arguments.
-Partition = Callable[[InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]]
 
 # New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
 _COLLECT_AFTER = (100_000, 50, 100)
@@ -66,39 +58,30 @@ def _cannot_partition(*joint: Any) -> tuple[Choice, Modules]:
     raise NotImplementedError("a pickled partitioner only has the key of its choice")
 
 
-@dataclass(frozen=True, eq=False)
-class Backend:
-    """A backend for `torch.compile` whose joint graphs go through `partition`.
+def compile_graph(
+    compiler: str,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[[fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]],
+    saw: Callable[[fx.Graph, Any, bool], None] | None,
+    say: Callable[[str], None],
+) -> Callable[..., Any]:
+    """Compile a graph that dynamo has traced.
 
-    Attributes:
-        prepare: changes the graph that dynamo has traced; its inputs are those that the graph was traced with.
-        is_run: inductor writes programs; False: its graphs are only looked at.
+    Args:
+        inputs: that it was traced with.
+        partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
+            other arguments.
+        saw: see `dynamo.compile_with_inductor`.
     """
-
-    compiler: str
-    partition: Partition
-    prepare: Callable[[fx.GraphModule, Sequence[Any]], None]
-    say: Callable[[str], None]
-    tape: TapeRecorder
-    is_run: bool = True
-
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.prepare(module, inputs)
-        if not (line := kernels.cudnn_attention_warning(module.graph)):
-            return self._compile(module, inputs)
-        self.say(line)
-        with kernels.without_cudnn_attention():
-            return self._compile(module, inputs)
-
-    def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        programs, inputs = InductorPrograms(), dynamo.of_trace(inputs)
-        partitioner = _Partitioner(functools.partial(self.partition, programs))
-        if self.compiler == "inductor":
-            saw = programs.add if self.is_run else None
-            compiled = dynamo.compile_with_inductor(module, inputs, partitioner, saw)
-        else:
-            compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.recorded(compiled, self.tape)
+    inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
+    with contextlib.ExitStack() as stack:
+        if line := kernels.cudnn_attention_warning(module.graph):
+            say(line)
+            stack.enter_context(kernels.without_cudnn_attention())
+        if compiler == "inductor":
+            return dynamo.compile_with_inductor(module, inputs, partitioner, saw)
+        return dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
 
 
 @contextlib.contextmanager

@@ -77,72 +77,100 @@ def chosen_by(producer: Producer) -> Choose:
     """Choices of a producer that is told nothing of the step."""
 
     def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        return producer.choose(graph, [earlier.choice for earlier in state.earlier])
+        return producer.choose(graph, state.choices)
 
     return choose
 
 
-def capture(
-    model: torch.nn.Module,
-    args: Sequence[Any],
-    inputs: Mapping[str, Any],
-    spec: TraceSpec,
-    choose: Choose,
-    reader: str = "",
-    costs_of: Callable[[AnalyzedGraph], Costs] = no_costs,
-    compared: Sequence[Producer] = (),
-) -> tuple[CapturedGraph, ...]:
-    """Trace a model's training forward and its backward.
+class Capture:
+    """Traces a model's training forward and its backward.
 
     Args:
         model: of fake tensors, in training mode; the caller is in their mode.
-        compared: producers whose choices are noted, too, after the one that is applied.
-
-    Returns:
-        The graphs in the order of the forward.
+        reader: who reads more of the outputs than the loss; empty: nobody.
 
     Raises:
-        MemOptError: the model has nothing that can be trained, or the plan does not go with it.
-        Exception: whatever tracing meets, as a forward that reads values of its tensors.
+        UnsupportedModelError: see `check_model`.
     """
-    check_model(model)
-    graphs: list[CapturedGraph] = []
-    choices: list[list[Choice]] = [[] for _ in compared]
-    calls: list[TracedCall] = []
 
-    def choosing(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        if not state.earlier:
-            graphs.clear()
-            choices[:] = [[] for _ in compared]
-        captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
-        for producer, earlier in zip(compared, choices, strict=True):
-            earlier.append(producer.choose(graph, tuple(earlier)))
-        chosen = (choice, *(of_producer[-1] for of_producer in choices))
-        graphs.append(replace(captured, plans=tuple(SavedNodes.of(graph, each) for each in chosen)))
-        return choice
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: Sequence[Any],
+        inputs: Mapping[str, Any],
+        spec: TraceSpec,
+        choose: Choose,
+        reader: str = "",
+    ) -> None:
+        check_model(model)
+        self._model, self._args, self._inputs, self._reader = model, args, inputs, reader
+        self._place = training_forward(model)
+        self._traced = TracedForward(model, self._place.plain_forward, replace(spec, is_run=False), choose)
 
-    place = training_forward(model)
-    traced = TracedForward(model, place.plain_forward, replace(spec, is_run=False), choosing)
+    def choose_again(self) -> None:
+        """Ask in the next run what is chosen for each graph; none is traced again."""
+        self._traced.choose_again()
 
-    def train(*args: Any, **kwargs: Any) -> Any:
-        kwargs = without_key_value_cache(model, args, kwargs)
-        calls.append(traced(ForwardArgs(args, kwargs, not reader, reader)))
-        return calls[-1].outputs
+    def run(
+        self, costs_of: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
+    ) -> tuple[CapturedGraph, ...]:
+        """The graphs, in the order of their first runs.
 
-    checkpointing = Checkpointing(model)
-    # The choices take its part.
-    checkpointing.switch_off()
-    place.start(train)
-    try:
-        model(*args, **inputs)
-    finally:
-        place.stop()
-        checkpointing.restore()
-    (call,) = calls
-    if not graphs:
-        raise MemOptError(no_training_graph(call))
-    untrained = without_gradient(graph.gradients for graph in call.graphs)
-    return tuple(
-        replace(graph, partitioned=partitioned, runs=runs, tape=call.tape, untrained=untrained)
-        for graph, partitioned, runs in zip(graphs, call.graphs, call.tape.runs, strict=True)
-    )
+        Args:
+            compared: producers whose choices are noted, too, after the one that is applied.
+
+        Raises:
+            MemOptError: the model has nothing that can be trained, or the plan does not go with it.
+            Exception: whatever tracing meets, as a forward that reads values of its tensors.
+        """
+        call = self._call()
+        if not call.ran:
+            raise MemOptError(no_training_graph(call))
+        untrained = without_gradient(graph.gradients for graph in call.ran)
+        plans = [[graph.choice for graph in call.ran], *(_choices(producer, call) for producer in compared)]
+        # Several choices may be for one graph.
+        captured = {id(graph): captured_graph(graph, costs_of(graph)) for graph in call.analyzed}
+        return tuple(
+            replace(
+                captured[id(graph)],
+                plans=tuple(SavedNodes.of(graph, choice) for choice in chosen),
+                partitioned=partitioned,
+                runs=runs,
+                tape=call.tape,
+                untrained=untrained,
+            )
+            for graph, chosen, partitioned, runs in zip(
+                call.analyzed, zip(*plans, strict=True), call.ran, call.tape.runs, strict=True
+            )
+        )
+
+    def _call(self) -> TracedCall:
+        calls: list[TracedCall] = []
+
+        def train(*args: Any, **kwargs: Any) -> Any:
+            kwargs = without_key_value_cache(self._model, args, kwargs)
+            calls.append(self._traced(ForwardArgs(args, kwargs, not self._reader, self._reader)))
+            return calls[-1].outputs
+
+        checkpointing = Checkpointing(self._model)
+        # The choices take its part.
+        checkpointing.switch_off()
+        self._place.start(train)
+        try:
+            self._model(*self._args, **self._inputs)
+        finally:
+            self._place.stop()
+            checkpointing.restore()
+        (call,) = calls
+        return call
+
+
+def _choices(producer: Producer, call: TracedCall) -> list[Choice]:
+    """A producer's choice for each graph of a call, as for its first run."""
+    choices: dict[int, Choice] = {}
+    of_runs: list[Choice] = []
+    for run in call.tape.calls:
+        graph = replace(call.analyzed[run.graph], layer=run.layer)
+        of_runs.append(producer.choose(graph, of_runs))
+        choices.setdefault(run.graph, of_runs[-1])
+    return [choices[number] for number in range(len(choices))]

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +13,9 @@ import torch
 from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
-from optimum_memopt.engines.compile.capture.backend import Backend, configured
+from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
+from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, is_region, regions_of
+from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
@@ -24,13 +29,15 @@ from optimum_memopt.engines.compile.loss.decide import (
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
+from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.errors import UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -44,6 +51,7 @@ class TraceSpec:
         purpose: for which batches, for log lines; empty: for all.
         target: the device that it is planned for; None: where the model lies.
         is_run: programs are compiled and run; False: the graphs are only looked at.
+        unit: what is compiled as one, of `options.UNITS`.
     """
 
     compiler: str
@@ -54,6 +62,7 @@ class TraceSpec:
     purpose: str = ""
     target: Device | None = None
     is_run: bool = True
+    unit: str = MODEL
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,11 @@ class ForwardArgs:
 
 @dataclass(frozen=True)
 class GraphInForward:
-    """The forward as far as it has come while one of its graphs is partitioned.
+    """The forward as far as it has come when a choice is made for one of its graphs.
 
     Attributes:
-        earlier: graphs of the same forward that were partitioned, and have run.
+        earlier: graphs that have run.
+        tape: their runs.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
@@ -86,6 +96,11 @@ class GraphInForward:
     untrained: frozenset[str]
     progress: Progress
     is_all: bool
+
+    @property
+    def choices(self) -> list[Choice]:
+        """That of each run so far."""
+        return [self.earlier[call.graph].choice for call in self.tape.calls]
 
 
 # Chooses for one graph; it may raise what the user is to read.
@@ -97,7 +112,8 @@ class TracedCall:
     """One call of a forward.
 
     Attributes:
-        ran: `graphs`, and the others that ran.
+        graphs: those of `ran` that had not run in an earlier call.
+        ran: graphs in the order of their first runs, and in `analyzed` their joint graphs.
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
         recompiles: reasons, one line each, where an earlier call had compiled graphs for it.
@@ -106,6 +122,7 @@ class TracedCall:
     outputs: Any
     graphs: tuple[PartitionedGraph, ...]
     ran: tuple[PartitionedGraph, ...]
+    analyzed: tuple[AnalyzedGraph, ...]
     tape: Tape
     graph_breaks: tuple[str, ...]
     recompiles: tuple[str, ...]
@@ -115,7 +132,8 @@ class TracedForward:
     """Compiles at its first call, and again for arguments of another kind.
 
     Attributes:
-        held: bytes that the process held when the last graph was partitioned.
+        held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
+            same forward.
         is_first: the last call was the first with its kind of arguments.
     """
 
@@ -123,23 +141,28 @@ class TracedForward:
         self._model, self._forward, self._spec, self._choose = model, forward, spec, choose
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
-        # What torch traces for them.
-        self._traced: list[Callable[..., Any]] = []
-        # Of the current call: its graphs so far, its keyword arguments, and of the graph that is compiled next the
-        # losses, and of its inputs that are parameters the names.
-        self._graphs: list[PartitionedGraph] = []
+        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
+        # whether layers are regions.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
+        # What torch traces: those, and the layers' own.
+        self._forwards: list[Callable[..., Any]] = []
+        self._regions = Regions(regions_of(model, spec.unit), weak_method(self._compile_alone))
+        # What runs of a graph for a layer, each time that it is called.
+        self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
+        # Of the current call: how often each graph has run for a layer, its keyword arguments, who reads its outputs,
+        # the graphs that have run, and the one that was partitioned last.
+        self._turns: Counter[tuple[TracedGraph, str]] = Counter()
         self._inputs: Mapping[str, Any] = {}
-        self._losses: tuple[LossDecision, ...] = ()
-        self._parameters: tuple[str, ...] = ()
-        # All that were compiled, and the runs of the current call.
-        self._of_programs: dict[object, PartitionedGraph] = {}
+        self._reader = ""
+        self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
+        self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
+        # Of all calls.
+        self._seen: set[PartitionedGraph] = set()
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
-        self._has_run = False
-        self.held = 0
+        self._has_run = self._chooses = False
+        self.held = self.held_after = 0
         self.is_first = True
 
     def __call__(self, call: ForwardArgs) -> TracedCall:
@@ -148,7 +171,15 @@ class TracedForward:
         Raises:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
-        traced = self._call(call)
+        try:
+            traced = self._call(call)
+        except Exception as error:
+            if not self._regions.groups or not self.is_first or own_error(error) is not None:
+                raise
+            self._without_regions(line_of(error))
+            # They hold what the graphs that have run saved for the backward.
+            traceback.clear_frames(error.__traceback__)
+            traced = self._call(call)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
@@ -157,26 +188,43 @@ class TracedForward:
             self._has_run = True
             traced = self._call(call)
             assert traced is not None
-        self._has_run = True
+        self._has_run, self._chooses = True, False
         return traced
+
+    def _without_regions(self, why: str) -> None:
+        """Trace the whole forward from now on. Raises UnsupportedModelError where that was asked not to be."""
+        if self._spec.unit == LAYER:
+            raise UnsupportedModelError(
+                f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
+                "leave the flag out",
+            )
+        self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
+        self._regions = Regions((), weak_method(self._compile_alone))
+        self._compiled.clear()
+        self._variants.clear()
 
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
-        key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks()
-        self.is_first = is_first = key not in self._compiled or not self._has_run
+        has_regions = self._regions.are_closed
+        if self._regions.groups and not has_regions:
+            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
+        key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
+        self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=True) if is_first else None
         hooks = None if self._has_run else forward_hook_ids(self._model)
-        outputs, self._inputs = None, call.inputs
-        self._graphs = []
+        outputs, self._inputs, self._reader = None, call.inputs, call.reader
+        self._ran = {}
+        self._turns.clear()
         self._tape.begin(dynamo.tree_leaves((call.args, call.inputs)))
         try:
             with (
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
                 self._announced(is_first) as self._progress,
+                self._regions.in_place() if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
         except BaseException as error:
@@ -193,14 +241,27 @@ class TracedForward:
             assert before is not None
             before.restore(self._model)
             return None
-        graphs, self._graphs = tuple(self._graphs), []
-        self._of_programs.update((graph.programs, graph) for graph in graphs)
+        ran, self._ran = self._ran, {}
+        graphs = tuple(graph for graph in ran if graph not in self._seen)
+        self._seen.update(graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
-        earlier = (self._of_programs[programs] for programs in self._tape.graphs if programs in self._of_programs)
-        ran = tuple(dict.fromkeys((*graphs, *earlier)))
         tape = self._tape.tape([graph.programs for graph in ran])
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
-        return TracedCall(outputs, graphs, ran, tape, breaks, () if is_first else tuple(watch.recompiles()))
+        recompiles = () if is_first else tuple(watch.recompiles())
+        return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
+
+    @property
+    def has_regions(self) -> bool:
+        """True where layers are compiled by themselves."""
+        return self._regions.are_closed
+
+    def choose_again(self) -> None:
+        """Ask in the next call what each graph is to be compiled for; none is traced again."""
+        for graph, *_ in self._variants:
+            graph.asked = None
+        self._variants.clear()
+        self._seen.clear()
+        self._chooses = True
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -220,21 +281,14 @@ class TracedForward:
                 else "outputs beside the loss may be read and keep theirs"
             )
             self.say(f"compiling another training graph for other hooks or another caller: {outputs}")
+        forward = dynamo.with_own_code(self._wrapped(call))
+        return self._compile_alone(forward)
+
+    def _compile_alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self._forwards.append(forward)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        partition, prepare, say = weak_method(self._partition), weak_method(self._prepare), weak_method(self.say)
-        reader = call.reader
-        backend = Backend(
-            self._spec.compiler,
-            partition,
-            lambda module, inputs: prepare(module, inputs, reader),
-            say,
-            self._tape,
-            self._spec.is_run,
-        )
-        forward = dynamo.with_own_code(self._wrapped(call))
-        self._traced.append(forward)
-        return dynamo.compile_alone(forward, backend, self._spec.dynamic)
+        return dynamo.compile_alone(forward, weak_method(self._backend), self._spec.dynamic)
 
     def _wrapped(self, call: ForwardArgs) -> Callable[..., Any]:
         forward, smoothing = self._forward, self._spec.smoothing
@@ -244,43 +298,155 @@ class TracedForward:
             forward = with_detached_outputs(forward)
         return without_logits(forward) if self._spec.loss.drops_logits(call.reader) else forward
 
-    def _prepare(self, module: fx.GraphModule, inputs: Sequence[Any], reader: str) -> None:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self._parameters = tuple(names.get(id(given), "") for given in inputs)
-        self._losses, reasons = decide_losses(module.graph, self._spec.loss, reader)
-        if any(loss.is_chunked for loss in self._losses):
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
+        losses, reasons = decide_losses(module.graph, self._spec.loss, self._reader)
+        if any(loss.is_chunked for loss in losses):
             module.recompile()
         for reason in reasons:
             self.say(f"the loss of {self._name} is not chunked: {reason}")
+        ids = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        placeholders = module.graph.find_nodes(op="placeholder")
+        given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
+        names = {name: ids.get(id(value), "") for name, value in given.items()}
+        if not any(map(is_region, module.graph.nodes)):
+            return self._traced(module, given, names, losses, None)
+        whole = around_regions(module)
+        pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
+        # Only what is behind the layers has losses over a vocabulary.
+        last = next(reversed(pieces))
+        for name, piece in pieces.items():
+            run = piece.forward
+            if not any(map(is_region, piece.graph.nodes)):
+                run = self._traced(piece, given, names, losses if name == last else (), dynamo.Trace.current())
+            # Hooks of all modules are not for these.
+            delattr(whole, name)
+            setattr(whole, name, run)
+        return whole.forward
+
+    def _traced(
+        self,
+        module: fx.GraphModule,
+        given: Mapping[str, Any],
+        names: Mapping[str, str],
+        losses: tuple[LossDecision, ...],
+        trace: dynamo.Trace | None,
+    ) -> Callable[..., Any]:
+        """Compile a traced graph, or a part of one, for the first time.
+
+        Args:
+            given: what dynamo was given, by the names of inputs.
+            names: of the parameters among it, empty for the others.
+        """
+        placeholders, traced = module.graph.find_nodes(op="placeholder"), dynamo.traced_module()
+        graph = TracedGraph(
+            module,
+            list(map(dynamo.traced_value, placeholders)),
+            tuple(names.get(node.name, "") for node in placeholders),
+            losses,
+            self._regions.layer,
+            any(map(dynamo.is_all_of, self._forwards)),
+            trace is None and not self._regions.layer,
+            None if traced is None else weakref.ref(traced),
+            trace,
+        )
+        # Not only as they were traced: a forward may have set what a tensor is.
+        self._compile_variant(graph, [given.get(node.name, dynamo.traced_value(node)) for node in placeholders])
+        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph()):
+            raise RuntimeError(line)
+        graph.trace = dynamo.Trace.current()
+        run = weak_method(self._run)
+
+        # Not a bound method: dynamo keeps it.
+        def called(*args: Any) -> Any:
+            return run(graph, args)
+
+        return called
+
+    def _run(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
+        layer = self._regions.layer
+        key = graph, layer, self._turns[graph, layer]
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = self._variant(graph)
+        self._turns[graph, layer] += 1
+        self._tape.before(variant.programs, args, layer)
+        results = variant.run(*args)
+        self._tape.after(results if isinstance(results, tuple | list) else [results])
+        if variant.partitioned is not None and variant.analyzed is not None:
+            self._ran.setdefault(variant.partitioned, variant.analyzed)
+        return results
+
+    def _variant(self, graph: TracedGraph) -> Variant:
+        """What the graph is compiled to for this run of it."""
+        (*_, latest), analyzed = graph.variants.values(), graph.analyzed
+        if analyzed is None or latest.partitioned is None or graph.asked == self._place:
+            return latest
+        # Where the forward runs on fake tensors, they are of another mode than the graph's.
+        with fx_graph.without_dispatch_modes():
+            choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))
+            same = graph.variants.get(choice.key)
+            if same is None or same.partitioned is None:
+                return self._compile_variant(graph)
+            if same.partitioned.choice.why != choice.why:
+                partitioned = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
+                same = graph.variants[choice.key] = replace(same, partitioned=partitioned, analyzed=analyzed)
+            return same
+
+    @property
+    def _place(self) -> tuple[int, str]:
+        return len(self._tape.graphs), self._regions.layer
+
+    def _question(
+        self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool]
+    ) -> tuple[AnalyzedGraph, GraphInForward]:
+        """The arguments of `Choose`."""
+        ran = tuple(self._ran)
+        untrained = without_gradient([*(earlier.gradients for earlier in ran), gradients])
+        tape = self._tape.tape([earlier.programs for earlier in ran])
+        is_all = graph.is_whole and graph.is_all
+        state = GraphInForward(self._inputs, ran, tape, untrained, self._progress, is_all)
+        layer = self._regions.layer
+        asked = replace(
+            analyzed, layer=layer, turn=self._turns[graph, layer], layers_at_once=self._regions.layers_at_once
+        )
+        return asked, state
+
+    def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
+        self._partitioned, programs = None, InductorPrograms()
+        partition = functools.partial(weak_method(self._partition), graph)
+        with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
+            saw = programs.add if self._spec.is_run else None
+            run = compile_graph(self._spec.compiler, graph.graph, given or graph.inputs, partition, saw, self.say)
+        variant, key = Variant(run, programs, None, None), ""
+        if self._partitioned is not None:
+            analyzed, partitioned = self._partitioned
+            key = partitioned.choice.key
+            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed)
+        graph.asked, graph.variants[key] = self._place, variant
+        return variant
 
     def _partition(
-        self,
-        programs: InductorPrograms,
-        module: fx.GraphModule,
-        inputs: Any,
-        num_fwd_outputs: int,
-        options: dict[str, Any],
+        self, traced: TracedGraph, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        spec, number = self._spec, len(self._graphs) + 1
+        spec, number = self._spec, len(self._ran) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
-        add_outer_modules(module.graph, self._model, dynamo.traced_module())
-        is_all = any(dynamo.is_all_of(forward) for forward in self._traced)
-        gradients = gradients_of(module.graph, num_fwd_outputs, self._parameters)
-        untrained = without_gradient([*(graph.gradients for graph in self._graphs), gradients])
+        add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
+        gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         cuda = spec.target.cuda if spec.target is not None else None
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs))
-        tape = self._tape.tape([graph.programs for graph in self._graphs])
-        state = GraphInForward(self._inputs, tuple(self._graphs), tape, untrained, self._progress, is_all)
-        choice = self._choose(graph, state)
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), traced.layer)
+        if traced.analyzed is None:
+            traced.analyzed = graph
+        choice = self._choose(*self._question(traced, graph, gradients))
         partitioned_graph, modules = partitioned(
             graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
         )
-        partitioned_graph = replace(
-            partitioned_graph, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients
+        self._partitioned = (
+            graph,
+            replace(partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients),
         )
-        self._losses = ()
-        self._graphs.append(partitioned_graph)
         self.held = held_bytes(next(self._model.parameters()).device)
+        self.held_after = len(self._tape.tape([earlier.programs for earlier in self._ran]).calls)
         self._progress.stage = f"compiling graph {number}"
         return choice, modules
 

@@ -120,6 +120,9 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
+        layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
+        turn: how often it has run for that layer, or for none, earlier in the forward.
+        layers_at_once: layers of the forward that hold what they have saved while one of them runs.
     """
 
     joint: JointGraph
@@ -134,6 +137,9 @@ class AnalyzedGraph:
     workspaces: Mapping[fx.Node, sympy.Expr]
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
+    layer: str = ""
+    turn: int = 0
+    layers_at_once: int = 1
 
 
 def nodes_to_save(

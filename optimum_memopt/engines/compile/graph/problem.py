@@ -26,36 +26,6 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)
-class SiblingGraphs:
-    """The bytes that a forward holds around one of its graphs, where graph breaks split it.
-
-    Attributes:
-        later: bytes that the graphs after this one hold at most, between its forward and its backward.
-        gradients: bytes that their backwards have left when its own begins.
-        runs: of the graph, one after the other.
-    """
-
-    later: int = 0
-    gradients: int = 0
-    runs: int = 1
-
-    def in_forward(self, left: int) -> int:
-        """Bytes in the graph's last run; `left` are those of saved activations and outputs that one forward leaves."""
-        return (self.runs - 1) * left
-
-    def between(self, left: int) -> int:
-        """Bytes between forward and backward, those of the graph itself included."""
-        return self.runs * left + self.later
-
-    def in_backward(self, left: int, gradients: int) -> int:
-        """Bytes in the graph's first or last run; one backward leaves `gradients` over those that it is given."""
-        return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
-
-
-ALONE = SiblingGraphs()
-
-
-@dataclass(frozen=True)
 class Positions:
     """Where nodes stand among the arguments and results of the compiled graph; None: nowhere.
 
@@ -83,6 +53,7 @@ class Problem:
         bytes: of the storage of a root that is a tensor, else 0.
         workspaces: bytes that an operator holds beside its results while it runs.
         layers: path of the transformer layer, "" outside of all.
+        runs: which run of a tape's graphs it is in; 0 in one graph.
         is_input: placeholders of the joint graph, gradients among them.
         is_operator: `call_function`; a view and the pick of an output too.
         is_backward: computed from a gradient.
@@ -105,6 +76,7 @@ class Problem:
     workspaces: tuple[int, ...]
     seconds: tuple[float, ...]
     layers: tuple[str, ...]
+    runs: tuple[int, ...]
     is_input: tuple[bool, ...]
     is_operator: tuple[bool, ...]
     is_backward: tuple[bool, ...]
@@ -121,7 +93,6 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
-    siblings: SiblingGraphs = ALONE
     positions: Positions = field(default_factory=Positions)
 
     @cached_property
@@ -263,6 +234,7 @@ def problems_of(
         workspaces=tuple(workspaces_of(graph.size_hints)),
         seconds=tuple(seconds[: len(nodes)]),
         layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
+        runs=(0,) * len(nodes),
         is_input=tuple(node.op == "placeholder" for node in nodes),
         is_operator=tuple(node.op == "call_function" for node in nodes),
         is_backward=tuple(node in joint.backward for node in nodes),

@@ -66,8 +66,9 @@ def layer_of(node: fx.Node) -> str:
     A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
     """
     stack = module_stack(node)
-    match = _LAYER.search(stack[-1][1]) if stack else None
-    path = stack[-1][1][: match.end()] if match else node.meta.get(LAYER, "")
+    path: str = node.meta.get(LAYER, "")
+    if not path and stack and (match := _LAYER.search(stack[-1][1])):
+        path = stack[-1][1][: match.end()]
     calls = (_CALL.search(key) for key, outer, _ in stack if path.startswith(outer)) if path else ()
     # A group of layers and the layer in it are called equally often.
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
@@ -120,7 +121,7 @@ class SavedActivation:
         reads: the nodes through which the backward reads it, the root itself or views of it.
         bytes: its size in the symbols of the graph.
         is_returned: the forward returns it too, so its caller may hold it.
-        leaves_layer: the forward reads it outside of the layer that computes it (the residual stream).
+        leaves_layer: the forward reads it outside of the layer that computes it (the residual stream), or returns it.
     """
 
     root: fx.Node
@@ -149,7 +150,7 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
                 readers.setdefault(root(read), set()).add(layer_of(node))
 
     def activation(storage: fx.Node) -> SavedActivation:
-        leaves_layer = bool(readers.get(storage, set()) - {layer_of(storage)})
+        leaves_layer = storage in returned or bool(readers.get(storage, set()) - {layer_of(storage)})
         nodes, size = tuple(reads[storage]), storage_bytes(storage)
         return SavedActivation(storage, nodes, size, storage in returned, leaves_layer)
 
@@ -252,12 +253,18 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
         node.meta["nn_module_stack"] = {"outer": outer, **inner}
 
 
-def note_layers(graph: fx.Graph) -> None:
+def note_layers(graph: fx.Graph, layer: str = "") -> None:
     """Note each operator's layer where no list of layers has a name that `layer_of` knows, as in an `nn.Sequential`.
 
     Layers are then the items of the outermost numbered list around the operator two of which are alike.
+
+    Args:
+        layer: of all operators, where that is known.
     """
     operators = [node for node in graph.nodes if node.op == "call_function"]
+    if layer:
+        for node in operators:
+            node.meta[LAYER] = layer
     if any(map(layer_of, operators)):
         return
     classes = {path: name for node in operators for _, path, name in module_stack(node)}

@@ -124,7 +124,7 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
     if not mode.may_chunk:
         return replace(loss, reason="--memory_opt_loss plain")
     if chain.is_returned:
-        return replace(loss, reason=f"{reader} may read the logits")
+        return replace(loss, reason=f"{reader or 'what is outside of its graph'} may read the logits")
     if not mode.must_chunk and not loss.pays:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
         return replace(loss, reason=reason)

@@ -144,7 +144,7 @@ class AllocatorPeak:
 
 
 def allocator_peak(
-    always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, accumulates: bool
+    always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, later: Sequence[Event] = ()
 ) -> AllocatorPeak:
     """The peak of two steps: the first one leaves the optimizer's states and cached blocks to the second.
 
@@ -153,16 +153,16 @@ def allocator_peak(
         graphs: of a forward and its backward; what is left are gradients.
         states: bytes of each of the optimizer's, from its first step on.
         temporary: bytes of each of the optimizer's steps.
-        accumulates: gradients of a micro-batch are added to those of earlier ones.
+        later: `graphs` in a micro-batch that is not the first, whose gradients are added to those that are there;
+            empty: there is one only.
     """
     allocator = CachingAllocator()
     for size in always:
         allocator.allocate(size)
     for is_first in (True, False):
         gradients = allocator.run(graphs)
-        if accumulates:
-            for block in allocator.run(graphs):
-                allocator.free(block)
+        for block in allocator.run(later):
+            allocator.free(block)
         if is_first:
             for size in states:
                 allocator.allocate(size)

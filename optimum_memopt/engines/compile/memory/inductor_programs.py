@@ -19,7 +19,6 @@ from optimum_memopt.engines.api.predictions import GRADIENTS, TEMPORARY
 from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
-from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
@@ -48,30 +47,15 @@ class InductorPrograms:
 
     Attributes:
         forward: None until inductor has compiled it, and without inductor; as is `backward`.
-        runs: how often the graph has run. Layers that are compiled one by one share a graph.
     """
 
     forward: InductorProgram | None = None
     backward: InductorProgram | None = None
-    runs: int = 0
 
     @property
     def both(self) -> tuple[InductorProgram, InductorProgram] | None:
         """Forward and backward, once inductor has compiled them."""
         return (self.forward, self.backward) if self.forward and self.backward else None
-
-    def recorded(self, compiled: Callable[..., Any], tape: TapeRecorder) -> Callable[..., Any]:
-        """`compiled`, each call of which is one of `runs`, and one on the tape."""
-
-        # Not `functools.wraps`: dynamo unwraps what is marked as its own.
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.runs += 1
-            tape.before(self, args)
-            results = compiled(*args, **kwargs)
-            tape.after(results if isinstance(results, tuple | list) else [results])
-            return results
-
-        return run
 
     def add(self, graph: fx.Graph, runner: Any, is_backward: bool) -> None:
         inputs = tuple((node.name, value(node)) for node in graph.find_nodes(op="placeholder"))

@@ -7,13 +7,13 @@ before the first of the backward's own operators that needs it. `tests/graph/tes
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
-from optimum_memopt.engines.compile.graph.problem import ALONE, Problem
+from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Storage
 
 
@@ -23,9 +23,8 @@ class Run:
 
     Attributes:
         order: its operators.
-        held: bytes while each of them runs; of a forward's last one also those until the backward begins, where other
-            graphs run in between.
-        end: bytes after the last, without those of other graphs.
+        held: bytes while each of them runs.
+        end: bytes after the last.
     """
 
     order: tuple[int, ...]
@@ -84,21 +83,7 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, order, problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    if problem.siblings != ALONE:
-        forward, backward = _with_siblings(problem, forward, backward, given)
     return Simulation(saved, forward, backward, saved_bytes, recomputed)
-
-
-def _with_siblings(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
-    """Both runs with what other graphs of the forward hold meanwhile; `given` are the bytes of its tangents."""
-    siblings, left = problem.siblings, forward.end
-    during = [size + siblings.in_forward(left) for size in forward.held]
-    during[-1:] = [max(size, siblings.between(left)) for size in during[-1:]]
-    beside = siblings.in_backward(left, backward.end - given)
-    return (
-        replace(forward, held=tuple(during)),
-        replace(backward, held=tuple(size + beside for size in backward.held)),
-    )
 
 
 def simulate_everything_saved(problem: Problem) -> Simulation:

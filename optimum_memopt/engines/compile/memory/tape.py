@@ -8,7 +8,7 @@ backward before it is given. One graph is a tape of one.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -33,6 +33,7 @@ class Call:
         outputs: that of each result.
         released: storages that nobody holds any more when the next graph runs.
         sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
+        layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
     """
 
     graph: int
@@ -40,6 +41,7 @@ class Call:
     outputs: Mapping[int, int] = field(default_factory=dict)
     released: frozenset[int] = frozenset()
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    layer: str = ""
 
 
 class Tensor(NamedTuple):
@@ -123,8 +125,8 @@ class TapeRecorder:
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
-    def before(self, graph: Hashable, arguments: Sequence[object]) -> None:
-        """A graph is about to run."""
+    def before(self, graph: Hashable, arguments: Sequence[object], layer: str = "") -> None:
+        """A graph is about to run; `layer` as in `Call`."""
         self._note_released()
         sizes: dict[int, tuple[int, ...]] = {}
         for place, argument in enumerate(arguments):
@@ -132,7 +134,7 @@ class TapeRecorder:
                 sizes[place] = tuple(map(int, argument.shape))
             elif type(argument) is int:
                 sizes[place] = (argument,)
-        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes)))
+        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes, layer=layer)))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""
@@ -143,6 +145,8 @@ class TapeRecorder:
     def end(self, outputs: Iterable[object]) -> None:
         """The forward has returned."""
         self._note_released()
+        outputs = list(outputs)
+        self._note_saved(set(self._numbered(outputs).values()))
         for operator in outside_operators(outputs):
             saved = tuple(map(self._tensor, operator.saved))
             workspace = None if operator.workspace is None else self._tensor(operator.workspace)
@@ -175,6 +179,16 @@ class TapeRecorder:
         if self._calls and numbers:
             graph, call = self._calls[-1]
             self._calls[-1] = graph, replace(call, released=call.released | numbers)
+
+    def _note_saved(self, returned: Collection[int]) -> None:
+        """Note as released what only a backward still holds: under another plan it may be gone behind its last use."""
+        kept = {*returned, *self._given, *self._parameters.values()}
+        last: dict[int, int] = {}
+        for index, (_, call) in enumerate(self._calls):
+            last.update(dict.fromkeys((*call.inputs.values(), *call.outputs.values()), index))
+        for number in last.keys() - kept:
+            graph, call = self._calls[last[number]]
+            self._calls[last[number]] = graph, replace(call, released=call.released | {number})
 
     def _numbered(self, values: Sequence[object]) -> dict[int, int]:
         return {place: self._number(tensor) for place, tensor in enumerate(values) if isinstance(tensor, torch.Tensor)}
@@ -360,9 +374,14 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
     return StepEvents(events[:count], (events[count], events[count + 1]), events[count + 2 :])
 
 
-def compose(tape: Tape, runs: Sequence[GraphEvents]) -> StepEvents:
-    """The events of a step whose forward is the tape; `runs` are those of each call."""
-    composition = _Composition(tape, runs)
+def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> StepEvents:
+    """The events of a step whose forward is the tape.
+
+    Args:
+        runs: those of each call.
+        accumulates: gradients of parameters are added to others as soon as a graph's backward returns them.
+    """
+    composition = _Composition(tape, runs, accumulates)
     count = len(tape.calls)
     forward = tuple(event for index in range(count) for event in composition.forward(index))
     dropped = composition.drop_results()
@@ -383,8 +402,8 @@ def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents]) -> int:
 class _Composition:
     """The names of storages in a step, and who holds those that pass between graphs."""
 
-    def __init__(self, tape: Tape, runs: Sequence[GraphEvents]) -> None:
-        self._calls, self._given, self._graphs = tape.calls, tape.given, runs
+    def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
+        self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # Of storages that pass between graphs: runs whose backward needs them.
@@ -508,15 +527,19 @@ class _Composition:
                 self._waiting[_gradient(number)] += 1
 
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
-        """Gradients that autograd adds to another one of the same tensor, which came before."""
+        """Gradients that autograd adds to another one of the same tensor, which was there before."""
         call, graph = self._calls[index], self._graphs[index]
         returned = {number for earlier in self._calls[:index] for number in earlier.outputs.values()}
         for position, local in graph.gradients:
             number = None if position is None else call.inputs.get(position)
+            if local and number is None and self._accumulates:
+                yield names.get(local, f"{index} {local}")
             if not local or number is None:
                 continue
             name = names.get(local, f"{index} {local}")
-            if number not in self._gradients:
+            if self._accumulates and number in self._given:
+                yield name
+            elif number not in self._gradients:
                 self._gradients[number] = name
                 if number in returned or number in self._given:
                     self._waiting[name] += 1

@@ -1,7 +1,7 @@
 """A joint graph as numbers: whoever asks about other plans, batches or budgets than those of the run asks this."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import sympy
 
@@ -14,12 +14,9 @@ from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.plans.plan_file import GraphSignature
 
 
@@ -78,32 +75,20 @@ class CapturedGraph:
         """Its sizes that are rows of the batch, raised to those of the run's largest."""
         return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
 
-    def problem(self, times: int = 1, largest: LargestBatch | None = None) -> Problem:
-        """Its numbers for its batch.
-
-        Args:
-            times: n: for an n-th of the batch's rows.
-            largest: for the sizes of this batch where they are larger; None: for its own.
-        """
+    def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> dict[sympy.Symbol, int]:
+        """Its sizes for its batch; see `forward_solver`."""
         sizes = larger_sizes(self.sizes, self.names, largest)
-        parts = {symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}
-        return self.problem_at({**sizes, **parts})
+        return {**sizes, **{symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}}
 
-    def problem_of_rows(self, rows: int) -> Problem:
-        """Its numbers for a batch of n rows, and the time that they take."""
-        problem = self.problem_at({**self.sizes, **dict.fromkeys(self.row_symbols, rows)})
-        before = max(self.row_symbols.values(), default=rows)
-        return replace(problem, seconds=tuple(seconds * rows / before for seconds in problem.seconds))
+    def problem(self, times: int = 1, largest: LargestBatch | None = None) -> Problem:
+        """Its numbers alone; arguments as above."""
+        return self.problem_at(self.sizes_for(times, largest))
 
     def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
         """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
         of_rows = dict.fromkeys(self.row_symbols, rows)
         of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
         return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in self.sizes.items()}
-
-    def host(self, step: StepContext) -> Host | None:
-        """The host, as the graph may use it in a step; None where there is no link to one."""
-        return Host(step.link, step.host, self.offloadable) if step.link else None
 
     def simulated(self, problem: Problem) -> Simulation:
         """The run of the choice that was applied; `problem` is of this graph."""
@@ -128,13 +113,6 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),
         analyzed=graph,
     )
-
-
-def multi_graph_solver(
-    graphs: Sequence[CapturedGraph], problems: Sequence[Problem], step: StepContext
-) -> MultiGraphSolver:
-    """The solver for all graphs of a forward, whose problems may be those of another batch."""
-    return MultiGraphSolver(problems, [graph.runs for graph in graphs], hosts=[graph.host(step) for graph in graphs])
 
 
 def no_costs(graph: AnalyzedGraph) -> Costs:

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
-from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
@@ -23,8 +21,6 @@ class Choice:
         candidates: those that are on, in the order of the graph's candidates.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
-        frontier: what other budgets would cost; None where nobody asked.
-        by_length: what plans for shorter batches would cost; None where nobody asked.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -34,8 +30,6 @@ class Choice:
     matched: Matched = field(default_factory=Matched)
     mismatch: str = ""
     torchs_graphs: Modules | None = None
-    frontier: Frontier | None = None
-    by_length: ExtraByLength | None = None
 
     @property
     def recomputed(self) -> tuple[Candidate, ...]:

@@ -86,11 +86,6 @@ class PartitionedGraph:
         return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
 
     @property
-    def runs(self) -> int:
-        """How often it ran in the first forward."""
-        return max(1, self.programs.runs)
-
-    @property
     def chunks_loss(self) -> bool:
         return any(loss.is_chunked for loss in self.losses)
 
@@ -102,16 +97,18 @@ def analyze(
     options: Mapping[str, Any],
     cuda: Multiprocessors | None = None,
     batch: Mapping[str, int] | None = None,
+    layer: str = "",
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
     Args:
         cuda: see `operator_workspace`; None: the device of its tensors.
+        layer: the path of the layer whose forward it is; empty: that of no layer alone.
     """
     module.graph.eliminate_dead_code()
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
-    note_layers(module.graph)
+    note_layers(module.graph, layer)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)

@@ -14,7 +14,8 @@ from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Front
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver, no_costs
+from optimum_memopt.engines.compile.partition.captured_forward import forward_solver, solver_for_rows
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
@@ -167,14 +168,15 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     """The costs of budgets, with the place of what is selected."""
     graphs, budget = traced.graphs, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
-    solver = multi_graph_solver(graphs, [graph.problem() for graph in graphs], context)
+    solver = forward_solver(graphs, context)
     points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
     place = None
     if budget is not None:
         with contextlib.suppress(Infeasible):
             place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
     elif not any(graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in graphs):
-        saved = [graph.problem().saving(graph.plans[0].saved) for graph in graphs]
+        runs = zip(solver.forward.runs, graphs[0].tape.calls, strict=True)
+        saved = [problem.saving(graphs[call.graph].plans[0].saved) for problem, call in runs]
         place = point_of(solver.saving(saved), context.fixed)
     return Frontier(points, graphs[0].costs.source, place)
 
@@ -270,7 +272,7 @@ def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
     if step.footprint(0).peak > step.limit:
         return False
-    solver = multi_graph_solver(graphs, [graph.problem_of_rows(rows) for graph in graphs], step)
+    solver = solver_for_rows(graphs, step, rows)
     return solver.fits(int(step.allowed * (1 - _BLOCKS)))
 
 

@@ -88,7 +88,7 @@ class LiveStep:
             return None
         given, events = self.run.split()
         always = [self.constant, *(storage.bytes for storage in given)]
-        return allocator_peak(always, events, self.states, self.update, accumulates=False)
+        return allocator_peak(always, events, self.states, self.update)
 
 
 def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:

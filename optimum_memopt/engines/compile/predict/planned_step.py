@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from optimum_memopt.engines.api.predictions import Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
-from optimum_memopt.engines.compile.capture.capture import capture
+from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.device_standin import stand_in_place, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.cache import costs_of
@@ -143,14 +143,18 @@ class PlannedStep:
             selection = self._selection_for(model)
             config, loss = loss_mode(selection, self.spec.loss)
             producer = producer_for(replace(selection, config=config))
-            spec = TraceSpec(self.compiled_by, dynamic, loss, selection.strict, target=self.target)
+            spec = TraceSpec(
+                self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
+            )
             run = self._run_of(model)
             planner: Planner[TracedStep] = Planner(
                 model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target)
             )
 
+            capture = Capture(model, (), batch, spec, planner.choose)
+
             def attempt() -> TracedStep:
-                graphs = capture(model, (), batch, spec, planner.choose, costs_of=costs, compared=compared)
+                graphs = capture.run(costs, compared)
                 partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
                 resident = planner.resident(held_bytes(self.here))
                 return TracedStep(
@@ -162,7 +166,7 @@ class PlannedStep:
                 )
 
             try:
-                traced = planner.plan(attempt, lambda: None)
+                traced = planner.plan(attempt, capture.choose_again)
             except MemOptError:
                 raise
             except Exception as error:

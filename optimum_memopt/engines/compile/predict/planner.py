@@ -1,10 +1,8 @@
 """Plans the graphs of a training forward: what is chosen for each in its step, until what was made of it fits."""
 
-import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -14,105 +12,19 @@ from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
-from optimum_memopt.engines.compile.memory.tape import bytes_left_by
+from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.solver import Solver
-from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
-from optimum_memopt.plans.plan_file import GraphSignature
 from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
-# Of each of those, in which no further graph of the forward was reached, until all of them fit.
-_MOST_RESERVES = 3
-
-
-class GraphReservations:
-    """The graphs of one forward, as far as compiling it has shown them. Pure.
-
-    torch compiles and runs each before it traces the next one. So the first plan of a graph is made as if no other one
-    followed. Where that leaves a later graph too little, the forward is compiled again, and each graph leaves to those
-    behind it what they take at least, or more where all together are faster then.
-    """
-
-    def __init__(self) -> None:
-        self._planned: list[CapturedGraph] = []
-        # As of the last call of `learn`.
-        self._learned: tuple[CapturedGraph, ...] = ()
-        self._siblings: tuple[SiblingGraphs, ...] = ()
-        self._share = 0.0
-        self._reserve = 0
-
-    @property
-    def count(self) -> int:
-        return len(self._planned)
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the first one leaves to those behind it."""
-        return self._siblings[0].later if self._siblings else 0
-
-    def note(self, index: int, graph: CapturedGraph) -> None:
-        """Note a planned graph by its place in the forward; its number of runs is not known yet."""
-        if index < len(self._planned) and self._planned[index].signature == graph.signature:
-            self._planned[index] = replace(graph, runs=self._planned[index].runs)
-        else:
-            # Other graphs may follow this one.
-            self._planned[index:] = [graph]
-
-    def siblings(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
-        """The other graphs of the forward around one, as was learned.
-
-        Args:
-            signature: of the graph; torch may compile one of several graphs again, alone.
-            times: n: the batch is an n-th of the rows, and later graphs take as little as they can.
-        """
-        if index >= len(self._learned) or self._learned[index].signature != signature:
-            return ALONE
-        return self._siblings[index] if times == 1 else self._solver(times).siblings(0)[index]
-
-    def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
-        """Take in a forward whose plans did not fit together.
-
-        Args:
-            runs: how often each of its graphs ran, as far as it came.
-            allowed: bytes that all of them may hold.
-            lacking: bytes. If all that this forward shows was known, the process has grown: later graphs are left no
-                more than they take at least, then that much more.
-
-        Returns:
-            True where the next plans are made for something else.
-        """
-        for index, count in enumerate(runs):
-            self._planned[index] = replace(self._planned[index], runs=count)
-        before = tuple(self.siblings(index, graph.signature) for index, graph in enumerate(self._planned))
-        is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
-            (graph.signature, graph.runs) for graph in self._planned
-        ]
-        if runs and not is_new and not self._share:
-            self._reserve += lacking
-        self._learned = tuple(self._planned)
-        solver = self._solver()
-        if is_new:
-            self._share = solver.fastest_share(allowed)
-        elif lacking:
-            self._share = 0.0
-        self._siblings = solver.siblings(self._share)
-        return self._siblings != before
-
-    def _solver(self, times: int = 1) -> MultiGraphSolver:
-        problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
-        return MultiGraphSolver(problems, runs, self._reserve)
 
 
 @dataclass(frozen=True)
@@ -146,8 +58,12 @@ _P = TypeVar("_P", bound=Planned)
 class Planner(Generic[_P]):
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
 
+    A forward of one graph is solved when that is partitioned. torch compiles and runs each of several graphs before it
+    traces the next one, so that the first forward runs with little saved, and shows all of them.
+
     Attributes:
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
+        solved: None without a budget, and until all graphs are known.
     """
 
     def __init__(self, model: torch.nn.Module, spec: PlannerSpec) -> None:
@@ -157,15 +73,16 @@ class Planner(Generic[_P]):
         self.largest: LargestBatch | None = None
         self._margin = 0
         self._resident: int | None = None
-        # What the process held before the run's first plan was made, and when this one was.
+        # What the process held before the run's first plan was made.
         self._first_constant: int | None = None
-        self._constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
-        self._graphs = GraphReservations()
-        # Graphs of the current forward that have run, and what all of them may hold.
-        self._earlier: tuple[PartitionedGraph, ...] = ()
-        self._allowed = 0
+        self.solved: SolvedForward | None = None
+        # The first batch, parameters that get no gradient, and the graphs by the digests of their signatures.
+        self._inputs: Mapping[str, object] = {}
+        self._untrained: Collection[str] = ()
+        self._analyzed: dict[str, AnalyzedGraph] = {}
+        self._graphs: tuple[CapturedGraph, ...] = ()
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
         """A planner within the same bytes."""
@@ -183,11 +100,12 @@ class Planner(Generic[_P]):
         """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
 
-    def plan(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
+    def plan(self, attempt: Callable[[], _P], again: Callable[[], None]) -> _P:
         """Plan until the step is within the budget.
 
         Args:
-            attempt: traces the forward, whose graphs ask `choose`.
+            attempt: runs the forward, whose graphs ask `choose`.
+            again: called before another attempt, for the state before the first.
 
         Raises:
             DoesNotFitError: no plan fits.
@@ -197,32 +115,50 @@ class Planner(Generic[_P]):
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
-        number = 1
-        while True:
-            planned = self._with_room(attempt, forget)
+        planned, number = attempt(), 1
+        if self.solved is None and planned.predictor is not None:
+            self._graphs = self._captured(planned.predictor)
+            # It holds what the forward has saved.
+            del planned
+            again()
+            self._solve(self._graphs)
+            planned = attempt()
+        while (predictor := planned.predictor) is not None:
             line = ""
-            if (predictor := planned.predictor) is not None:
-                with best_effort("the predicted peak"):
-                    line = self._check(predictor)
-            if not line or predictor is None:
-                return planned
+            with best_effort("the predicted peak"):
+                line = self._check(predictor)
+            if not line:
+                break
             if number == _MOST_COMPILES:
                 get_logger().warning(f"NOT within the budget: {line}")
-                return planned
-            get_logger().info(f"{line}: solving again {self._tighten(predictor)}")
-            # It holds what the forward has saved.
+                break
+            self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
+            get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
-            forget()
+            again()
+            self._solve(self._graphs)
+            planned = attempt()
             number += 1
+        return planned
 
     def choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        """The choice for a graph that is being partitioned.
+        """The choice for a graph.
 
         Raises:
             DoesNotFitError: nothing fits the budget.
         """
-        solvable = self._solvable(graph, state) if self.solves else None
-        return self.producer.choose(graph, [earlier.choice for earlier in state.earlier], solvable)
+        if not self.solves:
+            return self.producer.choose(graph, state.choices)
+        if self.solved is None:
+            self._inputs = state.inputs
+            self._analyzed[graph.signature.digest] = graph
+            if state.is_all:
+                state.progress.stage = "measuring operators, and solving for the cheapest recompute"
+                self._untrained = state.untrained
+                self._graphs = (self._captured_graph(graph),)
+                self._solve(self._graphs)
+        choice = self.solved.choice(graph) if self.solved is not None else None
+        return choice or self.producer.choose(graph, state.choices)
 
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""
@@ -246,76 +182,48 @@ class Planner(Generic[_P]):
             "again for it"
         )
 
-    def _solvable(self, graph: AnalyzedGraph, state: GraphInForward) -> Solvable:
-        index, device = len(state.earlier), next(self._model.parameters()).device
-        state.progress.stage = "measuring operators, and solving for the cheapest recompute"
-        step = self.step(state)
-        larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, step.largest))
+    def _captured_graph(self, graph: AnalyzedGraph) -> CapturedGraph:
+        device = next(self._model.parameters()).device
+        self.step()
+        larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.largest))
         costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
-        captured = captured_graph(larger, costs)
-        siblings_at = partial(self._graphs.siblings, index, graph.signature)
-        self._graphs.note(index, replace(captured, analyzed=None))
-        solver = Solver(captured.problem()).with_siblings(siblings_at())
-        if solver.everything.peak > step.fixed.activations_within(step.limit):
-            solver.prepare()
-        growth = math.prod(larger.size_hints[symbol] / size for symbol, size in graph.size_hints.items())
-        # Again after measuring and solving, which leave something behind in the process.
-        around = self.step(state)
-        return Solvable(
-            captured,
-            solver,
-            siblings_at,
-            replace(around, fixed=replace(around.fixed, batch=math.ceil(around.fixed.batch * growth))),
-            self._spec.with_curve and not index,
-            self._spec.with_lengths and not index,
+        return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
+
+    def _captured(self, predictor: StepMemoryPredictor) -> tuple[CapturedGraph, ...]:
+        """The graphs that ran, each with the runs of all."""
+        self._untrained = predictor.untrained
+        captured = {digest: self._captured_graph(graph) for digest, graph in self._analyzed.items()}
+        return tuple(
+            replace(captured[graph.plan.signature.digest], partitioned=graph, runs=runs, tape=predictor.tape)
+            for graph, runs in zip(predictor.graphs, predictor.tape.runs, strict=True)
         )
 
-    def step(self, state: GraphInForward) -> StepContext:
-        """The step around the graph that is being partitioned; the limit is that of the first time."""
-        self._earlier = state.earlier
-        first = self._constant if state.earlier else self._first_constant
-        left, left_by_largest = (_bytes_left(state, batch) for batch in (None, self.largest))
+    def _solve(self, graphs: Sequence[CapturedGraph]) -> None:
+        """Solve for graphs whose operators were measured, which leaves something behind in the process."""
+        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
+        largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
+        growth = math.prod(largest[name] / size for name, size in sizes.items())
+        step = self.step(growth)
+        solver = forward_solver(graphs, step, largest=self.largest)
+        if solver.everything > step.allowed:
+            solver.solver.prepare()
+            step = self.step(growth)
+        self.solved = self.producer.solve(graphs, step, self._spec.with_curve, self._spec.with_lengths)
+
+    def step(self, growth: float = 1.0) -> StepContext:
+        """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
-        around = step_around(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)
-        step = _without_second_room(around, first)
-        step = replace(step, fixed=replace(step.fixed, other_forwards=left_by_largest))
+        around = step_around(self._model, self._inputs, budget, spec.run(), spec.target, untrained=self._untrained)
+        step = _without_second_room(around, self._first_constant)
         self._limit = step.limit if self._limit is None else self._limit
-        self._allowed = replace(step.fixed, other_forwards=0).activations_within(self._limit - self._margin)
         self._peaks.clear()
-        self._resident, self._constant = step.resident, step.fixed.constant
+        self._resident = step.resident
         if self._first_constant is None:
-            self._first_constant = self._constant
-        return replace(step, limit=self._limit, largest=self.largest, margin=self._margin)
-
-    def _with_room(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
-        count, tries = 0, 0
-        while True:
-            try:
-                return attempt()
-            except DoesNotFitError as error:
-                # A try that was the first to reach a graph could not have left it room.
-                tries += self._graphs.count == count
-                count = self._graphs.count
-                line = "" if tries > _MOST_RESERVES else self._make_room(error)
-                if not line:
-                    raise
-            get_logger().info(line)
-            forget()
-            # The error's frames hold what the graphs that ran have saved.
-            gc.collect()
-
-    def _make_room(self, error: DoesNotFitError) -> str:
-        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason."""
-        runs = [graph.runs for graph in self._earlier]
-        if not (runs or self._graphs.reserved) or not self._graphs.learn(runs, self._allowed, error.lacking):
-            return ""
-        later = "graph 2" if self._graphs.count == 2 else f"graphs 2 to {self._graphs.count}"
-        reserved = gib_text(self._graphs.reserved)
-        return (
-            f"graph {len(runs) + 1} of the training forward takes {gib_text(error.lacking)} more than other graphs "
-            f"leave of the budget: compiling again with {reserved} reserved for {later}"
-        )
+            self._first_constant = step.fixed.constant
+        fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
+        return replace(step, fixed=fixed, limit=self._limit, largest=self.largest, margin=self._margin)
 
     def _check(self, predictor: StepMemoryPredictor) -> str:
         """A line where what was made of the plan passes the budget all the same; empty where it does not."""
@@ -325,20 +233,8 @@ class Planner(Generic[_P]):
             return ""
         return (
             f"what was compiled takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget, since a "
-            "compiler orders operators by itself, graphs are planned one by one, and CUDA's allocator gives tensors "
-            "larger blocks"
+            "compiler orders operators by itself, and CUDA's allocator gives tensors larger blocks"
         )
-
-    def _tighten(self, predictor: StepMemoryPredictor) -> str:
-        """Plan for what the last plan took beyond the budget, and say how, in a few words.
-
-        The solver knows a graph as PyTorch runs it, operator by operator, and the others of a forward as soon as they
-        were compiled once.
-        """
-        if self._graphs.learn(predictor.tape.runs, self._allowed):
-            return "for all graphs of the forward together"
-        self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
-        return "with a margin of that size"
 
     def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
         key = predictor, frozenset(sizes.items())
@@ -376,13 +272,3 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     if first is None or not 0 < grown <= step.room:
         return step
     return replace(step, fixed=replace(step.fixed, constant=first), resident=step.resident - grown)
-
-
-def _bytes_left(state: GraphInForward, largest: LargestBatch | None) -> int:
-    """Bytes that the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
-    schedules = [graph.timeline for graph in state.earlier if graph.timeline is not None]
-    if len(schedules) < len(state.earlier):
-        return 0
-    sizes = [larger_sizes(graph.sizes, graph.names, largest) for graph in state.earlier]
-    events = [schedule.at(values) for schedule, values in zip(schedules, sizes, strict=True)]
-    return bytes_left_by(state.tape, [events[call.graph] for call in state.tape.calls])

@@ -11,7 +11,7 @@ import torch
 from optimum_memopt.engines.api.explanations import FailedStep, TensorLike
 from optimum_memopt.engines.api.predictions import Training
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
+from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
@@ -178,7 +178,7 @@ def capture_failed(
         mode,
     ):
         args, inputs = without_data(failed.call.args), without_data(failed.call.kwargs)
-        graphs = capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader, costs)
+        graphs = Capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader).run(costs)
     # Else what passes between graphs is not known, and nor is what was held.
     joints = [graph.analyzed.joint for graph in graphs if graph.analyzed is not None]
     assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)

@@ -116,7 +116,7 @@ class FakeSimulator:
         given, _ = run.split()
         peak, reserved = constant + run.peak, None
         if self._cuda is not None:
-            blocks = allocator_peak([constant], run.events, (), 0, accumulates=False)
+            blocks = allocator_peak([constant], run.events, (), 0)
             peak, reserved = max(peak, blocks.allocated), blocks.reserved
         most = {phase: run.most(phase) for phase in run.named_phases}
         return SimulatedStep(

@@ -131,6 +131,7 @@ class StepMemoryPredictor:
         graphs: of one training forward, in order, right after it, each with a prediction.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
+        runs_before: of the tape's, how many had run by then.
         names: of the graphs' symbols, as in the plan table.
         tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
         shared: with a predictor from other graphs of the model.
@@ -149,12 +150,13 @@ class StepMemoryPredictor:
         run: Run | None = None,
         *,
         tape: Tape | None = None,
+        runs_before: int = 0,
         shared: "_Shared | None" = None,
     ) -> None:
         self.run, self._names = run or Run(), names
         self._programs_caveat = ""
         # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
-        self._last: tuple[object, StepEvents] | None = None
+        self._last: dict[object, StepEvents] = {}
         self._model = weakref.ref(model)
         self._parts = [
             _Part(graph, graph.timeline) for graph in graphs if graph.timeline is not None and graph.prediction
@@ -168,22 +170,26 @@ class StepMemoryPredictor:
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         self._pending, self._constant = shared or _Shared(
-            Pending(), constant_of(model, self._batch, resident, self._left())
+            Pending(), constant_of(model, self._batch, resident, self._left(runs_before))
         )
 
-    def _left(self) -> int:
-        """Bytes that the runs before the last graph's first one had left, when that graph was partitioned."""
-        first = next(n for n, call in enumerate(self.tape.calls) if call.graph == len(self._parts) - 1)
-        earlier = replace(self.tape, calls=self.tape.calls[:first])
+    @property
+    def graphs(self) -> tuple[PartitionedGraph, ...]:
+        """Those of the tape's calls."""
+        return tuple(part.graph for part in self._parts)
+
+    def _left(self, runs: int) -> int:
+        """Bytes that the first runs of the forward leave."""
+        earlier = replace(self.tape, calls=self.tape.calls[:runs])
         parts = [self._parts[call.graph] for call in earlier.calls]
-        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts])
+        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts]) if runs else 0
 
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
         graphs, count, runs = [part.graph for part in self._parts], len(self._parts), len(self.tape.calls)
         reasons = [self._programs_caveat]
-        if runs > 1 or not graphs[0].is_all_of_forward:
+        if not all(graph.is_all_of_forward for graph in graphs):
             in_runs = f" in {runs} runs" if runs > count else ""
             shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
             reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")
@@ -248,9 +254,9 @@ class StepMemoryPredictor:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
         return compose(*self._runs(self._all_sizes(sizes), compiled=False)).saved_bytes
 
-    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
+    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, accumulates: bool = False) -> int:
         """The peak of a forward and its backward, in bytes."""
-        return self._step(self._all_sizes(sizes)).peak(gradients)
+        return self._step(self._all_sizes(sizes), accumulates).peak(gradients)
 
     def footprint(
         self,
@@ -282,11 +288,12 @@ class StepMemoryPredictor:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
         weights = tensor_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
+        accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
         return footprint_of(
             model,
             optimizer or self.run.optimizer,
-            self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation,
-            activations=self.activations(wanted, weights if is_followed else 0),
+            accumulates,
+            activations=self.activations(wanted, weights if is_followed else 0, accumulates),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
@@ -301,7 +308,8 @@ class StepMemoryPredictor:
         """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        step, gradients = self._step(sizes), around.gradients if forward.is_followed else 0
+        step = self._step(sizes, around.accumulated > 0)
+        gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(part.graph.programs.both for part in self._parts) and not self._programs_caveat
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
@@ -326,12 +334,18 @@ class StepMemoryPredictor:
         None elsewhere. Arguments as in `footprint`.
         """
         wanted = self._all_sizes(sizes, batch_size, seq_len)
-        return self.blocks_of(self._step(wanted), self.footprint(wanted, optimizer, gradient_accumulation), optimizer)
+        around = self.footprint(wanted, optimizer, gradient_accumulation)
+        later = self._step(wanted, True) if around.accumulated and self._is_on_cuda else None
+        return self.blocks_of(self._step(wanted), around, optimizer, later)
 
     def blocks_of(
-        self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None
+        self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None, later: StepEvents | None = None
     ) -> AllocatorPeak | None:
-        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere."""
+        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere.
+
+        Args:
+            later: of a micro-batch whose gradients are added to others; None: as `step`, where there are any.
+        """
         if not self._is_on_cuda:
             return None
         model = self._living_model()
@@ -341,7 +355,7 @@ class StepMemoryPredictor:
             step.events,
             state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
             temporary=around.step,
-            accumulates=around.accumulated > 0,
+            later=(later or step).events if around.accumulated else (),
         )
 
     def _all_sizes(
@@ -354,11 +368,12 @@ class StepMemoryPredictor:
             raise ReferenceError("the model whose steps are predicted was deleted")
         return model
 
-    def _step(self, sizes: BatchSizes) -> StepEvents:
-        key = frozenset(sizes.items()), tuple(graph.programs.both is None for graph, _ in self._parts)
-        if self._last is None or self._last[0] != key:
-            self._last = key, compose(*self._runs(sizes))
-        return self._last[1]
+    def _step(self, sizes: BatchSizes, accumulates: bool = False) -> StepEvents:
+        key = frozenset(sizes.items()), accumulates, tuple(graph.programs.both is None for graph, _ in self._parts)
+        if key not in self._last:
+            # That of a first micro-batch, and of later ones.
+            self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), accumulates)}
+        return self._last[key]
 
     def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:
         """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""

@@ -10,7 +10,7 @@ import torch
 from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique, Training, Workload
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
-from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
+from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
@@ -25,6 +25,7 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.memory.tape import interpolated
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
+from optimum_memopt.engines.compile.partition.captured_forward import host_of, problem_of
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
@@ -78,7 +79,7 @@ class GraphSteps:
     ) -> None:
         self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
         self._checkpointed = checkpointed
-        self._host = graph.host(step)
+        self._host = host_of((graph,), problem_of((graph,), (graph.sizes,)), step)
         self._times = cache(times)
         self._problem = cache(lambda rows: graph.problem_at(graph.sizes_of(rows, tokens)))
         self._solver = cache(self._new_solver)
@@ -373,7 +374,7 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
     name, spec = type(model).__name__, TraceSpec(case.compiler, loss=LossMode(loss), target=case.target)
     try:
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
-            graphs = capture(model, (), batch, spec, chosen_by(TorchDefault()), compared=(FromLevel(1),))
+            graphs = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
     except MemOptError:
         raise
     except Exception as error:

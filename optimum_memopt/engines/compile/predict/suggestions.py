@@ -8,10 +8,10 @@ from optimum_memopt.engines.api.explanations import Suggestion
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.reconstruction import Reconstruction
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.logs import Deadline
 from optimum_memopt.sizes import gib_text
@@ -76,9 +76,9 @@ def suggestions(
             yield 0, suggestion
 
 
-def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> MultiGraphSolver:
+def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> ForwardSolver:
     """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
-    return multi_graph_solver(graphs, problems_of(graphs, run, times), run.step)
+    return forward_solver(graphs, run.step, times, run.step.largest)
 
 
 def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> list[Problem]:
@@ -86,7 +86,7 @@ def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1)
     return [graph.problem(times, run.step.largest) for graph in graphs]
 
 
-def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
+def within_budget(graphs: ForwardSolver, run: FailedRun) -> Iterator[Suggestion]:
     """A budget; none where nothing fits."""
     allowed = run.step.fixed.activations_within(run.budget << 20)
     if (plan := _within(graphs, allowed, run)) is None:
@@ -99,7 +99,7 @@ def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggesti
     )
 
 
-def _within(graphs: MultiGraphSolver, allowed: int, run: FailedRun) -> Plan | None:
+def _within(graphs: ForwardSolver, allowed: int, run: FailedRun) -> Plan | None:
     """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
     less = allowed - int(run.step.limit * _MARGIN)
     # Without a host no long search for recompute that is below the lowest plan.
@@ -142,8 +142,8 @@ def _loss(planned: Sequence[CapturedGraph], ran: Reconstruction, run: FailedRun)
         )
 
 
-def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
-    plan = graphs.layers_recomputed
+def _level(graphs: ForwardSolver, run: FailedRun) -> Iterator[Suggestion]:
+    plan = graphs.solver.plan(graphs.solver.layers_recomputed)
     peak = replace(run.step.fixed, activations=plan.peak).peak
     if peak > run.allowed:
         return

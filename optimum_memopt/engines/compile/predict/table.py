@@ -1,7 +1,7 @@
 """The plan table with the lines above it, and the plan as a file."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -29,17 +29,19 @@ from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
 
 
 def plan_line(
-    model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], target: Device | None = None
+    model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], tape: Tape, target: Device | None = None
 ) -> str:
     """A line about the model, its device, compiler and plan."""
     device = next(model.parameters()).device.type if target is None else target.name
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
-    pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+    layers = len({call.layer for call in tape.calls if call.layer})
+    runs = f" for {layers} layers, compiled once for equal ones" if layers else ""
+    pieces = f", in {len(graphs)} graphs{runs}" if len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
     return f"{type(model).__name__} on {device} by {compiler}, {_why(graphs)}{pieces}{loss}{attention}"
 
@@ -51,9 +53,10 @@ def _why(graphs: Sequence[PartitionedGraph]) -> str:
     return reasons[0] if len(set(reasons)) == 1 else "; ".join(numbered)
 
 
-def host_lines(graphs: Sequence[PartitionedGraph]) -> list[str]:
+def host_lines(graphs: Sequence[PartitionedGraph], tape: Tape) -> list[str]:
     """A line about offloaded bytes on the host; none where that is the device, too."""
-    sizes = [size for graph in graphs if graph.is_for_cuda for size in graph.offloaded_bytes]
+    runs = [graphs[call.graph] for call in tape.calls]
+    sizes = [size for graph in runs if graph.is_for_cuda for size in graph.offloaded_bytes]
     offloaded, pinned = (f"{sum(counted) / MIB:.1f} MiB" for counted in (sizes, map(pinned_bytes, sizes)))
     return [f"Predicted for the host: {offloaded} offloaded, in {pinned} of pinned memory"] if sizes else []
 
@@ -91,15 +94,19 @@ _AUTO = "AUTO: torch recomputes {count} by itself"
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph's share of a row."""
+    """One graph's share of a row, as often as it runs."""
 
     graph: PartitionedGraph
+    runs: int
     candidates: Sequence[Candidate]
     symbols: dict[sympy.Symbol, sympy.Symbol]
 
     @property
     def saving(self) -> sympy.Expr:
-        return sympy.Add(*(candidate.saving for candidate in self.candidates)).subs(self.symbols)
+        return self.runs * sympy.Add(*(candidate.saving for candidate in self.candidates)).subs(self.symbols)
+
+    def count(self, candidates: Sequence[Candidate]) -> int:
+        return self.runs * len(candidates)
 
     @property
     def chosen(self) -> list[Candidate]:
@@ -111,21 +118,21 @@ class _Part:
         return [candidate for candidate in self.candidates if candidate in self.graph.choice.auto_recomputed]
 
     def bytes(self, candidates: Sequence[Candidate]) -> int:
-        return sum(compile_sizes(candidate.saving for candidate in candidates)(self.graph.sizes))
+        return self.runs * sum(compile_sizes(candidate.saving for candidate in candidates)(self.graph.sizes))
 
 
 def to_table(
-    graphs: Sequence[PartitionedGraph], matched: Matched, names: SymbolNames, header: Sequence[str]
+    graphs: Sequence[PartitionedGraph], tape: Tape, matched: Matched, names: SymbolNames, header: Sequence[str]
 ) -> PlanTable:
-    """Rows of all graphs, those of one id and strategy together.
+    """Rows of all runs of graphs, those of one id and strategy together.
 
     Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
     """
     rows: dict[str, list[_Part]] = {}
-    for graph in graphs:
+    for graph, runs in zip(graphs, tape.runs, strict=True):
         symbols = _named_symbols(graph, names)
         for row, candidates in by_row(graph.candidates).items():
-            rows.setdefault(row, []).append(_Part(graph, candidates, symbols))
+            rows.setdefault(row, []).append(_Part(graph, runs, candidates, symbols))
     recomputable = {
         candidate.cluster_id for graph in graphs for candidate in graph.candidates if candidate.chain is not None
     }
@@ -177,8 +184,8 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
     strategy = strategy_of(parts[0].candidates[0].strategy)
     device_type = _device_type(parts[0])
     saves = strategy.saves_on(device_type)
-    frequency = sum(len(part.candidates) for part in parts)
-    auto_recomputed = sum(len(part.auto_recomputed) for part in parts)
+    frequency = sum(part.count(part.candidates) for part in parts)
+    auto_recomputed = sum(part.count(part.auto_recomputed) for part in parts)
     auto = _AUTO.format(count="all" if auto_recomputed == frequency else auto_recomputed) if auto_recomputed else ""
     request = matched.requests.get(row)
     notes = {
@@ -194,7 +201,7 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
         saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,
         saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
         requested_count=request.count if request else 0,
-        applied_count=sum(len(part.chosen) for part in parts),
+        applied_count=sum(part.count(part.chosen) for part in parts),
         note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
         applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
     )
@@ -221,10 +228,11 @@ def plan_file_of(
     model: torch.nn.Module,
     compiler: str,
     graphs: Sequence[PartitionedGraph],
+    tape: Tape,
     sizes: Mapping[str, int],
     predicted: Footprint | None,
 ) -> PlanFile:
-    """The plan of a forward's graphs."""
+    """The plan of a forward's graphs, those of equal layers in one entry."""
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     solved_for = {
         "model": type(model).__name__,
@@ -235,7 +243,25 @@ def plan_file_of(
         "versions": dict(filter(None, versions)),
     }
     loss = CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN
-    return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(graph.plan for graph in graphs))
+    return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(_entries(graphs, tape)))
+
+
+def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEntry]:
+    runs: dict[str, dict[str, GraphEntry]] = {}
+    for call in tape.calls:
+        entry = graphs[call.graph].plan
+        runs.setdefault(entry.signature.digest, {})[call.layer] = entry
+    for entries in runs.values():
+        (first, *_) = entries.values()
+        if "" in entries:
+            yield first
+            continue
+        layers: dict[LayerEntry, list[str]] = {}
+        for layer, entry in entries.items():
+            plan = replace(entry.layers[0], layers=()) if entry.layers else LayerEntry(())
+            layers.setdefault(plan, []).append(layer)
+        alike = tuple(replace(plan, layers=tuple(paths)) for plan, paths in layers.items())
+        yield replace(first, layers=() if first.by_torch else alike)
 
 
 @dataclass(frozen=True)
@@ -244,13 +270,11 @@ class ShownPlan:
 
     Attributes:
         predictor: of steps under it; None where nothing is predicted.
-        is_one_graph: the forward was one graph, which ran once and has all of it.
     """
 
     table: PlanTable
     plan_file: PlanFile
     predictor: StepMemoryPredictor | None
-    is_one_graph: bool
     remarks: tuple[str, ...] = ()
 
 
@@ -263,18 +287,19 @@ def show(
     producer: Producer,
     spec: TraceSpec,
     run: Run | None = None,
+    runs_before: int = 0,
 ) -> ShownPlan:
     """The plan of a forward's graphs.
 
     Args:
         graphs: of its first training forward, in order, right after it.
-        resident: bytes that the process held when the last graph was partitioned.
+        resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
         run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
 
     Raises:
         ConfigError: the user asks for what none of the graphs has.
     """
-    matched = matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs])
+    matched = matched_in(producer, [graphs[call.graph] for call in tape.calls])
     losses = [loss for graph in graphs for loss in graph.losses]
     remarks = (*matched.remarks, *check_row(losses, spec.loss, spec.strict))
     if spec.strict:
@@ -282,16 +307,15 @@ def show(
     names = SymbolNames()
     with best_effort("the names of sizes"):
         names = SymbolNames.of(graphs, is_encoder_decoder(model))
-    lines, predictor, footprint = [plan_line(model, spec.compiler, graphs, spec.target)], None, None
+    lines, predictor, footprint = [plan_line(model, spec.compiler, graphs, tape, spec.target)], None, None
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
-            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
+            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape, runs_before=runs_before)
             shown, footprint = prediction_lines(made), made.footprint()
             lines, predictor = [*lines, *shown], made
-    lines += host_lines(graphs)
+    lines += host_lines(graphs, tape)
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
-        table = to_table(graphs, matched, names, lines)
-    plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
-    is_one_graph = len(tape.calls) == 1 and graphs[0].is_all_of_forward
-    return ShownPlan(table, plan_file, predictor, is_one_graph, remarks)
+        table = to_table(graphs, tape, matched, names, lines)
+    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, footprint)
+    return ShownPlan(table, plan_file, predictor, remarks)

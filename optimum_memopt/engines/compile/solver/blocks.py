@@ -5,7 +5,7 @@ Whether to recompute an operator or to save its result is a minimum cut, whose l
 Pure.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,8 @@ from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, c
 _HULL, _BETWEEN = 24, 16
 # Microseconds of a megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
+# By the number of a run.
+PlansOfRun = Callable[[int], Iterable[frozenset[int]]]
 # The sets of roots that each block may save.
 SetsByBlock = dict[int, tuple[frozenset[int], ...]]
 
@@ -41,19 +43,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """All blocks of a problem, in the order of the forward; the same whatever siblings its graph has there.
+    """All blocks of a problem, in the order of the forward.
 
     Attributes:
         all: each operator of the forward is in one.
         leaving: roots that are read outside of their block. Whatever reads them finds them saved, so that a block can
             be recomputed from them alone.
         classes: for each block the first one with the same operators on the same sizes.
+        of_run: what plans for one run of a tape alone save.
     """
 
     problem: Problem
     all: tuple[Block, ...]
     leaving: frozenset[int]
     classes: tuple[int, ...]
+    of_run: PlansOfRun
 
     @cached_property
     def representatives(self) -> dict[int, int]:
@@ -80,10 +84,18 @@ class Blocks:
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """By node, backward's too, the block of its layer; -1 for none, and for views, which many layers may read."""
+        """By node, backward's too, the block of its layer, or of what is outside of layers in its run of a graph where
+        a tape has several; -1 for none, and for views, which many layers may read."""
+        problem = self.problem
         layers = {block.layer: index for index, block in enumerate(self.all) if block.layer}
-        pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
-        return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
+        runs: dict[int, int] = {}
+        is_tape = max(problem.runs, default=0) > 0
+        for index, block in enumerate(self.all):
+            if not block.layer and is_tape:
+                runs.setdefault(problem.runs[block.nodes[0]], index)
+        columns = zip(problem.layers, problem.is_view, problem.runs, strict=True)
+        blocks = (-1 if view else layers.get(layer, runs.get(run, -1)) for layer, view, run in columns)
+        return np.fromiter(blocks, dtype=np.intp)
 
     @cached_property
     def with_borders(self) -> SetsByBlock:
@@ -107,23 +119,48 @@ class Blocks:
             between = _between(cut, most) if block.layer else ()
             for solution in (*_hull(cut), *between):
                 sets.setdefault(leaving | cut.saved(solution))
+        for saved in self.of_run(problem.runs[block.nodes[0]]):
+            sets.setdefault(leaving | (saved & block.members))
         return tuple(sets)
 
     def _without_borders(self, block: Block) -> tuple[frozenset[int], ...]:
         cut = cut_of(self.problem, block.nodes, wanted=self.leaving & block.members)
-        return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
+        of_run = (saved & block.members for saved in self.of_run(self.problem.runs[block.nodes[0]]))
+        return () if cut is None else tuple(dict.fromkeys((*map(cut.saved, _hull(cut)), *of_run)))
 
 
-def blocks_of(problem: Problem) -> Blocks:
-    groups: dict[tuple[str, str], list[int]] = {}
+def no_plans(run: int) -> Iterable[frozenset[int]]:
+    """Where a graph runs alone."""
+    return ()
+
+
+def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans) -> Blocks:
+    """Layers, and what stands between them."""
+    groups: dict[tuple[str, str, int], list[int]] = {}
     layer = ""
-    for node, is_forward in enumerate(problem.is_forward):
-        if not is_forward or problem.is_number[node]:
-            continue
+    for node in _nodes(problem):
         own = problem.layers[node]
         layer = own or layer
-        groups.setdefault((own, layer), []).append(node)
-    blocks = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
+        groups.setdefault((own, layer, problem.runs[node]), []).append(node)
+    return _blocks(problem, tuple(Block(own, tuple(nodes)) for (own, *_), nodes in groups.items()), of_run)
+
+
+def runs_as_blocks(problem: Problem, of_run: PlansOfRun) -> Blocks:
+    """The runs of a tape."""
+    groups: dict[int, list[int]] = {}
+    for node in _nodes(problem):
+        groups.setdefault(problem.runs[node], []).append(node)
+    return _blocks(problem, tuple(Block("", tuple(nodes)) for nodes in groups.values()), of_run)
+
+
+def _nodes(problem: Problem) -> Iterator[int]:
+    """Operators of the forward, without numbers."""
+    for node, is_forward in enumerate(problem.is_forward):
+        if is_forward and not problem.is_number[node]:
+            yield node
+
+
+def _blocks(problem: Problem, blocks: tuple[Block, ...], of_run: PlansOfRun) -> Blocks:
     block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
     leaving: set[int] = set()
     for node, index in block_of.items():
@@ -141,7 +178,7 @@ def blocks_of(problem: Problem) -> Blocks:
 
     first: dict[object, int] = {}
     classes = tuple(first.setdefault(tuple(signature(block)), index) for index, block in enumerate(blocks))
-    return Blocks(problem, blocks, frozenset(leaving), classes)
+    return Blocks(problem, blocks, frozenset(leaving), classes, of_run)
 
 
 def _hull(cut: Cut) -> Iterator[np.ndarray]:

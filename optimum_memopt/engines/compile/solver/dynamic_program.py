@@ -236,7 +236,9 @@ def _saved_bytes(
     read (an attention mask), for its own.
     """
     more = dict.fromkeys(measured, 0)
-    for sign, nodes in ((1, simulation.saved - everything.saved), (-1, everything.saved - simulation.saved)):
+    # By storage: what a graph reads of another one is saved as a view.
+    now, before = (frozenset(blocks.problem.roots[node] for node in ran.saved) for ran in (simulation, everything))
+    for sign, nodes in ((1, now - before), (-1, before - now)):
         for node in nodes:
             behind = (index for index in measured if index >= blocks.index[node])
             reader = _only_reader(blocks, node) if node in blocks.leaving else None

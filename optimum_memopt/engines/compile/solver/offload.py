@@ -93,14 +93,17 @@ class Host:
     allowed: frozenset[int]
 
 
-def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
+def cheapest(solver: Solver, budget: int, host: Host | None, is_final: bool = True) -> Plan:
     """The fastest plan within a budget, with offload where that is faster and there is a host.
+
+    Args:
+        is_final: see `Solver.solve`.
 
     Raises:
         Infeasible: no plan fits.
     """
     try:
-        recompute = solver.solve(budget)
+        recompute = solver.solve(budget, is_final)
     except Infeasible:
         if host is None or (offloading := with_offload(solver, None, budget, host)) is None:
             raise

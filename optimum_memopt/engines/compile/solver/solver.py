@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 
 from optimum_memopt.engines.api.predictions import CurvePoint
-from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
+from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at_peak, operator_of, simulate
-from optimum_memopt.engines.compile.solver.blocks import Blocks, blocks_of
+from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans, runs_as_blocks
 from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
 
@@ -36,7 +36,6 @@ class Plan:
         offloaded: nodes of `saved` that wait on the host.
         stall: seconds of `extra_seconds` that the device waits for copies.
         host_bytes: of pinned memory.
-        graphs: the plan of each graph, where graph breaks split the forward; `saved` and `offloaded` are theirs.
     """
 
     saved: tuple[int, ...]
@@ -46,7 +45,6 @@ class Plan:
     offloaded: tuple[int, ...] = ()
     stall: float = 0.0
     host_bytes: int = 0
-    graphs: tuple["Plan", ...] = ()
 
 
 class Infeasible(Exception):
@@ -59,14 +57,10 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class Solver:
-    """Solves one joint graph for any number of budgets; a solver of it with other siblings may share its blocks."""
+    """Solves a joint graph, or all of a tape, for any number of budgets; `of_run` as in `Blocks`."""
 
     problem: Problem
-    shared_blocks: Blocks | None = None
-
-    def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
-        """A solver of the same graph with these around it, which shares most of the work."""
-        return Solver(replace(self.problem, siblings=siblings), self._blocks)
+    of_run: PlansOfRun = no_plans
 
     @cached_property
     def everything(self) -> Simulation:
@@ -83,7 +77,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
-        of_blocks = (program.lowest() for program in reversed(self._programs))
+        of_blocks = (program.lowest() for pair in self._programs for program in reversed(pair))
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
         # Within a thousandth of where the search ends.
         for step in _STEPS:
@@ -121,14 +115,16 @@ class Solver:
         return self.plan(_improve(self.problem, best, budget) if is_final else best)
 
     def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
-        with_borders, without_borders = self._programs
+        (with_borders, without_borders), *of_runs = self._programs
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
             return
         # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
         is_measured = best is not None and best.backward.peak <= best.forward.peak
-        if not is_measured and (fallback := with_borders.solve(budget)) is not None:
-            yield fallback
+        others = [] if is_measured else [with_borders]
+        for program in (*others, *(program for pair in of_runs for program in pair)):
+            if (fallback := program.solve(budget)) is not None:
+                yield fallback
         yield self.lowest if best is None else best
         yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
@@ -142,21 +138,20 @@ class Solver:
         _ = self._programs
 
     @cached_property
-    def _blocks(self) -> Blocks:
-        return self.shared_blocks or blocks_of(self.problem)
-
-    @cached_property
-    def _programs(self) -> tuple[DynamicProgram, DynamicProgram]:
-        return dynamic_programs(self.problem, self._blocks)
+    def _programs(self) -> list[tuple[DynamicProgram, DynamicProgram]]:
+        """Those of layers and what is between them, and where these are parts of a tape's runs, of the runs."""
+        kinds = [blocks_of(self.problem, self.of_run)]
+        if max(self.problem.runs) > 0:
+            runs = runs_as_blocks(self.problem, self.of_run)
+            kinds += [runs] if len(runs.all) < len(kinds[0].all) else []
+        return [dynamic_programs(self.problem, blocks) for blocks in kinds]
 
 
 def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int], ...]:
-    """The largest groups of what is held at the peak: gradients, other graphs, else by where it is computed."""
+    """The largest groups of what is held at the peak: gradients, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
     held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
     groups: dict[str, int] = {}
-    if problem.siblings != ALONE:
-        groups["other graphs of the forward"] = max(0, simulation.peak - sum(held.values()))
     for node, size in held.items():
         layer = problem.layers[node]
         computed = f"layer {layer}" if layer else f"{operator_of(problem, node)} outside of layers"
@@ -233,7 +228,7 @@ def _limit(
     held = held_at_peak(problem, plan, in_backward)
     top = run.held.index(run.peak)
     row: dict[int, float] = {}
-    # Without the workspace, and what other graphs hold.
+    # Without the workspace.
     rest = budget - (run.peak - sum(held.values()))
     for node, size in held.items():
         if node in plan.saved:
@@ -249,15 +244,10 @@ def _limit(
         # A saved root is held until the last of the backward's own operators that reads it.
         here = next((node for node in run.order[top:] if problem.is_backward[node]), len(problem.names))
         last = {problem.roots[read]: node for node in problem.backward_operators for read in problem.reads[node]}
-    repeats = problem.siblings.runs - 1
     for node, column in cut.roots.items():
         is_held_if_saved = last.get(node, -1) >= here if in_backward else node <= run.order[top]
         if node not in held and is_held_if_saved:
             row[column] = problem.bytes[node] / MEGA
-        if repeats:
-            # Each saves the same.
-            row[column] = row.get(column, 0.0) + repeats * problem.bytes[node] / MEGA
-            rest += repeats * problem.bytes[node] * (node in plan.saved)
     return row, rest / MEGA
 
 

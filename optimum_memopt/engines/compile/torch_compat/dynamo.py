@@ -4,11 +4,13 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 """
 
 import contextlib
+import copy
 import inspect
 import shutil
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -21,12 +23,13 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -237,6 +240,62 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return copied
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What dynamo knows of a frame that it traces: its fake tensors, symbols and guards (`TracingContext`)."""
+
+    context: TracingContext
+
+    @classmethod
+    def current(cls) -> "Trace | None":
+        """None while nothing is traced."""
+        context = TracingContext.try_get()
+        return None if context is None else cls(context)
+
+    def fakes(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Fake tensors in the place of parameters and buffers, the same at each call."""
+        mode = self.context.fake_mode
+        assert mode is not None
+        return [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """As while dynamo traced the frame, for compiling its graph once more, or a part of it.
+
+        In a context of its own: AOTAutograd notes in it what its backward is compiled with, which may be later
+        (`fw_metadata`; `DDPOptimizerContext` in `torch/_dynamo/backends/distributed.py` is for the same).
+        """
+        return tracing(copy.copy(self.context))
+
+
+def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.GraphModule:
+    """A traced graph as a graph of modules, which return tuples; nodes of one number are one of them, in order.
+
+    AOTAutograd finds in each the sources of its inputs, as in the graph that dynamo has traced (`propagate_metadata`
+    in `torch/_dynamo/backends/distributed.py`).
+    """
+    whole = split_module(module, module, number_of, keep_original_order=True, tuple_return=True)
+    sources = {node.name: node._dynamo_source for node in module.graph.find_nodes(op="placeholder")}
+    for piece in whole.children():
+        if not isinstance(piece, fx.GraphModule):
+            continue
+        piece.meta = module.meta
+        piece._param_name_to_source = module._param_name_to_source
+        for node in piece.graph.find_nodes(op="placeholder"):
+            node._dynamo_source = sources.get(node.name)
+    return whole
+
+
+def traced_value(node: fx.Node) -> Any:
+    """The value of a node in a graph that dynamo has traced."""
+    return node.meta["example_value"]
+
+
+def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one operator of any graph that dynamo traces: called with fake tensors while it is traced, which
+    tell the shapes of its results (`torch/_dynamo/decorators.py`, `allow_in_graph`)."""
+    return cast("Callable[..., Any]", torch._dynamo.allow_in_graph(function))
+
+
 def is_all_of(function: Callable[..., Any]) -> bool:
     """While a graph is partitioned: true where it is the only graph of a call of `function`.
 
@@ -282,6 +341,13 @@ class Watch:
     def _new_breaks(self, kind: str) -> list[str]:
         before = self._breaks[kind]
         return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
+
+
+def last_recompile_reason() -> str:
+    """While a graph is traced: the guard that failed for the frame, empty where none did."""
+    metrics = dynamo_utils.get_compilation_metrics()
+    reason = next((metric.recompile_reason for metric in reversed(metrics) if metric.recompile_reason), "")
+    return _first_line(reason or "")
 
 
 def _first_line(text: str) -> str:

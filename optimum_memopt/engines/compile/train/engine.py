@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.capture.backend import check_compiler, defau
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
-from optimum_memopt.engines.compile.options import AUTO
+from optimum_memopt.engines.compile.options import AUTO, MODEL
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
@@ -26,7 +26,8 @@ from optimum_memopt.engines.compile.train.planned_forward import PlannedForward,
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.errors import line_of
+from optimum_memopt.errors import DoesNotFitError, line_of
+from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
@@ -46,6 +47,7 @@ class CompileEngine(in_place.InPlaceEngine):
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
+        unit: one of `options.UNITS`.
     """
 
     name = "compile"
@@ -58,12 +60,14 @@ class CompileEngine(in_place.InPlaceEngine):
         loss: str = AUTO,
         variants: int = 1,
         with_frontier: bool = False,
+        unit: str = AUTO,
     ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._loss_asked = loss
         self._most_variants = variants
         self._with_frontier = with_frontier
+        self._unit = unit
         self._smoothing: LabelSmoothing | None = None
         self._is_on_cpu = False
         super().__init__(selection)
@@ -151,6 +155,8 @@ class CompileEngine(in_place.InPlaceEngine):
         self._producer = producer_for(replace(self._selection, config=config))
         self._buckets: LengthBuckets | None = None
         self._is_plain = False
+        # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
+        self._is_whole = False
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(self._model, args, kwargs)
@@ -167,6 +173,13 @@ class CompileEngine(in_place.InPlaceEngine):
         except TooManyRecompilesError:
             self._forget()
             raise
+        except DoesNotFitError as error:
+            if self._unit != AUTO or self._is_whole or not self._buckets.largest.has_regions:
+                raise
+            get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
+            self._forget()
+            self._is_whole = True
+            return self._train_forward(*args, **kwargs)
 
     def _new_forward(self, former: Planner | None, largest: LargestBatch | None, purpose: str) -> PlannedForward:
         # The plan of the largest batches has no purpose of its own.
@@ -181,7 +194,13 @@ class CompileEngine(in_place.InPlaceEngine):
             with_lengths=with_lengths,
         )
         planner = Planner(self._model, wanted) if former is None else former.for_another(largest, wanted)
-        spec = TraceSpec(self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose)
+        plan = self._selection.plan
+        # A file of one graph was made for the whole forward.
+        is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
+        unit = MODEL if is_whole and self._unit == AUTO else self._unit
+        spec = TraceSpec(
+            self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose, unit=unit
+        )
         return PlannedForward(self._model, self._attached.training_forward.plain_forward, spec, planner)
 
     def _run_now(self) -> Run:

@@ -89,10 +89,9 @@ class LengthBuckets:
         return timeline
 
     def frontier(self) -> Frontier | None:
-        """Costs of budgets for the largest batch; None where nobody asked, and for a forward in several graphs, whose
-        first one is not all that it holds."""
-        largest = self.largest
-        return largest.choices[0].frontier if largest.is_one_graph and largest.choices else None
+        """Costs of budgets for the largest batch; None where nobody asked."""
+        solved = self.largest.planner.solved
+        return solved.frontier if solved is not None else None
 
     def _peaks(
         self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
@@ -120,20 +119,16 @@ class LengthBuckets:
 
     def _replace_largest(self) -> None:
         former, planner = self.largest, self.largest.planner
-        if former.is_one_graph and self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
+        if self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(planner, planner.largest, "")
 
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner
-        self._extra = (largest.choices[0].by_length if largest.choices else None) or ExtraByLength()
+        self._extra = (planner.solved.by_length if planner.solved is not None else None) or ExtraByLength()
         solved, name = largest_of(planner.solved_for), length_name(planner.solved_for)
         if self._most == 1 or largest.predictor is None or solved is None:
-            return
-        if not largest.is_one_graph:
-            # Of later graphs only the sizes of the first batch are known.
-            largest.add_to_header(["one variant: the forward is not one graph"])
             return
         lines = []
         if not self._shorter:

@@ -139,30 +139,31 @@ class PlannedForward:
 
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
-        is_one_graph: the first forward was one graph, which ran once and has all of it.
     """
 
     def __init__(
         self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec, planner: Planner["_Attempt"]
     ) -> None:
-        self._model, self._forward, self._spec, self.planner = model, forward, spec, planner
-        self._forget()
-
-    def _forget(self) -> None:
-        # torch keeps what was compiled with it until the process ends.
-        self._traced = TracedForward(self._model, self._forward, self._spec, weak_method(self._choose))
+        self._model, self._spec, self.planner = model, spec, planner
+        self._traced = TracedForward(model, forward, spec, weak_method(self._choose))
         self._recompiles = Recompiles()
         self._is_plain = False
+        self._reset()
+
+    def _reset(self) -> None:
         self.table: PlanTable | None = None
         self.plan_file: PlanFile | None = None
         self.predictors: Predictors | None = None
-        self.is_one_graph = False
-        self.choices: tuple[Choice, ...] = ()
 
     @property
     def is_compiled(self) -> bool:
         """True once a forward has run."""
         return self.table is not None
+
+    @property
+    def has_regions(self) -> bool:
+        """True where layers are compiled by themselves."""
+        return self._traced.has_regions
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
@@ -183,11 +184,12 @@ class PlannedForward:
         def attempt() -> _Attempt:
             return _Attempt(self._run(call), self.predictor)
 
-        def forget() -> None:
-            self._forget()
+        def again() -> None:
+            self._reset()
+            self._traced.choose_again()
             before.restore(self._model)
 
-        return self.planner.plan(attempt, forget).outputs
+        return self.planner.plan(attempt, again).outputs
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
         """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
@@ -270,20 +272,20 @@ class PlannedForward:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
-            for remark in matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs]).remarks:
+            for remark in matched_in(producer, graphs).remarks:
                 self._traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.resident(self._traced.held)
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, self._spec)
+        earlier = self._traced.held_after if resident == self._traced.held else 0
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, self._spec, runs_before=earlier)
         for remark in shown.remarks:
             get_logger().warning(remark)
-        if len(graphs) > 1:
+        if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)
             self._traced.say(
                 f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
             )
-        self.table, self.plan_file, self.is_one_graph = shown.table, shown.plan_file, shown.is_one_graph
-        self.choices = tuple(graph.choice for graph in graphs)
+        self.table, self.plan_file = shown.table, shown.plan_file
         self.predictors = Predictors(shown.predictor) if shown.predictor is not None else None
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:

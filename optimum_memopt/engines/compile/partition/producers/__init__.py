@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromConfig, FromLevel, FromPlanFile
@@ -16,15 +15,15 @@ PRODUCERS: tuple[type[Producer], ...] = (FromPlanFile, FromBudget, FromLevel, Fr
 __all__ = ["Producer", "matched_in", "producer_for"]
 
 
-def matched_in(producer: Producer, graphs: Sequence[tuple[Choice, Sequence[Candidate]]]) -> Matched:
-    """The rows that were asked for.
+def matched_in(producer: Producer, runs: Sequence[PartitionedGraph]) -> Matched:
+    """The rows that were asked for, of the graphs of a forward as they ran.
 
     One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the next
     one is traced, from values that it computed: only the end of the forward tells which ids there are.
     """
-    if len(graphs) == 1:
-        return graphs[0][0].matched
-    return producer.match([candidate for _, candidates in graphs for candidate in candidates])
+    if len(runs) == 1:
+        return runs[0].choice.matched
+    return producer.match([candidate for graph in runs for candidate in graph.candidates])
 
 
 def producer_for(selection: Selection) -> Producer:

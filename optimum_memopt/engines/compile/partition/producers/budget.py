@@ -1,22 +1,31 @@
 """A budget: the cheapest recompute and offload with which the peak of a step is within it."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import offloads, recomputed
-from optimum_memopt.engines.compile.graph.problem import SiblingGraphs
+from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
+from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.memory.tape import compose
+from optimum_memopt.engines.compile.partition.captured_forward import (
+    ForwardSolver,
+    forward_solver,
+    problem_of,
+    saved_by_run,
+    sizes_of_runs,
+)
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, Solvable, torchs_own
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward, torchs_own
+from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
-from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
-from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -41,49 +50,56 @@ class FromBudget(Producer):
         text = f"--memory_opt_budget {self.budget.text}: {why}, so that nothing can be planned"
         return UnsupportedModelError(text, f"without a budget {INSTEAD}")
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
-        """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed.
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
+        return FromLevel(1).choose(graph)
 
-        Raises:
-            DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
-        """
-        assert solvable is not None
-        step, solver, host = solvable.step, solvable.solver, solvable.captured.host(solvable.step)
-        without_graphs = replace(step.fixed, activations=0, other_forwards=0).peak
+    def solve(
+        self, graphs: Sequence[CapturedGraph], step: StepContext, with_curve: bool, with_lengths: bool
+    ) -> SolvedForward:
+        """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
+        solver = forward_solver(graphs, step, largest=step.largest)
+        without_graphs = replace(step.fixed, activations=0).peak
         if without_graphs > step.limit:
             why = "that is without any activations: give a larger budget, or an optimizer with fewer states"
             raise self._does_not_fit(step, without_graphs, {}, why, has_activations=False)
         try:
-            plan = cheapest(solver, step.allowed, host)
+            plan = solver.cheapest(step.allowed)
         except Infeasible as infeasible:
-            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(solvable, host)
+            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(graphs, step)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
-        choice = self._choice(graph, solvable, plan)
-        return replace(
-            choice,
-            frontier=_frontier(solvable, plan, host) if solvable.with_curve else None,
-            by_length=_by_length(solvable, plan) if solvable.with_lengths else None,
+        why, saved = self._chosen(graphs, step, solver, plan)
+        return SolvedForward(
+            why,
+            saved,
+            _frontier(graphs, solver, plan, step) if with_curve else None,
+            _by_length(graphs, plan, step) if with_lengths else None,
         )
 
-    def _choice(self, graph: AnalyzedGraph, given: Solvable, plan: Plan) -> Choice:
-        step = given.step
-        sizes = "" if given.captured.sizes == graph.size_hints else f" for batches up to {step.largest}"
+    def _chosen(
+        self, graphs: Sequence[CapturedGraph], step: StepContext, solver: ForwardSolver, plan: Plan
+    ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
+        tape = graphs[0].tape
+        numbers = [call.graph for call in tape.calls]
+        keys: list[tuple[str, str, int]] = []
+        turns: Counter[tuple[str, str]] = Counter()
+        for call in tape.calls:
+            run = graphs[call.graph].signature.digest, call.layer
+            keys.append((*run, turns[run]))
+            turns[run] += 1
+        is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
+        sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.limit)}{margin}{sizes}"
-        if given.solver.everything.peak <= step.allowed:
-            largest = replace(graph, size_hints=given.captured.sizes)
-            if (own := _torchs_own(largest, given.solver.problem.siblings, step.allowed)) is not None:
-                return replace(own, why=f"{why}: fits without a plan, torch's own partition")
-        nodes = graph.joint.nodes
-        saved = tuple(nodes[number] for number in plan.saved)
-        offloaded = frozenset(nodes[number] for number in plan.offloaded)
-        chosen = {*recomputed(graph.candidates, frozenset(saved))}
-        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
-        return Choice(
-            nodes_to_save=saved,
-            why=f"{why}{_gain(plan, given.captured.costs.source)}",
-            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
-        )
+        if solver.everything <= step.allowed and _torchs_own_peak(graphs, step) <= step.allowed:
+            return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
+                keys, SavedNodes((), is_by_torch=True)
+            )
+        saved = saved_by_run(solver, plan, step.allowed, numbers)
+        if any(of_run != own for of_run, own in zip(saved, solver.forward.of_runs(plan.saved), strict=True)):
+            plan = solver.saving(saved)
+        offloaded = solver.forward.of_places(plan.offloaded)
+        nodes = (SavedNodes(tuple(sorted(own)), away) for own, away in zip(saved, offloaded, strict=True))
+        return f"{why}{_gain(plan, graphs[0].costs.source)}", dict(zip(keys, nodes, strict=True))
 
     def _does_not_fit(
         self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
@@ -95,7 +111,6 @@ class FromBudget(Producer):
             "accumulated gradients": fixed.accumulated,
             "the batch": fixed.batch,
             "the process": fixed.constant,
-            "earlier graphs of the forward": fixed.other_forwards,
             **({} if has_activations else {"gradients and the optimizer's step": peak - fixed.peak}),
             **holds,
         }
@@ -111,8 +126,8 @@ class FromBudget(Producer):
         )
 
 
-def _suggestion(given: Solvable, host: Host | None) -> str:
-    batch = smaller_batch(given.captured, given.siblings_at, given.step, host)
+def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext) -> str:
+    batch = smaller_batch(graphs, step)
     if batch is None:
         return "no smaller batch was found to fit: give a larger budget"
     rows, times = batch
@@ -122,19 +137,16 @@ def _suggestion(given: Solvable, host: Host | None) -> str:
     )
 
 
-def smaller_batch(
-    graph: CapturedGraph, siblings_at: Callable[[int], SiblingGraphs], step: StepContext, host: Host | None
-) -> tuple[int, int] | None:
+def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[int, int] | None:
     """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
 
     Args:
-        graph: that does not fit.
-        host: where activations may be offloaded to; None: nowhere.
+        graphs: of a forward that does not fit.
 
     Returns:
         Rows of the micro-batch, and how many of them have as many rows as the batch.
     """
-    rows = set(graph.row_symbols.values())
+    rows = {size for graph in graphs for size in graph.rows_with(step.largest)}
     if len(rows) != 1:
         return None
     (whole,) = rows
@@ -142,41 +154,47 @@ def smaller_batch(
     while whole % times == 0:
         # Gradients of the earlier micro-batches are there while a later one runs.
         fixed = replace(step.fixed, batch=step.fixed.batch // times, accumulated=step.fixed.gradients)
-        allowed = fixed.activations_within(step.limit)
-        if fits(Solver(graph.problem(times)).with_siblings(siblings_at(times)), allowed, host):
+        if forward_solver(graphs, step, times, step.largest).fits(fixed.activations_within(step.limit)):
             return whole // times, times
         times *= 2
     return None
 
 
-def _frontier(given: Solvable, plan: Plan, host: Host | None) -> Frontier:
-    solver, step = given.solver, given.step
-    curve = solved(solver.lowest.peak, solver.everything.peak, partial(cheapest, solver, host=host))
+def _frontier(graphs: Sequence[CapturedGraph], solver: ForwardSolver, plan: Plan, step: StepContext) -> Frontier:
+    curve = solved(solver.lowest, solver.everything, solver.cheapest)
     chosen = point_of(plan, step.fixed, step.limit)
-    return Frontier(points_of(curve, step.fixed), given.captured.costs.source, chosen)
+    return Frontier(points_of(curve, step.fixed), graphs[0].costs.source, chosen)
 
 
-def _by_length(given: Solvable, plan: Plan) -> ExtraByLength:
-    captured, largest = given.captured, given.step.largest
-    tokens = {symbol: size for symbol, size in captured.sizes.items() if is_length(captured.names.get(symbol, ""))}
+def _by_length(graphs: Sequence[CapturedGraph], plan: Plan, step: StepContext) -> ExtraByLength:
+    largest = [graph.sizes_for(largest=step.largest) for graph in graphs]
+    lengths = [
+        {symbol: size for symbol, size in sizes.items() if is_length(graph.names.get(symbol, ""))}
+        for graph, sizes in zip(graphs, largest, strict=True)
+    ]
 
-    def shortened(length: int) -> dict[object, int]:
-        return {**captured.sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
+    def problem_at(length: int) -> Problem:
+        shortened = [
+            {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
+            for sizes, tokens in zip(largest, lengths, strict=True)
+        ]
+        return problem_of(graphs, shortened).problem
 
-    batches = largest.lengths if largest is not None else ()
-    longest = max(tokens.values(), default=0)
-    return extra_by_length(
-        batches, longest, plan, lambda length: captured.problem_at(shortened(length)), given.step.allowed
-    )
+    longest = max((size for tokens in lengths for size in tokens.values()), default=0)
+    batches = step.largest.lengths if step.largest is not None else ()
+    return extra_by_length(batches, longest, plan, problem_at, step.allowed)
 
 
-def _torchs_own(graph: AnalyzedGraph, siblings: SiblingGraphs, allowed: int) -> Choice | None:
-    """torch's own partition, which does not look at the peak; None where it holds more than is allowed."""
-    choice, alone = torchs_own(graph)
-    left, gradients = alone.forward.end, alone.backward.end - alone.tangents
-    in_forward = max(siblings.in_forward(left) + alone.forward.peak.held, siblings.between(left))
-    is_within = max(in_forward, siblings.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
-    return choice if is_within else None
+def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> float:
+    """The peak under torch's own partition of each graph, which does not look at it, in bytes."""
+    own: list[Schedule] = []
+    for graph in graphs:
+        if graph.analyzed is None:
+            return math.inf
+        own.append(torchs_own(graph.analyzed)[1])
+    tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
+    runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
+    return compose(tape, runs).peak()
 
 
 def _gain(plan: Plan, costs: str) -> str:

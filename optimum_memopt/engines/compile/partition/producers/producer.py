@@ -1,20 +1,20 @@
 """The base of producers, and the producer without a plan."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
-from optimum_memopt.engines.compile.graph.problem import SiblingGraphs
-from optimum_memopt.engines.compile.memory.events import Prediction, schedule
+from optimum_memopt.engines.compile.memory.events import Schedule, schedule
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
@@ -24,21 +24,33 @@ INSTEAD = "it trains as plain PyTorch, and --gradient_checkpointing recomputes i
 
 
 @dataclass(frozen=True)
-class Solvable:
-    """A graph in its step, for a producer with a bound.
+class SolvedForward:
+    """What a budget's solver has chosen for all graphs of a forward.
 
     Attributes:
-        captured: the graph with the sizes of the run's largest batch.
-        solver: of those sizes, with the other graphs of the forward around it.
-        siblings_at: the other graphs of the forward with an n-th of the batch's rows.
+        why: as `Choice` has it.
+        saved: by the digest of a graph's signature, the layer that runs it, and how often it has done so before.
+        frontier: what other budgets would cost; None where nobody asked.
+        by_length: what plans for shorter batches would cost; None where nobody asked.
     """
 
-    captured: CapturedGraph
-    solver: Solver
-    siblings_at: Callable[[int], SiblingGraphs]
-    step: StepContext
-    with_curve: bool = False
-    with_lengths: bool = False
+    why: str
+    saved: Mapping[tuple[str, str, int], SavedNodes]
+    frontier: Frontier | None = None
+    by_length: ExtraByLength | None = None
+
+    def choice(self, graph: AnalyzedGraph) -> Choice | None:
+        """The choice for a graph; None for one that was not solved."""
+        saved = self.saved.get((graph.signature.digest, graph.layer, graph.turn))
+        if saved is None:
+            return None
+        if saved.is_by_torch:
+            return replace(TorchDefault().choose(graph), why=self.why)
+        nodes = tuple(graph.joint.nodes[number] for number in saved.saved)
+        offloaded = frozenset(graph.joint.nodes[number] for number in saved.offloaded)
+        chosen = {*recomputed(graph.candidates, frozenset(nodes))}
+        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
+        return Choice(nodes, self.why, tuple(candidate for candidate in graph.candidates if candidate in chosen))
 
 
 class Producer:
@@ -58,12 +70,27 @@ class Producer:
         """The rows that are asked for by name."""
         return Matched()
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The choice for a graph, which is read and not changed.
 
+        A producer with a bound does not know yet what other graphs there are, and lets this one hold little.
+
         Args:
-            earlier: choices of the graphs of the same forward before this one.
-            solvable: None for a producer without a bound.
+            earlier: choices of the runs of the same forward before this one.
+        """
+        raise NotImplementedError
+
+    def solve(
+        self, graphs: Sequence[CapturedGraph], step: StepContext, with_curve: bool, with_lengths: bool
+    ) -> SolvedForward:
+        """What is chosen for all graphs of a forward; for a producer with a bound.
+
+        Args:
+            graphs: of its first batch.
+            step: with the run's largest batch.
+
+        Raises:
+            DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
         """
         raise NotImplementedError
 
@@ -79,7 +106,7 @@ class TorchDefault(Producer):
     def of(cls, selection: Selection) -> "TorchDefault":
         return cls()
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         forward, backward = graph.partition_by_torch()
         (output,) = forward.graph.find_nodes(op="output")
         saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
@@ -94,9 +121,9 @@ class TorchDefault(Producer):
         )
 
 
-def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Prediction]:
-    """torch's own partition, and what its two graphs hold with the first batch."""
+def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Schedule]:
+    """torch's own partition, and what its two graphs hold."""
     choice = TorchDefault().choose(graph)
     assert choice.torchs_graphs is not None
-    events = schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
-    return choice, events.predict(graph.size_hints)
+    parameters = frozenset(node.name for node in graph.static_inputs)
+    return choice, schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, parameters, graph.cuda)

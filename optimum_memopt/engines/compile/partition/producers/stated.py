@@ -16,13 +16,7 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import (
-    INSTEAD,
-    Producer,
-    Solvable,
-    TorchDefault,
-    torchs_own,
-)
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, TorchDefault, torchs_own
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
@@ -58,7 +52,7 @@ class FromConfig(Producer):
         )
         return replace(matched, remarks=(*matched.remarks, *too_many))
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
         matched = self.match(graph.candidates)
         taken = Counter(candidate.row for choice in earlier for candidate in choice.candidates)
@@ -99,7 +93,7 @@ class FromLevel(Producer):
         )
         return Matched(requests, remarks=(nothing,))
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """All that is read in its own layer only; in layers where that would raise the peak what torch recomputes."""
         chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
         roots = {candidate.activation.root for candidate in chosen}
@@ -124,13 +118,19 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     holds all of its steps at once.
     """
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
+
+    def peak(run: Simulation) -> int:
+        """Of one of several layers with what all of them have saved."""
+        return run.peak + (graph.layers_at_once - 1) * run.saved_bytes
+
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
-    if simulation.peak <= _LOW * simulate_everything_saved(problem).peak:
+    if peak(simulation) <= _LOW * peak(simulate_everything_saved(problem)):
         return level
-    own, prediction = torchs_own(graph)
+    own, _ = torchs_own(graph)
     by_level, by_torch = simulation.saved, problem.saving(_numbers(graph, own))
+    most = _HIGHER * peak(simulate(problem, by_torch))
     layers: list[str] = []
-    while simulation.peak > _HIGHER * prediction.peak:
+    while peak(simulation) > most:
         layer = _recomputed_at_peak(problem, simulation)
         if not layer or layer in layers:
             why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
@@ -178,21 +178,25 @@ class FromPlanFile(Producer):
         text = f"--memory_opt_plan: {why}, so that the file cannot be applied"
         return UnsupportedModelError(text, f"without the file {INSTEAD}")
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
-        """The file's entry for a graph, by its number; for another graph as far as it applies, with a mismatch."""
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
+        """The file's entry for a graph, or that with its number; for another graph as far as it applies, with a
+        mismatch."""
         number, count = len(earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
-        if number >= count:
+        same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
+        if not same and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
-        plan = self.file.graphs[number]
+        plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
         if plan.by_torch:
             return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+        if graph.layer:
+            plan = replace(plan, layers=tuple(entry for entry in plan.layers if graph.layer in entry.layers))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
         offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
-        wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind)} for kind in _KINDS}
+        wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
         wrong = [
             (kind, path)
             for kind, allowed in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
@@ -218,8 +222,10 @@ class FromPlanFile(Producer):
 _KINDS = ("recompute", "offload", "save")
 
 
-def _paths(plan: GraphEntry, kind: str) -> Iterator[Path]:
+def _paths(plan: GraphEntry, kind: str, graph: AnalyzedGraph) -> Iterator[Path]:
+    """Paths in the graph, which names the first of several equal layers."""
+    first = next((layer for layer, _ in graph.paths.values()), "") if graph.layer else ""
     for layers in plan.layers:
-        for layer in layers.layers:
+        for layer in [first] if graph.layer else layers.layers:
             for path in getattr(layers, kind):
                 yield layer, path

@@ -1,0 +1,158 @@
+"""CPU seconds of a run's first training step, and milliseconds of later ones, by the number of layers.
+
+    python benchmarks/first_step.py --docs docs
+    python benchmarks/first_step.py --compiler inductor --layers 12 --json first_step.json
+
+Each way to train runs in a process of its own, with one thread: no engine, this engine with the whole forward as one
+graph and with equal layers compiled once (`--memory_opt_unit`), stock `torch.compile` of the model with symbolic
+sizes, and of its layers one by one, as accelerate's `compile_regions` does. Caches of torch are off. The first step's
+seconds are those beyond a step of plain PyTorch; later steps are the median.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shared import fill, to_markdown
+
+MODELS = ("roberta", "llama")
+LAYERS = (4, 12, 24, 48)
+NO_ENGINE, MODEL, LAYER = "no engine", "engine, unit model", "engine, unit layer"
+STOCK, BY_HAND = "torch.compile", "torch.compile of each layer"
+WAYS = (NO_ENGINE, MODEL, LAYER, STOCK, BY_HAND)
+STEPS = 15
+
+
+def build(name: str, layers: int, hidden: int) -> Any:
+    import transformers
+
+    shape = {
+        "vocab_size": 8192,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+    }
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, use_cache=False)).train()
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**shape, **still)).train()
+
+
+def attach(model: Any, way: str, compiler: str, level: int) -> None:
+    import torch
+
+    if way in (MODEL, LAYER):
+        import optimum_memopt
+
+        optimum_memopt.optimize(
+            model,
+            memory_opt_engine="compile",
+            memory_opt_compiler=compiler,
+            memory_opt_level=level,
+            memory_opt_loss="plain",
+            memory_opt_unit=way.split()[-1],
+        )
+    elif way == STOCK:
+        model.forward = torch.compile(model.forward, backend=compiler, dynamic=True)
+    elif way == BY_HAND:
+        layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        for layer in layers:
+            layer.compile(backend=compiler, dynamic=True)
+
+
+def measured(way: str, name: str, layers: int, hidden: int, compiler: str, level: int) -> dict[str, float]:
+    """CPU seconds of one process."""
+    import torch
+
+    torch.manual_seed(0)
+    model = build(name, layers, hidden)
+
+    def step(rows: int = 2, length: int = 32) -> float:
+        ids = torch.randint(5, 8192, (rows, length))
+        mask = torch.ones_like(ids)
+        mask[0, length * 3 // 4 :] = 0
+        model.zero_grad()
+        began = time.process_time()
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        return time.process_time() - began
+
+    step()
+    plain = step()
+    attach(model, way, compiler, level)
+    first = step()
+    return {
+        "first": first - plain if way != NO_ENGINE else 0.0,
+        "another size": step(3, 39),
+        "later": statistics.median(step() for _ in range(STEPS)),
+    }
+
+
+def in_process(arguments: argparse.Namespace, way: str, name: str, layers: int) -> dict[str, float]:
+    case = [way, name, layers, arguments.hidden, arguments.compiler, arguments.level]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **caches}
+        command = [sys.executable, __file__, "--case", json.dumps(case)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{way}, {name}, {layers} layers: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for name in arguments.models:
+        for layers in arguments.layers:
+            of_ways = {way: in_process(arguments, way, name, layers) for way in arguments.ways}
+            for way, seconds in of_ways.items():
+                row = {
+                    "model": name,
+                    "layers": layers,
+                    "way": way,
+                    "first step, s": seconds["first"],
+                    "of unit model": seconds["first"] / of_ways[MODEL]["first"] if MODEL in of_ways else 1.0,
+                    "another size, s": seconds["another size"],
+                    "later steps, ms": 1e3 * seconds["later"],
+                }
+                found.append(row)
+                print(json.dumps(row), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--level", type=int, default=1, help="of the engine's plan")
+    parser.add_argument("--compiler", default="aot_eager", choices=("aot_eager", "inductor"))
+    parser.add_argument("--json", type=Path, help="the rows go there, too")
+    parser.add_argument("--docs", type=Path, help="folder of compile.md, whose table is filled")
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measured(*json.loads(arguments.case))))
+        return
+    found = rows(arguments)
+    decimals = {"layers": 0, "first step, s": 1, "of unit model": 2, "another size, s": 2, "later steps, ms": 0}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    table = to_markdown(found, decimals)
+    print(table)
+    if arguments.docs:
+        fill(arguments.docs / "compile.md", {f"first step {arguments.compiler}": table})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Regions: the layers of a model that are equal, each group compiled once. Its forward is one operator of the graph
+around the layers.
+
+Parameters are inputs of a graph, so that one trace serves all layers of a group. Hooks of a layer, and activation
+checkpointing around it, stay outside. Regional compilation by hand: https://docs.pytorch.org/tutorials/recipes/
+regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.engines.compile.options import LAYER, MODEL
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
+from optimum_memopt.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGroup:
+    """Layers of one class and structure, by their paths in the model, in order."""
+
+    layers: Mapping[str, torch.nn.Module]
+
+    @property
+    def name(self) -> str:
+        return type(next(iter(self.layers.values()))).__name__
+
+
+def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
+    """The layers of a model that are equal to another one in the same `ModuleList`, in the order of the modules.
+
+    A list in an item of a list is part of that item: the experts of a layer are no layers. Left out are single
+    operators, which are cheaper compiled with what is around them, and layers whose forward somebody has replaced.
+    """
+    groups: list[LayerGroup] = []
+    inside: set[torch.nn.Module] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or module in inside:
+            continue
+        kinds: dict[Hashable, dict[str, torch.nn.Module]] = {}
+        for name, layer in module.named_children():
+            is_called = not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict)
+            if is_called and next(layer.children(), None) is not None and "forward" not in vars(layer):
+                kinds.setdefault(_structure(layer), {})[f"{path}.{name}" if path else name] = layer
+        for layers in kinds.values():
+            if len(layers) > 1:
+                groups.append(LayerGroup(layers))
+                inside.update(inner for layer in layers.values() for inner in layer.modules())
+    return tuple(groups)
+
+
+# Fewer equal layers are traced about as fast in one graph.
+_ENOUGH = 4
+# Graphs of one group: more are so many that the group is none, as where each layer has a number that differs.
+_MOST_GRAPHS = 3
+
+
+def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
+    """The groups that are compiled by themselves where `unit` is one of `options.UNITS`.
+
+    Raises:
+        UnsupportedModelError: layers are asked for, and no two of them are equal.
+    """
+    groups = () if unit == MODEL else layer_groups(model)
+    if unit == LAYER and not groups:
+        raise UnsupportedModelError(
+            f"--memory_opt_unit layer: no list of modules in {type(model).__name__} has two equal ones",
+            "leave the flag out",
+        )
+    is_worth_it = unit == LAYER or any(len(group.layers) >= _ENOUGH for group in groups)
+    return groups if is_worth_it else ()
+
+
+def _structure(layer: torch.nn.Module) -> Hashable:
+    """Equal for layers of one class with the same modules and the same shapes of parameters."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    kinds = tuple((name, type(module)) for name, module in layer.named_modules())
+    return kinds, tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+
+
+class Regions:
+    """The forwards of a model's layers while its training forward runs.
+
+    Args:
+        compiled: compiles a forward, of which the first argument is the layer.
+
+    Attributes:
+        layer: path of the layer whose forward runs; empty: none does.
+        group: of that layer.
+    """
+
+    def __init__(self, groups: tuple[LayerGroup, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]):
+        self.groups = groups
+        self.layer = ""
+        self.group: LayerGroup | None = None
+        self._graphs: Counter[LayerGroup] = Counter()
+        # What may be called while a layer runs, and writes somewhere else.
+        self._hooks = [
+            hooks
+            for group in groups
+            for layer in group.layers.values()
+            for module in layer.modules()
+            if module is not layer
+            for hooks in hooks_around_forward(module)
+        ]
+        self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
+        for group in groups:
+            region = compiled(dynamo.with_own_code(_own_forward))
+            for path, layer in group.layers.items():
+                held = weakref.ref(layer)
+                run = functools.partial(self._run, path, group, region)
+                self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
+
+    @property
+    def are_closed(self) -> bool:
+        """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
+        traced before they run."""
+        return bool(self.groups) and not any(self._hooks)
+
+    def note_graph(self) -> str:
+        """Note that a graph was traced in the first call; a line where the current group has too many."""
+        if self.group is None:
+            return ""
+        self._graphs[self.group] += 1
+        if self._graphs[self.group] <= _MOST_GRAPHS:
+            return ""
+        guard = dynamo.last_recompile_reason()
+        return f"more than {_MOST_GRAPHS} graphs for {self.group.name}{f'; failed guard: {guard}' if guard else ''}"
+
+    @property
+    def layers_at_once(self) -> int:
+        """Number of the layers in the current group; of all, outside of layers."""
+        groups = self.groups if self.group is None else (self.group,)
+        return max(1, sum(len(group.layers) for group in groups))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The layers' forwards are those of the regions."""
+        self._graphs.clear()
+        layers = [(layer, forward) for held, forward in self._forwards if (layer := held()) is not None]
+        for layer, forward in layers:
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer, _ in layers:
+                layer.__dict__.pop("forward", None)
+
+    def _run(
+        self,
+        path: str,
+        group: LayerGroup,
+        region: Callable[..., Any],
+        layer: torch.nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        before = self.layer, self.group
+        self.layer, self.group = path, group
+        try:
+            return region(layer, *args, **kwargs)
+        finally:
+            self.layer, self.group = before
+
+
+def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer: its region, or the shapes of its results where dynamo traces what is around it."""
+
+    def layer_region(*args: Any, **kwargs: Any) -> Any:
+        layer = held()
+        assert layer is not None
+        trace = dynamo.Trace.current()
+        if trace is None:
+            return run(layer, *args, **kwargs)
+        with replaced([layer], trace.fakes):
+            return type(layer).forward(layer, *args, **kwargs)
+
+    layer_region.is_layer_region = True  # type: ignore[attr-defined]
+    return layer_region
+
+
+def is_region(node: fx.Node) -> bool:
+    """True for the call of a layer in the graph around the layers."""
+    return getattr(node.target, "is_layer_region", False)
+
+
+def around_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """A traced graph as a graph of modules: what is before, between and behind the layers, and each layer's call."""
+    numbers: dict[fx.Node, int] = {}
+    number = 0
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if is_region(node):
+            number += 1
+            numbers[node] = number
+            number += 1
+        elif (of := _picked_of(node)) in numbers and is_region(of):
+            numbers[node] = numbers[of]
+        else:
+            numbers[node] = number
+    return dynamo.split(module, numbers.__getitem__)
+
+
+def _picked_of(node: fx.Node) -> fx.Node | None:
+    """What a result is picked of by its number."""
+    is_pick = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+    return node.args[0] if is_pick else None  # type: ignore[return-value]

@@ -1,0 +1,218 @@
+"""The graphs of a tape as one problem, for a solver that knows nothing of tapes. Pure.
+
+Forwards stand in the order of the tape, backwards in the opposite one. What one graph returns and another reads is
+read there through a view that must not run twice: no backward recomputes past its own graph's inputs.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from optimum_memopt.engines.compile.graph.problem import Positions, Problem
+from optimum_memopt.engines.compile.memory.tape import Tape
+
+# Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, sums of
+# gradients, and gradients that are added to those of earlier micro-batches.
+_PASSED, _RETURNED, _SUMMED, _ADDED = "passed", "returned", "summed", "added"
+
+
+@dataclass(frozen=True)
+class TapeProblem:
+    """A tape as one problem.
+
+    Attributes:
+        places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
+    """
+
+    problem: Problem
+    runs: tuple[Problem, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
+        """What each run's forward saves, by the numbers of its own problem, where these nodes are saved."""
+        return tuple(problem.closure(saved) for problem, saved in zip(self.runs, self.of_places(nodes), strict=True))
+
+    def of_places(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
+        """These nodes by run, by the numbers of its own problem."""
+        own: list[set[int]] = [set() for _ in self.runs]
+        for node in nodes:
+            run, local = self.places[node]
+            if local >= 0:
+                own[run].add(local)
+        return tuple(map(frozenset, own))
+
+    def numbers(self, run: int) -> dict[int, int]:
+        """The nodes of a run's own problem, and their numbers here."""
+        return {local: node for node, (of_run, local) in enumerate(self.places) if of_run == run and local >= 0}
+
+    def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
+        """What the forward saves where each run saves these nodes of its own."""
+        numbers = {place: node for node, place in enumerate(self.places)}
+        kept = {numbers[run, node] for run, nodes in enumerate(saved) for node in nodes}
+        return self.problem.saving(kept)
+
+
+class _Builder:
+    """Collects the nodes of the problem, with reads and roots by their new numbers."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.places: list[tuple[int, int]] = []
+
+    def between(self, run: int, problem: Problem, reads: Sequence[int], layer: str, **changed: object) -> int:
+        """Add an operator that is in no graph, and allocates nothing."""
+        number = len(self.places)
+        of_none = {"bytes": 0, "workspaces": 0, "seconds": 0.0, "names": f"between.{number}", "layers": layer}
+        flags = dict.fromkeys((name for name in _COLUMNS if name.startswith("is_")), False)
+        kept = {"is_operator": True, "is_tensor": True, "is_view": True}
+        self.add(
+            run,
+            layer,
+            problem,
+            0,
+            {},
+            **{**of_none, **flags, **kept, "roots": number, "reads": tuple(reads), **changed},
+        )
+        self.places[number] = run, -1
+        return number
+
+    def add(
+        self, run: int, layer: str, problem: Problem, node: int, number: Mapping[int, int], **changed: object
+    ) -> int:
+        """Add a node of a run's problem."""
+        new = len(self.places)
+        for name, column in self.columns.items():
+            column.append(getattr(problem, name)[node])
+        self.columns["names"][-1] = f"{problem.names[node]}.{run}" if run else problem.names[node]
+        self.columns["picks"][-1] = None
+        self.columns["runs"][-1] = run
+        if layer and problem.layers[node]:
+            self.columns["layers"][-1] = layer
+        if "reads" not in changed:
+            root, source = problem.roots[node], problem.picks[node]
+            self.columns["reads"][-1] = tuple(number[read] for read in problem.reads[node])
+            self.columns["roots"][-1] = new if root == node else self.columns["roots"][number[root]]
+            self.columns["picks"][-1] = None if source is None else number[source]
+        self.places.append((run, node))
+        for name, value in changed.items():
+            self.columns[name][-1] = value
+        return new
+
+
+# What is told of each node.
+_COLUMNS = tuple(
+    field.name
+    for field in fields(Problem)
+    if str(field.type).startswith("tuple")
+    and field.name not in ("forward_outputs", "backward_outputs", "tangents", "backward_reads")
+)
+
+
+def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = False) -> TapeProblem:
+    """The graphs of a tape as one problem.
+
+    Args:
+        runs: the problem of each call, for its sizes.
+        accumulates: see `compose`.
+    """
+    if len(runs) == 1:
+        return TapeProblem(runs[0], (runs[0],), tuple((0, node) for node in range(len(runs[0].names))))
+    built = _Builder()
+    numbers: list[dict[int, int]] = [{} for _ in runs]
+    # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
+    made: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    held: list[int] = []
+    # What graphs are given by others, and their backwards read as it is.
+    read: list[int] = []
+    for run, (call, problem) in enumerate(zip(tape.calls, runs, strict=True)):
+        number, given = numbers[run], set(problem.tangents)
+        handed: list[int] = []
+        for node in range(len(problem.names)):
+            if problem.is_backward[node] or node in given:
+                continue
+            position = problem.positions.inputs.get(node, -1)
+            source = made.get(call.inputs.get(position, -1)) if problem.is_input[node] else None
+            if source is None:
+                number[node] = built.add(run, call.layer, problem, node, number)
+                continue
+            handed.append(source)
+            number[node] = built.add(
+                run,
+                call.layer,
+                problem,
+                node,
+                number,
+                reads=(source,),
+                roots=built.columns["roots"][source],
+                bytes=0,
+                kinds=f"{_PASSED} {problem.names[node]}",
+                layers=call.layer,
+                is_input=False,
+                is_operator=True,
+                is_view=True,
+                is_kept=True,
+            )
+            if any(problem.is_backward[user] for user in problem.users[node]):
+                read.append(number[node])
+        if handed:
+            held.append(_returned(built, run, problem, handed, call.layer))
+        for node, at in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
+            storage = None if at is None else call.outputs.get(at)
+            if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
+                made.setdefault(storage, number[node])
+    tangents: list[int] = []
+    outputs: list[int] = []
+    for run in reversed(range(len(runs))):
+        call, problem, number = tape.calls[run], runs[run], numbers[run]
+        for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
+            gradient = gradients.pop(call.outputs.get(at, -1), None) if at is not None else None
+            if gradient is None:
+                number[node] = built.add(run, call.layer, problem, node, number)
+                tangents.append(number[node])
+            else:
+                number[node] = gradient
+        for node in range(len(problem.names)):
+            if problem.is_backward[node] and node not in number:
+                number[node] = built.add(run, call.layer, problem, node, number)
+        added: list[int] = []
+        for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
+            storage = None if at is None else call.inputs.get(at)
+            if accumulates and (storage is None or storage in tape.given):
+                added.append(number[node])
+            elif storage is None:
+                outputs.append(number[node])
+            elif storage in gradients:
+                gradients[storage] = _sum(built, run, problem, (gradients[storage], number[node]), call.layer)
+            else:
+                gradients[storage] = number[node]
+        if added:
+            changed = {"kinds": _ADDED, "is_tensor": False, "is_view": False, "is_backward": True}
+            outputs.append(built.between(run, problem, added, call.layer, **changed))
+    outputs += gradients.values()
+    released = {storage for call in tape.calls for storage in call.released}
+    last = [node for storage, node in made.items() if storage not in released]
+    pairs = list(zip(runs, numbers, strict=True))
+    whole = Problem(
+        **{name: tuple(column) for name, column in built.columns.items()},
+        forward_outputs=(*held, *last),
+        backward_outputs=tuple(outputs),
+        tangents=tuple(tangents),
+        backward_reads=(*(number[node] for problem, number in pairs for node in problem.backward_reads), *read),
+        activations=frozenset(number[node] for problem, number in pairs for node in problem.activations),
+        boundaries=frozenset(number[node] for problem, number in pairs for node in problem.boundaries),
+        constants=frozenset(number[node] for problem, number in pairs for node in problem.constants),
+        positions=Positions(),
+    )
+    return TapeProblem(whole, tuple(runs), tuple(built.places))
+
+
+def _returned(built: _Builder, run: int, problem: Problem, given: Sequence[int], layer: str) -> int:
+    """An operator that reads what a graph was given, which its caller holds until it returns."""
+    return built.between(run, problem, given, layer, kinds=_RETURNED, is_tensor=False, is_view=False)
+
+
+def _sum(built: _Builder, run: int, problem: Problem, gradients: tuple[int, int], layer: str) -> int:
+    """The sum of two gradients of one tensor, in the place of the first."""
+    root = built.columns["roots"][gradients[0]]
+    return built.between(run, problem, gradients, layer, kinds=_SUMMED, roots=root, is_backward=True)

@@ -1,0 +1,177 @@
+"""The graphs of a training forward as they run, as one problem for any batch, and the solver for it."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.tape import Tape, resized
+from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.solver import offload
+from optimum_memopt.engines.compile.solver.blocks import no_plans
+from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
+
+
+@dataclass(frozen=True)
+class ForwardSolver:
+    """Solves all graphs of a forward for one batch.
+
+    Attributes:
+        host: where activations may be offloaded to; None: nowhere.
+    """
+
+    forward: TapeProblem
+    host: Host | None = None
+
+    @cached_property
+    def solver(self) -> Solver:
+        return Solver(self.forward.problem, self._plans_of_run if len(self.forward.runs) > 1 else no_plans)
+
+    def _plans_of_run(self, run: int) -> Iterator[frozenset[int]]:
+        """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
+        solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
+        low, high = solver.lowest.peak, solver.everything.peak
+        for part in range(_PLANS_OF_RUN):
+            with contextlib.suppress(Infeasible):
+                plan = solver.solve(low + (high - low) * part // _PLANS_OF_RUN, is_final=False)
+                yield frozenset(numbers[node] for node in plan.saved)
+
+    @cached_property
+    def lowest(self) -> int:
+        """The lowest peak of recompute, bytes."""
+        return self.solver.lowest.peak
+
+    @cached_property
+    def everything(self) -> int:
+        """The peak with everything saved, bytes."""
+        return self.solver.everything.peak
+
+    def cheapest(self, allowed: int) -> Plan:
+        """The fastest plan.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
+        # Small changes to single runs of one graph would be so many graphs to compile.
+        runs = self.forward.runs
+        return offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
+
+    def fits(self, allowed: int) -> bool:
+        """True where `cheapest` finds a plan."""
+        return offload.fits(self.solver, allowed, self.host)
+
+    def saving(self, saved: Sequence[Collection[int]]) -> Plan:
+        """The plan in which each run of the forward saves these nodes of its graph."""
+        return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))
+
+
+# Budgets for which one run of a tape is solved alone.
+_PLANS_OF_RUN = 12
+# Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
+_MOST_VARIANTS = 3
+
+
+def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """What each run of a forward saves under a plan, or under one that is like it and needs fewer partitions.
+
+    Args:
+        graphs: of each run.
+    """
+    runs = list(solver.forward.of_runs(plan.saved))
+
+    def cost(saved: Sequence[frozenset[int]]) -> float:
+        changed = solver.saving(saved)
+        return changed.extra_seconds if changed.peak <= allowed else math.inf
+
+    for graph in dict.fromkeys(graphs):
+        own = [run for run, of_run in enumerate(graphs) if of_run == graph]
+        while not plan.offloaded and len(ways := dict.fromkeys(runs[run] for run in own)) > _MOST_VARIANTS:
+            pairs = itertools.permutations(ways, 2)
+            merges = (
+                [new if run in own and saved == old else saved for run, saved in enumerate(runs)] for old, new in pairs
+            )
+            merged = min(merges, key=cost)
+            if cost(merged) == math.inf:
+                break
+            runs = merged
+    return tuple(runs)
+
+
+def sizes_of_runs(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
+) -> tuple[Tape, Sequence[SymbolValues]]:
+    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problem_of`."""
+    tape = graphs[0].tape
+    partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
+    schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
+    if len(tape.calls) == 1 or len(schedules) < len(graphs):
+        return tape, [sizes[call.graph] for call in tape.calls]
+    named = [
+        {symbol: size for symbol, size in of_graph.items() if symbol in graph.names}
+        for graph, of_graph in zip(graphs, sizes, strict=True)
+    ]
+    return resized(tape, schedules, [graph.sizes for graph in graphs], named)
+
+
+def problem_of(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
+) -> TapeProblem:
+    """The graphs of a forward as one problem.
+
+    Args:
+        sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
+        accumulates: see `compose`.
+    """
+    tape, of_runs = sizes_of_runs(graphs, sizes)
+    problems: dict[object, Problem] = {}
+    runs: list[Problem] = []
+    for call, values in zip(tape.calls, of_runs, strict=True):
+        key = call.graph, tuple(values.items())
+        if key not in problems:
+            problems[key] = graphs[call.graph].problem_at(values)
+        runs.append(problems[key])
+    return problem_of_tape(tape, runs, accumulates)
+
+
+def forward_solver(
+    graphs: Sequence[CapturedGraph], step: StepContext, times: int = 1, largest: LargestBatch | None = None
+) -> ForwardSolver:
+    """The solver for a forward's batch.
+
+    Args:
+        times: n: for an n-th of the batch's rows.
+        largest: for the sizes of this batch where they are larger; None: for its own.
+    """
+    return solver_at(graphs, step, [graph.sizes_for(times, largest) for graph in graphs])
+
+
+def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
+    """The solver for a batch of these sizes; see `problem_of`."""
+    forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
+    return ForwardSolver(forward, host_of(graphs, forward, step))
+
+
+def solver_for_rows(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> ForwardSolver:
+    """The solver for a batch of n rows, and the time that they take."""
+    before = max((size for graph in graphs for size in graph.row_symbols.values()), default=rows)
+    solver = solver_at(graphs, step, [{**g.sizes, **dict.fromkeys(g.row_symbols, rows)} for g in graphs])
+    seconds = tuple(seconds * rows / before for seconds in solver.forward.problem.seconds)
+    return replace(solver, forward=replace(solver.forward, problem=replace(solver.forward.problem, seconds=seconds)))
+
+
+def host_of(graphs: Sequence[CapturedGraph], forward: TapeProblem, step: StepContext) -> Host | None:
+    """The host, as a forward may use it in a step; None where there is no link to one."""
+    if not step.link:
+        return None
+    graph_of = [call.graph for call in graphs[0].tape.calls]
+    allowed = (node for node, (run, local) in enumerate(forward.places) if local in graphs[graph_of[run]].offloadable)
+    return Host(step.link, step.host, frozenset(allowed))
