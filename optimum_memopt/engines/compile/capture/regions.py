@@ -8,11 +8,12 @@ regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1
 
 import contextlib
 import functools
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -117,7 +118,7 @@ class Regions:
             region = compiled(dynamo.with_own_code(_own_forward))
             for path, layer in group.layers.items():
                 held = weakref.ref(layer)
-                run = functools.partial(self._run, path, group, region)
+                run = dynamo.untraced(functools.partial(self._run, path, group, region))
                 self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
 
     @property
@@ -176,7 +177,7 @@ def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -> Callable[..., Any]:
+def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -> types.FunctionType:
     """The forward of a layer: its region, or the shapes of its results where dynamo traces what is around it."""
 
     def layer_region(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -
             return type(layer).forward(layer, *args, **kwargs)
 
     layer_region.is_layer_region = True  # type: ignore[attr-defined]
-    return layer_region
+    return cast(types.FunctionType, layer_region)
 
 
 def is_region(node: fx.Node) -> bool:

@@ -455,7 +455,8 @@ class _Composition:
         for event in graph.forward:
             allocates = tuple(self._renamed(index, storage) for storage in event.allocates)
             self._held.update(storage.name for storage in allocates)
-            yield event._replace(allocates=allocates, frees=tuple(self._name(index, name) for name in event.frees))
+            frees = tuple(self._name(index, name) for name in event.frees)
+            yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=frees)
         returned = [self._name(index, name) for name in graph.returned]
         self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
         yield from self._saved_outside(index)
@@ -502,9 +503,13 @@ class _Composition:
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
         for event in graph.backward:
-            allocates = tuple(storage._replace(name=f"{index} {storage.name}") for storage in event.allocates)
-            frees = [names.get(name, f"{index} {name}") for name in event.frees]
-            yield event._replace(allocates=allocates, frees=tuple(n for n in frees if self._is_last(index, n)))
+            allocates = tuple(
+                storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
+                for storage in event.allocates
+            )
+            done = [names.get(name, f"{index} {name}") for name in event.frees]
+            done = [name for name in done if self._is_last(index, name)]
+            yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))
         returned = {names.get(name, f"{index} {name}") for _, name in graph.gradients}
         unread = [name for name in needed if name not in returned and index in self._readers[name]]
         frees = [name for name in unread if self._is_last(index, name)]
@@ -565,8 +570,13 @@ class _Composition:
         return self._names[index].get(local, f"{index} {local}")
 
     def _renamed(self, index: int, storage: Storage) -> Storage:
-        name = self._name(index, storage.name)
-        return storage._replace(name=name, category=SAVED if self._readers.get(name) else storage.category)
+        name, layer = self._name(index, storage.name), self._layer(index, storage.layer)
+        category = SAVED if self._readers.get(name) else storage.category
+        return storage._replace(name=name, layer=layer, category=category)
+
+    def _layer(self, index: int, layer: str) -> str:
+        """The layer that runs, where its graph is that of the first of several equal ones."""
+        return (self._calls[index].layer or layer) if layer else ""
 
 
 # Kind of what operators outside of all graphs hold.

@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.memory.step_context import StepContext, link_of, room_to_grow
-from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.compile.options import AUTO, CHUNKED, MODEL, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
@@ -52,7 +52,7 @@ class _Ran:
 
     producer: Producer
     loss: str
-    remarks: tuple[str, ...] = ()
+    unit: str = AUTO
 
 
 def explain(failed: FailedStep) -> Explanation:
@@ -74,9 +74,10 @@ def explain(failed: FailedStep) -> Explanation:
             ran = of_plain_pytorch(failed)
         else:
             progress.stage = "tracing"
-            ran = of_graphs(_captured(failed, planned.producer, planned.loss), failed)
+            ran = of_graphs(_captured(failed, planned.producer, planned.loss, planned.unit), failed)
         moment, parts = _held(failed, ran, is_plain=planned is None)
-        if (count := sum(graph.runs for graph in ran.graphs)) > 1:
+        if not all(graph.partitioned and graph.partitioned.is_all_of_forward for graph in ran.graphs):
+            count = sum(graph.runs for graph in ran.graphs)
             remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
         ranked: list[tuple[int, Suggestion]] = []
         try:
@@ -93,14 +94,14 @@ def explain(failed: FailedStep) -> Explanation:
     return Explanation(moment, parts, tuple(suggestion for _, suggestion in ranked), remarks)
 
 
-def _captured(failed: FailedStep, producer: Producer, loss: str) -> tuple[CapturedGraph, ...]:
+def _captured(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> tuple[CapturedGraph, ...]:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
 
     def measured(graph: AnalyzedGraph) -> Costs:
         return costs_of(graph, device, compiler == "inductor", most=failed.held)
 
-    return capture_failed(failed, producer, LossMode(loss), compiler, measured)
+    return capture_failed(failed, producer, LossMode(loss), compiler, measured, unit)
 
 
 def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Moment, tuple[Part, ...]]:
@@ -156,7 +157,8 @@ def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:
     if engine.name != _NAME:
         return None, (f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known",)
     if (plan := engine.plan_file()) is not None:
-        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss), ()
+        unit = MODEL if len(plan.graphs) == 1 else AUTO
+        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, unit), ()
     if engine.selection.budget is not None:
         # Its solver had not come to an end.
         remark = "what was held is that of no plan: the budget's was not known yet"

@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.tape import StepEvents
+from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.holdings import step_of
@@ -65,7 +66,7 @@ def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstr
     def activations(times: int) -> int:
         return step_of(graphs, [graph.problem(times, largest) for graph in graphs]).peak()
 
-    count = sum(graph.runs for graph in graphs)
+    calls, is_all = graphs[0].tape.calls, all(g.partitioned and g.partitioned.is_all_of_forward for g in graphs)
     return Reconstruction(
         step_of(graphs),
         {node: module for graph in graphs for node, module in graph.modules.items()},
@@ -73,9 +74,9 @@ def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstr
         [size for graph in graphs for size in graph.rows_with(largest)],
         graphs[0].untrained,
         # What a caller computes from the logits, and what runs between graphs, is in none of them.
-        count == 1 and not failed.call.reader,
+        is_all and not failed.call.reader,
         graphs=graphs,
-        shows_layers=count == len(graphs),
+        shows_layers=all(call.layer or graphs[call.graph].runs == 1 for call in calls),
     )
 
 
@@ -164,13 +165,18 @@ def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) 
 
 
 def capture_failed(
-    failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
+    failed: FailedStep,
+    producer: Producer,
+    loss: LossMode,
+    compiler: str,
+    costs: Callable[[AnalyzedGraph], Costs],
+    unit: str = AUTO,
 ) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
     mode, fake = fake_tensors.fake_model(failed.model)
     device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
     # What a plan lacks in this graph is no mistake of the user's here.
-    spec = TraceSpec(compiler, loss=loss, strict=False)
+    spec = TraceSpec(compiler, loss=loss, strict=False, unit=unit)
     with (
         only_warnings(),
         torch.autocast(device_type, autocast, enabled=autocast is not None),

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
@@ -290,10 +291,15 @@ def traced_value(node: fx.Node) -> Any:
     return node.meta["example_value"]
 
 
-def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_operator(function: types.FunctionType) -> Callable[..., Any]:
     """`function` as one operator of any graph that dynamo traces: called with fake tensors while it is traced, which
-    tell the shapes of its results (`torch/_dynamo/decorators.py`, `allow_in_graph`)."""
+    tell the shapes of its results (`torch/_dynamo/decorators.py`, `allow_in_graph`). Where Python calls it, as in a
+    loop with a graph break, it is not traced either; what it calls may be."""
+    skip_code(function.__code__)
     return cast("Callable[..., Any]", torch._dynamo.allow_in_graph(function))
+
+
+untraced = torch._dynamo.disable
 
 
 def is_all_of(function: Callable[..., Any]) -> bool:
