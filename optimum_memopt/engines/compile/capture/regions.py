@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from optimum_memopt.compat import hooks_around_forward
 from optimum_memopt.engines.compile.options import LAYER, MODEL
@@ -88,22 +89,33 @@ def _structure(layer: torch.nn.Module) -> Hashable:
     return kinds, tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 
 
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A group that is compiled once: the class of its layers, and how many there are."""
+
+    name: str
+    layers: int
+
+
 class Regions:
-    """The forwards of a model's layers while its training forward runs.
+    """The forwards of a model's layers while its training forward runs. It keeps no layer alive: torch keeps what was
+    compiled until the process ends.
 
     Args:
         compiled: compiles a forward, of which the first argument is the layer.
 
     Attributes:
+        all: one for each group.
         layer: path of the layer whose forward runs; empty: none does.
-        group: of that layer.
     """
 
-    def __init__(self, groups: tuple[LayerGroup, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]):
-        self.groups = groups
+    def __init__(
+        self, groups: tuple[LayerGroup, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.all: list[Region] = []
         self.layer = ""
-        self.group: LayerGroup | None = None
-        self._graphs: Counter[LayerGroup] = Counter()
+        self._current: Region | None = None
+        self._graphs: Counter[Region] = Counter()
         # What may be called while a layer runs, and writes somewhere else.
         self._hooks = [
             hooks
@@ -113,35 +125,38 @@ class Regions:
             if module is not layer
             for hooks in hooks_around_forward(module)
         ]
+        # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
+        self._results: dict[Hashable, Any] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
         for group in groups:
-            region = compiled(dynamo.with_own_code(_own_forward))
+            region, forward = Region(group.name, len(group.layers)), compiled(dynamo.with_own_code(_own_forward))
+            self.all.append(region)
             for path, layer in group.layers.items():
                 held = weakref.ref(layer)
-                run = dynamo.untraced(functools.partial(self._run, path, group, region))
-                self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
+                run = dynamo.untraced(functools.partial(self._run, path, region, forward))
+                self._forwards.append((held, dynamo.as_operator(self._forward_of(held, region, run))))
 
     @property
     def are_closed(self) -> bool:
         """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
         traced before they run."""
-        return bool(self.groups) and not any(self._hooks)
+        return bool(self.all) and not any(self._hooks)
 
     def note_graph(self) -> str:
         """Note that a graph was traced in the first call; a line where the current group has too many."""
-        if self.group is None:
+        if self._current is None:
             return ""
-        self._graphs[self.group] += 1
-        if self._graphs[self.group] <= _MOST_GRAPHS:
+        self._graphs[self._current] += 1
+        if self._graphs[self._current] <= _MOST_GRAPHS:
             return ""
-        guard = dynamo.last_recompile_reason()
-        return f"more than {_MOST_GRAPHS} graphs for {self.group.name}{f'; failed guard: {guard}' if guard else ''}"
+        guard = dynamo.last_failed_guard()
+        return f"more than {_MOST_GRAPHS} graphs for {self._current.name}{f'; failed guard: {guard}' if guard else ''}"
 
     @property
     def layers_at_once(self) -> int:
         """Number of the layers in the current group; of all, outside of layers."""
-        groups = self.groups if self.group is None else (self.group,)
-        return max(1, sum(len(group.layers) for group in groups))
+        regions = self.all if self._current is None else [self._current]
+        return max(1, sum(region.layers for region in regions))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -153,44 +168,75 @@ class Regions:
         try:
             yield
         finally:
+            self._results.clear()
             for layer, _ in layers:
                 layer.__dict__.pop("forward", None)
 
     def _run(
-        self,
-        path: str,
-        group: LayerGroup,
-        region: Callable[..., Any],
-        layer: torch.nn.Module,
-        *args: Any,
-        **kwargs: Any,
+        self, path: str, region: Region, forward: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        before = self.layer, self.group
-        self.layer, self.group = path, group
+        before = self.layer, self._current
+        self.layer, self._current = path, region
         try:
-            return region(layer, *args, **kwargs)
+            return forward(layer, *args, **kwargs)
         finally:
-            self.layer, self.group = before
+            self.layer, self._current = before
+
+    def _forward_of(
+        self, held: "weakref.ref[torch.nn.Module]", region: Region, run: Callable[..., Any]
+    ) -> types.FunctionType:
+        """The forward of a layer: its region, or its results on fake tensors where dynamo traces what is around it."""
+
+        def layer_region(*args: Any, **kwargs: Any) -> Any:
+            layer = held()
+            assert layer is not None
+            trace = dynamo.Trace.current()
+            if trace is None:
+                return run(layer, *args, **kwargs)
+            return self._traced(layer, region, trace, args, kwargs)
+
+        layer_region.is_layer_region = True  # type: ignore[attr-defined]
+        return cast(types.FunctionType, layer_region)
+
+    def _traced(
+        self, layer: torch.nn.Module, region: Region, trace: dynamo.Trace, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's."""
+        given, structure = tree_flatten((args, kwargs))
+        known = all(isinstance(value, _DESCRIBED) for value in given)
+        key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
+        if known and key in self._results:
+            return tree_map(
+                lambda value: value.clone() if isinstance(value, torch.Tensor) else value, self._results[key]
+            )
+        with replaced([layer], trace.fakes):
+            results = type(layer).forward(layer, *args, **kwargs)
+        inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
+        values = tree_leaves(results)
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        is_new = all(dynamo.storage_id(tensor) not in inputs for tensor in tensors)
+        if known and is_new and all(isinstance(value, _DESCRIBED) for value in values):
+            self._results[key] = results
+        return results
+
+
+# Kinds of values of which `_described` says all that results depend on.
+_DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _described(value: Any) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    sizes = str(tuple(value.shape)), str(value.stride())
+    return sizes, value.dtype, value.device, value.requires_grad
 
 
 def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
-
-
-def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -> types.FunctionType:
-    """The forward of a layer: its region, or the shapes of its results where dynamo traces what is around it."""
-
-    def layer_region(*args: Any, **kwargs: Any) -> Any:
-        layer = held()
-        assert layer is not None
-        trace = dynamo.Trace.current()
-        if trace is None:
-            return run(layer, *args, **kwargs)
-        with replaced([layer], trace.fakes):
-            return type(layer).forward(layer, *args, **kwargs)
-
-    layer_region.is_layer_region = True  # type: ignore[attr-defined]
-    return cast(types.FunctionType, layer_region)
 
 
 def is_region(node: fx.Node) -> bool:

@@ -174,7 +174,7 @@ class TracedForward:
         try:
             traced = self._call(call)
         except Exception as error:
-            if not self._regions.groups or not self.is_first or own_error(error) is not None:
+            if not self._regions.all or not self.is_first or own_error(error) is not None:
                 raise
             self._without_regions(line_of(error))
             # They hold what the graphs that have run saved for the backward.
@@ -206,7 +206,7 @@ class TracedForward:
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
-        if self._regions.groups and not has_regions:
+        if self._regions.all and not has_regions:
             self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses

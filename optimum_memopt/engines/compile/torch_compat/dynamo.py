@@ -6,6 +6,7 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 import contextlib
 import copy
 import inspect
+import re
 import shutil
 import traceback
 import types
@@ -48,6 +49,8 @@ CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", No
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
+# Before a recompile reason.
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
@@ -349,11 +352,11 @@ class Watch:
         return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
 
 
-def last_recompile_reason() -> str:
+def last_failed_guard() -> str:
     """While a graph is traced: the guard that failed for the frame, empty where none did."""
     metrics = dynamo_utils.get_compilation_metrics()
     reason = next((metric.recompile_reason for metric in reversed(metrics) if metric.recompile_reason), "")
-    return _first_line(reason or "")
+    return _COMPILE_ID.sub("", _first_line(reason or ""))
 
 
 def _first_line(text: str) -> str:

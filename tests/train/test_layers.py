@@ -1,0 +1,208 @@
+"""Equal layers that are compiled once: gradients, plans that differ by layer, and what is predicted of both."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.sizes import Budget
+from tests.compiled import selection
+from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.train.test_step_memory import EXACT, measured
+from tests.trainer_runs import log_lines
+
+LAYERS = 5
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+# What several layers read, and their gradients of it, is summed in another order.
+ROUNDS = ("t5", "bart", "whisper")
+MODELS = (
+    *("roberta-mlm", "llama", "deberta-v2-mlm", "gpt2", "qwen3", "vit", "mixtral", "modernbert-mlm", "convbert-mlm"),
+    *("distilbert-mlm", "opt", "gemma", "qwen3.5", "olmo-hybrid", "patchtst"),
+    *ROUNDS,
+)
+FAST = ("roberta-mlm", "llama")
+
+
+def deep(name: str) -> torch.nn.Module:
+    case = ZOO[name]
+    changes: dict[str, Any] = {key: LAYERS for key in _DEPTHS if key in case.arguments}
+    if types := case.arguments.get("layer_types"):
+        changes = {"layer_types": list(types) * LAYERS, "num_hidden_layers": len(types) * LAYERS}
+    if name == "t5":
+        changes["num_decoder_layers"] = LAYERS
+    return case.build(**changes)
+
+
+def attached(model: torch.nn.Module, chosen: Selection, unit: str = LAYER) -> CompileEngine:
+    engine = CompileEngine(chosen, "aot_eager", loss="plain", unit=unit)
+    engine.attach(model)
+    return engine
+
+
+@pytest.fixture
+def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process itself grows and shrinks by more than these models take."""
+    for module in (step_context, step_predictor):
+        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+
+
+@pytest.mark.parametrize("name", nightly(MODELS, but=FAST))
+def test_layers_train_as_plain_pytorch(name: str) -> None:
+    model, case = deep(name), ZOO[name]
+    plain, batches = copy.deepcopy(model), [case.batch(), case.batch(3, 17)]
+    engine = attached(model, selection("level 1"))
+    check = assert_same_step if name in ROUNDS else assert_bitwise_same_step
+    check(model, plain, *batches)
+    header = engine.plans().header[0]
+    assert "compiled once for equal ones" in header
+    count = sum(len(group.layers) for group in layer_groups(model))
+    assert f" for {count} layers" in header and count >= LAYERS - 1
+    saved, peak = measured(model, batches[0])
+    footprint = engine.predictor.footprint()
+    if not engine.predictor.caveat:
+        assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+        assert footprint.activations == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+@pytest.mark.parametrize("count", [1, 3, -1])
+def test_a_count_is_of_layers(count: int) -> None:
+    model, batch = deep("roberta-mlm"), ZOO["roberta-mlm"].batch()
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection(f"Softmax+:1:{count}"))
+    assert_bitwise_same_step(model, plain, batch)
+    (row,) = engine.plans().enabled
+    assert (row.frequency, row.applied_count) == (LAYERS, LAYERS if count < 0 else count)
+    saved, peak = measured(model, batch)
+    assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+def within(model: torch.nn.Module, batch: Batch, share: float) -> tuple[CompileEngine, int]:
+    """An engine whose budget leaves activations a share of what they take without a plan."""
+    free = attached(model, Selection())
+    accumulate(model, [batch])
+    footprint = free.predictor.footprint()
+    free.detach()
+    budget = footprint.peak - int((1 - share) * footprint.activations)
+    return attached(model, Selection(budget=Budget(f"{budget} bytes", budget))), budget
+
+
+@pytest.mark.parametrize("name", nightly(["roberta-mlm", "llama", "t5", "deberta-v2-mlm"], but=["llama"]))
+def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp_path: Path) -> None:
+    case = ZOO[name]
+    model, batch = deep(name), case.batch(8, 48)
+    plain = copy.deepcopy(model)
+    engine, budget = within(model, batch, 0.7)
+    check = assert_same_step if name in ROUNDS else assert_bitwise_same_step
+    check(model, plain, batch)
+    predicted = engine.predictor.footprint()
+    _, peak = measured(model, batch)
+    assert predicted.peak <= budget and predicted.activations == pytest.approx(peak, **EXACT)
+    plan = engine.plan_file()
+    engine.detach()
+    assert any(len(graph.layers) > 1 for graph in plan.graphs), "all layers have one plan"
+    plan.save(tmp_path / "plan.json")
+    engine = attached(model, Selection(plan=PlanFile.load(tmp_path / "plan.json")), AUTO)
+    check(model, plain, batch)
+    assert engine.predictor.footprint().activations == predicted.activations
+    engine.detach()
+
+
+@pytest.mark.parametrize("name", nightly(["roberta-mlm", "llama", "t5"], but=["roberta-mlm"]))
+def test_gradients_that_are_added_come_layer_by_layer(name: str) -> None:
+    """A later micro-batch does not hold a second set of all gradients."""
+    model, batch = deep(name), ZOO[name].batch(2, 8)
+    added = {}
+    for unit in (MODEL, LAYER):
+        engine = attached(model, selection("level 1"), unit)
+        accumulate(model, [batch])
+        forward, saved, loss = allocated(lambda: model(**batch).loss)
+        backward, _, _ = allocated(loss.backward)
+        added[unit] = max(forward, saved + backward)
+        assert engine.predictor.activations(accumulates=True) == pytest.approx(added[unit], **EXACT)
+        engine.detach()
+    assert added[LAYER] < 0.8 * added[MODEL]
+
+
+class Counted(torch.nn.Module):
+    """Layers of which each scales by a number of its own."""
+
+    def __init__(self, same: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Scaled(1.0 if same else 1.0 + n) for n in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(16, 16), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(self.linear(x)) * self.scale
+
+
+def stepped(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(x=x)["loss"].backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
+    model, x = Counted(same=False), torch.randn(4, 16)
+    expected = stepped(model, x)
+    engine = attached(model, selection("level 1"), AUTO)
+    with log_lines() as lines:
+        assert all(map(torch.equal, stepped(model, x), expected))
+    (line,) = [line for line in lines if "as a whole" in line]
+    assert "more than 3 graphs for Scaled; failed guard: self.scale ==" in line
+    assert "layers" not in engine.plans().header[0]
+    engine.detach()
+    engine = attached(model, selection("level 1"), LAYER)
+    with pytest.raises(
+        UnsupportedModelError, match="--memory_opt_unit layer: the layers of Counted cannot be compiled"
+    ):
+        model(x=x)
+    engine.detach()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_hook_is_called_whatever_is_compiled(inside: bool) -> None:
+    """Around a layer it stays outside of its graph; on a module in a layer the forward is compiled as a whole."""
+    model, x = Counted(same=True), torch.randn(4, 16)
+    seen: list[float] = []
+    hooked = model.layers[2].linear if inside else model.layers[2]
+    hooked.register_forward_hook(lambda module, args, output: seen.append(float(output.detach().sum())))
+    expected = stepped(model, x)
+    engine = attached(model, selection("level 1"), AUTO)
+    for _ in range(2):
+        assert all(map(torch.equal, stepped(model, x), expected))
+    assert len(seen) == 3 and seen[1:] == seen[:1] * 2
+    engine.detach()
+
+
+def test_models_without_equal_layers_are_refused_where_they_are_asked_for() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    engine = attached(model, Selection(), LAYER)
+    with pytest.raises(UnsupportedModelError, match="no list of modules in Sequential has two equal ones"):
+        model(torch.randn(2, 4))
+    engine.detach()
