@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from optimum_memopt.compat import hooks_around_forward
 from optimum_memopt.engines.compile.options import LAYER, MODEL
@@ -202,17 +201,17 @@ class Regions:
         self, layer: torch.nn.Module, region: Region, trace: dynamo.Trace, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's."""
-        given, structure = tree_flatten((args, kwargs))
+        given, structure = dynamo.tree_flatten((args, kwargs))
         known = all(isinstance(value, _DESCRIBED) for value in given)
         key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
         if known and key in self._results:
-            return tree_map(
+            return dynamo.tree_map(
                 lambda value: value.clone() if isinstance(value, torch.Tensor) else value, self._results[key]
             )
         with replaced([layer], trace.fakes):
             results = type(layer).forward(layer, *args, **kwargs)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
-        values = tree_leaves(results)
+        values = dynamo.tree_leaves(results)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         is_new = all(dynamo.storage_id(tensor) not in inputs for tensor in tensors)
         if known and is_new and all(isinstance(value, _DESCRIBED) for value in values):

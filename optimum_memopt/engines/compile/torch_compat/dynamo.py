@@ -33,13 +33,22 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
-__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber", "tree_leaves"]
+__all__ = [
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "FakeTensorMode",
+    "StorageWeakRef",
+    "SymbolicNumber",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+]
 
 SymbolicNumber = py_sym_types
 # Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`).
