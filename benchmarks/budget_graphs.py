@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, n
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
@@ -121,7 +122,7 @@ class Within(Producer):
         captured = captured_graph(graph, self.costs(graph))
         step = self.step or StepContext(self.bytes, Footprint(0, 0))
         budget = FromBudget(Budget(f"{self.bytes} bytes", self.bytes))
-        choice = budget.solve([captured], step, with_curve=False, with_lengths=False).choice(graph)
+        choice = budget.solve([captured], forward_solver([captured], step), step).choice(graph)
         assert choice is not None
         return choice
 

@@ -209,7 +209,7 @@ class Planner(Generic[_P]):
         if solver.everything > step.allowed:
             solver.solver.prepare()
             step = self.step(growth)
-        self.solved = self.producer.solve(graphs, step, self._spec.with_curve, self._spec.with_lengths)
+        self.solved = self.producer.solve(graphs, solver, step, self._spec.with_curve, self._spec.with_lengths)
 
     def step(self, growth: float = 1.0) -> StepContext:
         """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""

@@ -54,10 +54,14 @@ class FromBudget(Producer):
         return FromLevel(1).choose(graph)
 
     def solve(
-        self, graphs: Sequence[CapturedGraph], step: StepContext, with_curve: bool, with_lengths: bool
+        self,
+        graphs: Sequence[CapturedGraph],
+        solver: ForwardSolver,
+        step: StepContext,
+        with_curve: bool = False,
+        with_lengths: bool = False,
     ) -> SolvedForward:
         """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
-        solver = forward_solver(graphs, step, largest=step.largest)
         without_graphs = replace(step.fixed, activations=0).peak
         if without_graphs > step.limit:
             why = "that is without any activations: give a larger budget, or an optimizer with fewer states"

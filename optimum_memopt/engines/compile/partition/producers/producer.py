@@ -12,6 +12,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads,
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.memory.events import Schedule, schedule
 from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
@@ -81,13 +82,19 @@ class Producer:
         raise NotImplementedError
 
     def solve(
-        self, graphs: Sequence[CapturedGraph], step: StepContext, with_curve: bool, with_lengths: bool
+        self,
+        graphs: Sequence[CapturedGraph],
+        solver: ForwardSolver,
+        step: StepContext,
+        with_curve: bool = False,
+        with_lengths: bool = False,
     ) -> SolvedForward:
         """What is chosen for all graphs of a forward; for a producer with a bound.
 
         Args:
             graphs: of its first batch.
-            step: with the run's largest batch.
+            solver: of the run's largest batch.
+            step: with that batch.
 
         Raises:
             DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
