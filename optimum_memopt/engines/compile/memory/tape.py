@@ -543,7 +543,12 @@ class _Composition:
                 continue
             name = names.get(local, f"{index} {local}")
             if self._accumulates and number in self._given:
-                yield name
+                # autograd adds up those of all graphs before it adds them to what is there.
+                first = self._gradients.setdefault(number, name)
+                if first != name:
+                    yield name
+                if not any(number in earlier.inputs.values() for earlier in self._calls[:index]):
+                    yield first
             elif number not in self._gradients:
                 self._gradients[number] = name
                 if number in returned or number in self._given:

@@ -179,7 +179,14 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
             storage = None if at is None else call.inputs.get(at)
             if accumulates and (storage is None or storage in tape.given):
-                added.append(number[node])
+                gradient = number[node]
+                if storage is not None and storage in gradients:
+                    pair = gradients.pop(storage), gradient
+                    gradient = _sum(built, run, problem, pair, call.layer)
+                if storage is not None and any(storage in earlier.inputs.values() for earlier in tape.calls[:run]):
+                    gradients[storage] = gradient
+                else:
+                    added.append(gradient)
             elif storage is None:
                 outputs.append(number[node])
             elif storage in gradients:
