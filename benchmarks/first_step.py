@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shared import fill, to_markdown
+from shared import fill, sizes, to_markdown
 
 MODELS = ("roberta", "llama")
 LAYERS = (4, 12, 24, 48)
@@ -33,14 +33,7 @@ STEPS = 15
 def build(name: str, layers: int, hidden: int) -> Any:
     import transformers
 
-    shape = {
-        "vocab_size": 8192,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 514,
-    }
+    shape = sizes(hidden, layers)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, use_cache=False)).train()
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

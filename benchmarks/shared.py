@@ -10,6 +10,18 @@ from tabulate import tabulate
 MODELS = {"roberta": "text-classification", "deberta-v2": "text-classification", "gpt2": "text-generation"}
 
 
+def sizes(hidden: int, layers: int) -> dict[str, int]:
+    """Arguments of a config with heads of 64 units and 8192 tokens, in the words of most models."""
+    return {
+        "vocab_size": 8192,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+    }
+
+
 def make_config(name: str, hidden: int, layers: int) -> Any:
     """The transformers config of a model with heads of 64 units, 8192 tokens and dropout 0.1."""
     import transformers
@@ -19,12 +31,7 @@ def make_config(name: str, hidden: int, layers: int) -> Any:
             vocab_size=8192, n_embd=hidden, n_layer=layers, n_head=hidden // 64, n_positions=514
         )
     shape = {
-        "vocab_size": 8192,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 514,
+        **sizes(hidden, layers),
         # Else they look into their labels: stock torch.compile would break DeBERTa's graph, and compile RoBERTa twice.
         "problem_type": "single_label_classification",
     }
