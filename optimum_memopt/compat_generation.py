@@ -20,7 +20,7 @@ _TILES = ("_forward_tile", "_backward_tile", "_stats_tile", "_jsd_tile")
 
 
 class _EndOfTextError(Exception):
-    """What is left of a generation takes no memory, and reads values."""
+    """The rest of a generation takes no memory, and reads values."""
 
 
 @dataclass

@@ -136,7 +136,7 @@ class EnvCommand(BaseOptimumCLICommand):
 
 
 def report_of(reports: "Sequence[Report]") -> dict[str, Any]:
-    """What all engines report, and the versions of what they share; None for what is not installed."""
+    """The reports of all engines, and the versions of packages that they share; None for one that is not installed."""
     from optimum_memopt.compat import installed_version
 
     versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}

@@ -174,7 +174,7 @@ _NOT_COMPARED = object()
 
 
 def _copied(value: Any, depth: int = 4) -> Any:
-    """What can be compared with the value later; `_NOT_COMPARED` for all that holds anything but settings."""
+    """A form of the value to compare with it later; `_NOT_COMPARED` for all that holds anything but settings."""
     if isinstance(value, _SETTINGS):
         return value
     if isinstance(value, torch.Tensor):
