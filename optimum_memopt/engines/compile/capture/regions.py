@@ -24,16 +24,8 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
 from optimum_memopt.errors import UnsupportedModelError
 
-
-@dataclass(frozen=True, eq=False)
-class LayerGroup:
-    """Layers of one class and structure, by their paths in the model, in order."""
-
-    layers: Mapping[str, torch.nn.Module]
-
-    @property
-    def name(self) -> str:
-        return type(next(iter(self.layers.values()))).__name__
+# Layers of one class and structure, by their paths in the model, in order.
+LayerGroup = Mapping[str, torch.nn.Module]
 
 
 def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
@@ -54,7 +46,7 @@ def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
                 kinds.setdefault(_structure(layer), {})[f"{path}.{name}" if path else name] = layer
         for layers in kinds.values():
             if len(layers) > 1:
-                groups.append(LayerGroup(layers))
+                groups.append(layers)
                 inside.update(inner for layer in layers.values() for inner in layer.modules())
     return tuple(groups)
 
@@ -77,7 +69,7 @@ def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
             f"--memory_opt_unit layer: no list of modules in {type(model).__name__} has two equal ones",
             "leave the flag out",
         )
-    is_worth_it = unit == LAYER or any(len(group.layers) >= _ENOUGH for group in groups)
+    is_worth_it = unit == LAYER or any(len(group) >= _ENOUGH for group in groups)
     return groups if is_worth_it else ()
 
 
@@ -119,7 +111,7 @@ class Regions:
         self._hooks = [
             hooks
             for group in groups
-            for layer in group.layers.values()
+            for layer in group.values()
             for module in layer.modules()
             if module is not layer
             for hooks in hooks_around_forward(module)
@@ -128,9 +120,10 @@ class Regions:
         self._results: dict[Hashable, Any] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
         for group in groups:
-            region, forward = Region(group.name, len(group.layers)), compiled(dynamo.with_own_code(_own_forward))
+            kind = type(next(iter(group.values()))).__name__
+            region, forward = Region(kind, len(group)), compiled(dynamo.with_own_code(_own_forward))
             self.all.append(region)
-            for path, layer in group.layers.items():
+            for path, layer in group.items():
                 held = weakref.ref(layer)
                 run = dynamo.untraced(functools.partial(self._run, path, region, forward))
                 self._forwards.append((held, dynamo.as_operator(self._forward_of(held, region, run))))
@@ -153,9 +146,11 @@ class Regions:
 
     @property
     def layers_at_once(self) -> int:
-        """Number of the layers in the current group; of all, outside of layers."""
+        """Number of the layers in the current group; of all, outside of layers; 1 in a forward that is one graph."""
+        if not self.are_closed:
+            return 1
         regions = self.all if self._current is None else [self._current]
-        return max(1, sum(region.layers for region in regions))
+        return sum(region.layers for region in regions)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -205,9 +200,7 @@ class Regions:
         known = all(isinstance(value, _DESCRIBED) for value in given)
         key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
         if known and key in self._results:
-            return dynamo.tree_map(
-                lambda value: value.clone() if isinstance(value, torch.Tensor) else value, self._results[key]
-            )
+            return dynamo.tree_map(_copied, self._results[key])
         with replaced([layer], trace.fakes):
             results = type(layer).forward(layer, *args, **kwargs)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
@@ -262,6 +255,6 @@ def around_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _picked_of(node: fx.Node) -> fx.Node | None:
-    """What a result is picked of by its number."""
+    """The operator of several results of which the node is one."""
     is_pick = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
     return node.args[0] if is_pick else None  # type: ignore[return-value]
