@@ -21,11 +21,7 @@ class UnsupportedModelError(MemOptError):
 
 
 class DoesNotFitError(MemOptError):
-    """No plan brings a training step within its budget; n bytes are lacking."""
-
-    def __init__(self, text: str, lacking: int = 0) -> None:
-        super().__init__(text)
-        self.lacking = lacking
+    """No plan brings a training step within its budget."""
 
 
 def line_of(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.captured import by_bytes
-from tests.compiled import DROPOUT
+from tests.compiled import DROPOUT, recorded
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import SMALL, ZOO
 from tests.rotation import nightly
@@ -221,4 +221,40 @@ def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: No
 
     peak, _, _ = allocated(refused)
     assert peak <= room
+    engine.detach()
+
+
+class Viewed(torch.nn.Module):
+    """Its graph may have two views more, which count for no signature and shift the numbers of all later nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, has_views: bool = False) -> torch.Tensor:
+        if has_views:
+            x = x.unsqueeze(0).squeeze(0)
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.nn.functional.gelu(layer(x)), 0.1)
+        return x.square().mean()
+
+
+def test_another_graph_of_the_same_operators_is_solved_by_itself(steady_process: None) -> None:
+    model, x = Viewed(), torch.randn(512, 64)
+    free = CompileEngine(compiler="aot_eager")
+    free.attach(model)
+    model(x).backward()
+    footprint = free.predictor.footprint()
+    free.detach()
+    engine = CompileEngine(Selection(budget=budget_of(footprint.peak - footprint.activations // 3)), "aot_eager")
+    with recorded() as splits:
+        engine.attach(model)
+        for has_views in (False, True):
+            torch.manual_seed(0)
+            model(x, has_views=has_views).backward()
+    (first, second) = (split.graph for split in splits)
+    assert first.plan.signature == second.plan.signature and first.digest != second.digest
+    for graph in (first, second):
+        assert graph.choice.why.startswith("budget") and graph.choice.recomputed
+    assert [c.row for c in first.choice.candidates] == [c.row for c in second.choice.candidates]
     engine.detach()

@@ -85,22 +85,15 @@ class GraphInForward:
     """The forward as far as it has come when a choice is made for one of its graphs.
 
     Attributes:
-        earlier: graphs that have run.
-        tape: their runs.
+        choices: that of each run of a graph so far.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
     inputs: Mapping[str, Any]
-    earlier: tuple[PartitionedGraph, ...]
-    tape: Tape
+    choices: tuple[Choice, ...]
     untrained: frozenset[str]
     progress: Progress
     is_all: bool
-
-    @property
-    def choices(self) -> list[Choice]:
-        """That of each run so far."""
-        return [self.earlier[call.graph].choice for call in self.tape.calls]
 
 
 # Chooses for one graph; it may raise what the user is to read.
@@ -147,11 +140,12 @@ class TracedForward:
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
         self._regions = Regions(regions_of(model, spec.unit), weak_method(self._compile_alone))
-        # What runs of a graph for a layer, each time that it is called.
+        # By graph, layer and turn.
         self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
-        # Of the current call: how often each graph has run for a layer, its keyword arguments, who reads its outputs,
-        # the graphs that have run, and the one that was partitioned last.
-        self._turns: Counter[tuple[TracedGraph, str]] = Counter()
+        # Of the current call: how often each graph has run for a layer, the choice of each run, its keyword arguments,
+        # who reads its outputs, the graphs that have run, and the one that was partitioned last.
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._choices: list[Choice] = []
         self._inputs: Mapping[str, Any] = {}
         self._reader = ""
         self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
@@ -218,6 +212,7 @@ class TracedForward:
         outputs, self._inputs, self._reader = None, call.inputs, call.reader
         self._ran = {}
         self._turns.clear()
+        self._choices.clear()
         self._tape.begin(dynamo.tree_leaves((call.args, call.inputs)))
         try:
             with (
@@ -364,21 +359,26 @@ class TracedForward:
         return called
 
     def _run(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
-        layer = self._regions.layer
-        key = graph, layer, self._turns[graph, layer]
+        layer, turn = self._regions.layer, self._turn(graph.analyzed)
+        key = graph, layer, turn
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._variant(graph)
-        self._turns[graph, layer] += 1
-        self._tape.before(variant.programs, args, layer)
+        self._tape.before(variant.programs, args, layer, turn)
         results = variant.run(*args)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
         if variant.partitioned is not None and variant.analyzed is not None:
             self._ran.setdefault(variant.partitioned, variant.analyzed)
+            self._choices.append(variant.partitioned.choice)
+            self._turns[variant.analyzed.digest, layer] += 1
         return results
 
+    def _turn(self, analyzed: AnalyzedGraph | None) -> int:
+        """See `Call`; 0 for a graph of which nothing is trained."""
+        return 0 if analyzed is None else self._turns[analyzed.digest, self._regions.layer]
+
     def _variant(self, graph: TracedGraph) -> Variant:
-        """What the graph is compiled to for this run of it."""
+        """The variant for this run of the graph."""
         (*_, latest), analyzed = graph.variants.values(), graph.analyzed
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
@@ -401,16 +401,12 @@ class TracedForward:
         self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool]
     ) -> tuple[AnalyzedGraph, GraphInForward]:
         """The arguments of `Choose`."""
-        ran = tuple(self._ran)
-        untrained = without_gradient([*(earlier.gradients for earlier in ran), gradients])
-        tape = self._tape.tape([earlier.programs for earlier in ran])
+        untrained = without_gradient([*(earlier.gradients for earlier in self._ran), gradients])
         is_all = graph.is_whole and graph.is_all
-        state = GraphInForward(self._inputs, ran, tape, untrained, self._progress, is_all)
-        layer = self._regions.layer
-        asked = replace(
-            analyzed, layer=layer, turn=self._turns[graph, layer], layers_at_once=self._regions.layers_at_once
-        )
-        return asked, state
+        state = GraphInForward(self._inputs, tuple(self._choices), untrained, self._progress, is_all)
+        regions = self._regions
+        turn, at_once = self._turn(analyzed), regions.layers_at_once
+        return replace(analyzed, layer=regions.layer, turn=turn, layers_at_once=at_once), state
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
@@ -446,7 +442,7 @@ class TracedForward:
             replace(partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients),
         )
         self.held = held_bytes(next(self._model.parameters()).device)
-        self.held_after = len(self._tape.tape([earlier.programs for earlier in self._ran]).calls)
+        self.held_after = len(self._choices)
         self._progress.stage = f"compiling graph {number}"
         return choice, modules
 

@@ -64,6 +64,12 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
     return GraphSignature(numbers, dict(Counter(map(operator_name, paths))), digest)
 
 
+def digest_of(joint: JointGraph) -> str:
+    """The digest of all nodes of a joint graph; that of a signature is of the forward's operators alone."""
+    text = "\n".join(f"{node.name} {operator_name(node)}" for node in joint.nodes)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str]) -> dict[str, bool]:
     """For each parameter that a joint graph reads, by its name, whether the backward returns its gradient; empty where
     its inputs are others than what dynamo's graph is given, as where a tensor subclass is several of them.
@@ -120,8 +126,9 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
+        digest: of the names and operators of all nodes: the same node has the same number in another graph with it.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
-        turn: how often it has run for that layer, or for none, earlier in the forward.
+        turn: see `tape.Call`.
         layers_at_once: layers of the forward that hold what they have saved while one of them runs.
     """
 
@@ -137,6 +144,7 @@ class AnalyzedGraph:
     workspaces: Mapping[fx.Node, sympy.Expr]
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
+    digest: str = ""
     layer: str = ""
     turn: int = 0
     layers_at_once: int = 1

@@ -67,14 +67,12 @@ def step_around(
     budget: Budget,
     run: Run,
     target: Device | None = None,
-    earlier: int = 0,
     untrained: Collection[str] = (),
 ) -> StepContext:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
     Args:
         target: the device that the step is planned for, which holds nothing else; None: where the model lies.
-        earlier: bytes that earlier graphs of the same forward hold, which are no part of `fixed`.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
@@ -87,7 +85,7 @@ def step_around(
         held = held_bytes(device) - (sum(state_sizes(run.optimizer, trainable)) if is_stepped else 0)
         room = room_to_grow(device, held)
     held += room
-    constant = constant_of(model, batch, held, earlier)
+    constant = constant_of(model, batch, held)
     fixed = footprint_of(
         model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
     )

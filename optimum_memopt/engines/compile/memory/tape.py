@@ -34,6 +34,7 @@ class Call:
         released: storages that nobody holds any more when the next graph runs.
         sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
         layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
+        turn: how often the same graph has run for that layer, or for none, earlier in the forward.
     """
 
     graph: int
@@ -42,6 +43,7 @@ class Call:
     released: frozenset[int] = frozenset()
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     layer: str = ""
+    turn: int = 0
 
 
 class Tensor(NamedTuple):
@@ -125,8 +127,8 @@ class TapeRecorder:
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
-    def before(self, graph: Hashable, arguments: Sequence[object], layer: str = "") -> None:
-        """A graph is about to run; `layer` as in `Call`."""
+    def before(self, graph: Hashable, arguments: Sequence[object], layer: str = "", turn: int = 0) -> None:
+        """A graph is about to run; `layer` and `turn` as in `Call`."""
         self._note_released()
         sizes: dict[int, tuple[int, ...]] = {}
         for place, argument in enumerate(arguments):
@@ -134,7 +136,7 @@ class TapeRecorder:
                 sizes[place] = tuple(map(int, argument.shape))
             elif type(argument) is int:
                 sizes[place] = (argument,)
-        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes, layer=layer)))
+        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes, layer=layer, turn=turn)))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""

@@ -29,7 +29,7 @@ class TapeProblem:
     places: tuple[tuple[int, int], ...]
 
     def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
-        """What each run's forward saves, by the numbers of its own problem, where these nodes are saved."""
+        """The nodes that each run's forward saves where these are saved, by the numbers of its own problem."""
         return tuple(problem.closure(saved) for problem, saved in zip(self.runs, self.of_places(nodes), strict=True))
 
     def of_places(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
@@ -46,7 +46,7 @@ class TapeProblem:
         return {local: node for node, (of_run, local) in enumerate(self.places) if of_run == run and local >= 0}
 
     def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
-        """What the forward saves where each run saves these nodes of its own."""
+        """The nodes that the forward saves where each run saves these of its own."""
         numbers = {place: node for node, place in enumerate(self.places)}
         kept = {numbers[run, node] for run, nodes in enumerate(saved) for node in nodes}
         return self.problem.saving(kept)

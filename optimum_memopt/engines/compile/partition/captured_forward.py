@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from operator import itemgetter
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
@@ -34,16 +35,18 @@ class ForwardSolver:
 
     @cached_property
     def solver(self) -> Solver:
-        return Solver(self.forward.problem, self._plans_of_run if len(self.forward.runs) > 1 else no_plans)
+        return Solver(self.forward.problem, cache(self._plans_of_run) if len(self.forward.runs) > 1 else no_plans)
 
-    def _plans_of_run(self, run: int) -> Iterator[frozenset[int]]:
+    def _plans_of_run(self, run: int) -> tuple[frozenset[int], ...]:
         """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
         solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
         low, high = solver.lowest.peak, solver.everything.peak
+        plans: list[frozenset[int]] = []
         for part in range(_PLANS_OF_RUN):
             with contextlib.suppress(Infeasible):
                 plan = solver.solve(low + (high - low) * part // _PLANS_OF_RUN, is_final=False)
-                yield frozenset(numbers[node] for node in plan.saved)
+                plans.append(frozenset(numbers[node] for node in plan.saved))
+        return tuple(plans)
 
     @cached_property
     def lowest(self) -> int:
@@ -81,7 +84,7 @@ _MOST_VARIANTS = 3
 
 
 def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """What each run of a forward saves under a plan, or under one that is like it and needs fewer partitions.
+    """The nodes that each run of a forward saves under a plan, or under one like it that needs fewer partitions.
 
     Args:
         graphs: of each run.
@@ -99,8 +102,8 @@ def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequen
             merges = (
                 [new if run in own and saved == old else saved for run, saved in enumerate(runs)] for old, new in pairs
             )
-            merged = min(merges, key=cost)
-            if cost(merged) == math.inf:
+            seconds, merged = min(((cost(merge), merge) for merge in merges), key=itemgetter(0))
+            if seconds == math.inf:
                 break
             runs = merged
     return tuple(runs)

@@ -17,7 +17,6 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.plans.plan_file import GraphSignature
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,11 @@ class CapturedGraph:
         names: of the symbols that are sizes of inputs, `input_ids_dim0`.
         rows: of the plan table, by the name of the node that makes an activation.
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
+        digest: of the joint graph.
         analyzed: None once only numbers are kept.
     """
 
-    signature: GraphSignature
+    digest: str
     problem_at: Callable[[SymbolValues], Problem]
     sizes: SymbolValues
     names: Mapping[sympy.Symbol, str]
@@ -102,7 +102,7 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
     for candidate in graph.candidates:
         rows.setdefault(candidate.activation.root.name, candidate.row)
     return CapturedGraph(
-        graph.signature,
+        graph.digest,
         problems_of(graph, costs.seconds, costs.workspaces),
         graph.size_hints,
         graph.names,

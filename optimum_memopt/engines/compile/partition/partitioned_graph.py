@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.costs.devices import Device, device_at
 from optimum_memopt.engines.compile.graph.analyzed_graph import (
     AnalyzedGraph,
     Modules,
+    digest_of,
     find_constants,
     fused_attention,
     node_paths,
@@ -61,6 +62,7 @@ class PartitionedGraph:
         attention: the fused kernels that compute it, see `fused_attention`.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
+        digest: of its joint graph.
     """
 
     candidates: tuple[Candidate, ...]
@@ -78,6 +80,7 @@ class PartitionedGraph:
     losses: tuple[LossDecision, ...] = ()
     is_for_cuda: bool = False
     bound: frozenset[sympy.Symbol] = frozenset()
+    digest: str = ""
     gradients: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -147,6 +150,7 @@ def analyze(
         workspaces,
         by_torch,
         cuda,
+        digest_of(joint),
     )
 
 
@@ -237,6 +241,7 @@ def partitioned(
         attention=fused_attention(forward),
         is_for_cuda=graph.cuda is not None,
         bound=bound,
+        digest=graph.digest,
     )
     return partitioned_graph, modules
 

@@ -78,11 +78,12 @@ class Planner(Generic[_P]):
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
         self.solved: SolvedForward | None = None
-        # The first batch, parameters that get no gradient, and the graphs by the digests of their signatures.
+        # The first batch, parameters that get no gradient, and the graphs by their digests.
         self._inputs: Mapping[str, object] = {}
         self._untrained: Collection[str] = ()
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._graphs: tuple[CapturedGraph, ...] = ()
+        self._has_unknown = False
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
         """A planner within the same bytes."""
@@ -149,15 +150,20 @@ class Planner(Generic[_P]):
         """
         if not self.solves:
             return self.producer.choose(graph, state.choices)
-        if self.solved is None:
+        choice = self.solved.choice(graph) if self.solved is not None else None
+        if choice is None:
             self._inputs = state.inputs
-            self._analyzed[graph.signature.digest] = graph
+            self._analyzed[graph.digest] = graph
             if state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
                 self._untrained = state.untrained
                 self._graphs = (self._captured_graph(graph),)
-                self._solve(self._graphs)
-        choice = self.solved.choice(graph) if self.solved is not None else None
+                choice = self._solve(self._graphs).choice(graph)
+            elif self.solved is not None and not self._has_unknown:
+                self._has_unknown = True
+                get_logger().info(
+                    "graphs that the budget's plan was not solved for run with as little saved as level 1 has"
+                )
         return choice or self.producer.choose(graph, state.choices)
 
     def resident(self, held: int) -> int:
@@ -192,13 +198,13 @@ class Planner(Generic[_P]):
     def _captured(self, predictor: StepMemoryPredictor) -> tuple[CapturedGraph, ...]:
         """The graphs that ran, each with the runs of all."""
         self._untrained = predictor.untrained
-        captured = {digest: self._captured_graph(graph) for digest, graph in self._analyzed.items()}
+        captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
         return tuple(
-            replace(captured[graph.plan.signature.digest], partitioned=graph, runs=runs, tape=predictor.tape)
+            replace(captured[graph.digest], partitioned=graph, runs=runs, tape=predictor.tape)
             for graph, runs in zip(predictor.graphs, predictor.tape.runs, strict=True)
         )
 
-    def _solve(self, graphs: Sequence[CapturedGraph]) -> None:
+    def _solve(self, graphs: Sequence[CapturedGraph]) -> SolvedForward:
         """Solve for graphs whose operators were measured, which leaves something behind in the process."""
         named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
@@ -210,6 +216,7 @@ class Planner(Generic[_P]):
             solver.solver.prepare()
             step = self.step(growth)
         self.solved = self.producer.solve(graphs, solver, step, self._spec.with_curve, self._spec.with_lengths)
+        return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:
         """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""

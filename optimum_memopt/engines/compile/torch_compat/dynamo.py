@@ -255,7 +255,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What dynamo knows of a frame that it traces: its fake tensors, symbols and guards (`TracingContext`)."""
+    """The trace of a frame by dynamo: its fake tensors, symbols and guards (`TracingContext`)."""
 
     context: TracingContext
 

@@ -1,7 +1,6 @@
 """A budget: the cheapest recompute and offload with which the peak of a step is within it."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -84,12 +83,7 @@ class FromBudget(Producer):
     ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
         tape = graphs[0].tape
         numbers = [call.graph for call in tape.calls]
-        keys: list[tuple[str, str, int]] = []
-        turns: Counter[tuple[str, str]] = Counter()
-        for call in tape.calls:
-            run = graphs[call.graph].signature.digest, call.layer
-            keys.append((*run, turns[run]))
-            turns[run] += 1
+        keys = [(graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls]
         is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
         sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
@@ -125,8 +119,7 @@ class FromBudget(Producer):
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
-            peak - step.limit + step.margin,
+            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}"
         )
 
 
@@ -158,7 +151,8 @@ def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[i
     while whole % times == 0:
         # Gradients of the earlier micro-batches are there while a later one runs.
         fixed = replace(step.fixed, batch=step.fixed.batch // times, accumulated=step.fixed.gradients)
-        if forward_solver(graphs, step, times, step.largest).fits(fixed.activations_within(step.limit)):
+        micro = replace(step, fixed=fixed)
+        if forward_solver(graphs, micro, times, step.largest).fits(fixed.activations_within(step.limit)):
             return whole // times, times
         times *= 2
     return None
@@ -182,7 +176,7 @@ def _by_length(graphs: Sequence[CapturedGraph], plan: Plan, step: StepContext) -
             {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
             for sizes, tokens in zip(largest, lengths, strict=True)
         ]
-        return problem_of(graphs, shortened).problem
+        return problem_of(graphs, shortened, step.fixed.accumulated > 0).problem
 
     longest = max((size for tokens in lengths for size in tokens.values()), default=0)
     batches = step.largest.lengths if step.largest is not None else ()
@@ -198,7 +192,7 @@ def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> floa
         own.append(torchs_own(graph.analyzed)[1])
     tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-    return compose(tape, runs).peak()
+    return compose(tape, runs, step.fixed.accumulated > 0).peak()
 
 
 def _gain(plan: Plan, costs: str) -> str:

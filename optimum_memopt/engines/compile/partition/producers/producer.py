@@ -26,11 +26,11 @@ INSTEAD = "it trains as plain PyTorch, and --gradient_checkpointing recomputes i
 
 @dataclass(frozen=True)
 class SolvedForward:
-    """What a budget's solver has chosen for all graphs of a forward.
+    """The choices of a budget's solver for all graphs of a forward.
 
     Attributes:
         why: as `Choice` has it.
-        saved: by the digest of a graph's signature, the layer that runs it, and how often it has done so before.
+        saved: by the graph's digest, its layer, and its turn (see `tape.Call`).
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
     """
@@ -42,7 +42,7 @@ class SolvedForward:
 
     def choice(self, graph: AnalyzedGraph) -> Choice | None:
         """The choice for a graph; None for one that was not solved."""
-        saved = self.saved.get((graph.signature.digest, graph.layer, graph.turn))
+        saved = self.saved.get((graph.digest, graph.layer, graph.turn))
         if saved is None:
             return None
         if saved.is_by_torch:
@@ -89,7 +89,7 @@ class Producer:
         with_curve: bool = False,
         with_lengths: bool = False,
     ) -> SolvedForward:
-        """What is chosen for all graphs of a forward; for a producer with a bound.
+        """The choices for all graphs of a forward; for a producer with a bound.
 
         Args:
             graphs: of its first batch.

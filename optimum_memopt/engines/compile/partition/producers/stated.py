@@ -120,7 +120,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
 
     def peak(run: Simulation) -> int:
-        """Of one of several layers with what all of them have saved."""
+        """The peak of a layer with the saved activations of all."""
         return run.peak + (graph.layers_at_once - 1) * run.saved_bytes
 
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
