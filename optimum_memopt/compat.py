@@ -4,6 +4,7 @@ installed."""
 import copy
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -110,6 +111,33 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def fsdp_version(args: Any) -> int | None:
+    """The version of FSDP that a Trainer's arguments, or accelerate's launcher and config file, ask for; None: none.
+
+    accelerate's launcher asks in the environment, without the Trainer's argument (1.15, `utils/dataclasses.py`).
+    """
+    if args.fsdp:
+        return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+    return int(os.environ.get("FSDP_VERSION", "1"))
+
+
+def replace_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
+    """Have the model checkpoint its layers where accelerate was to wrap each for it (`activation_checkpointing` of an
+    FSDP config, accelerate 1.15).
+
+    Returns:
+        What undoes it for accelerate; None where nothing was to be wrapped.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not plugin.activation_checkpointing:
+        return None
+    checkpoint_layers(trainer.model, 1)
+    plugin.activation_checkpointing = False
+    return lambda: setattr(plugin, "activation_checkpointing", True)
+
+
 def world_size() -> int:
     """Processes in torch's process group; 1 without one."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -133,8 +161,8 @@ def extension_lock(name: str) -> Path:
 # Code between `Trainer.compute_loss` and the model's forward that returns the outputs and reads no values of them:
 # wrappers of modules, autocast, context managers used as decorators.
 _PASSES_THROUGH = frozenset({"optimum_memopt", "torch", "accelerate", "deepspeed", "contextlib"})
-# Their hooks look at memory or time, or wait for the gradient of whatever the loss is made of.
-_HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed"})
+# Their hooks look at memory or time, or wait for the gradient of whatever the loss is made of (FSDP2, DeepSpeed).
+_HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed", "torch"})
 
 
 def outputs_read_by() -> str:

@@ -23,7 +23,7 @@ from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.compat import outputs_read_by
+from optimum_memopt.compat import outputs_read_by, replace_fsdp_checkpointing
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -196,6 +196,8 @@ def _put_on(
     reporter: TrainingReport,
 ) -> None:
     """Put callbacks and wrappers on a Trainer; `PATCHES` has the order of the wrappers."""
+    if (undo := replace_fsdp_checkpointing(trainer)) is not None:
+        patches.add_undo(undo)
     for part in parts:
         for callback in part.callbacks:
             patches.add_callback(trainer, callback)

@@ -123,6 +123,10 @@ class TrainerPatches:
             trainer.add_callback(callback)
             self._undo.append(lambda: trainer.remove_callback(callback))
 
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        """Undo something else with the rest."""
+        self._undo.append(undo)
+
     def undo(self) -> None:
         """Take off what was put on, the last first."""
         while self._undo:

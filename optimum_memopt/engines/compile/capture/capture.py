@@ -1,12 +1,12 @@
 """The joint graphs of a training forward, traced on fake tensors: nothing is run, nothing allocated."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.compat import fsdp_version
 from optimum_memopt.engines.compile.capture.traced_forward import (
     Choose,
     ForwardArgs,
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-_SPLIT_BY_HOOKS = (
-    "it gathers the parameters of each module in hooks, which are graph breaks, so that no plan reaches further than "
-    "a module"
-)
-
-
 def check_model(model: torch.nn.Module) -> None:
     """Refuse what would be trained without the plan.
 
@@ -53,18 +47,21 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
     """Refuse Trainer arguments that do the engine's work too.
 
     Raises:
-        MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
+        MemOptError: torch_compile, FSDP 1, ZeRO 3, several GPUs in one process.
     """
     if args.torch_compile:
         raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
-    # accelerate's launcher and config file ask for FSDP in the environment, without the Trainer's argument.
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        raise MemOptError(f"FSDP with the compile engine: {_SPLIT_BY_HOOKS}; use DDP or ZeRO 0, 1, 2")
+    if fsdp_version(args) == 1:
+        raise MemOptError(
+            "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor; use FSDP2 (`version: "
+            "2` in --fsdp_config, `fsdp_version: 2` in accelerate's config)"
+        )
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
         raise MemOptError(
-            f"DeepSpeed ZeRO stage 3 with the compile engine: {_SPLIT_BY_HOOKS}; use ZeRO stage 0, 1 or 2 "
-            "(`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory"
+            "DeepSpeed ZeRO stage 3 with the compile engine: it gathers the parameters of each module in hooks, which "
+            "are graph breaks, so that no plan reaches further than a module; use ZeRO stage 0, 1 or 2 "
+            "(`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory, or FSDP2"
         )
     if args.n_gpu > 1:
         raise MemOptError(

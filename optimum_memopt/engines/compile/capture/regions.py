@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +19,9 @@ import torch
 from torch import fx
 
 from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
 from optimum_memopt.errors import UnsupportedModelError
 
@@ -58,7 +59,8 @@ _MOST_GRAPHS = 3
 
 
 def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
-    """The groups that are compiled by themselves where `unit` is one of `options.UNITS`.
+    """The groups that are compiled by themselves where `unit` is one of `options.UNITS`: layers, and modules whose
+    parameters are gathered in hooks.
 
     Raises:
         UnsupportedModelError: layers are asked for, and no two of them are equal.
@@ -69,8 +71,33 @@ def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
             f"--memory_opt_unit layer: no list of modules in {type(model).__name__} has two equal ones",
             "leave the flag out",
         )
-    is_worth_it = unit == LAYER or any(len(group) >= _ENOUGH for group in groups)
-    return groups if is_worth_it else ()
+    sharded = () if unit == MODEL else _sharded_modules(model, groups)
+    is_worth_it = unit == LAYER or sharded or any(len(group) >= _ENOUGH for group in groups)
+    return (*groups, *sharded) if is_worth_it else ()
+
+
+def _sharded_modules(model: torch.nn.Module, groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """Each module by itself that FSDP2 has sharded by itself, less layers, what is in them and around them, and what
+    is open."""
+    layers = [path for group in groups for path in group]
+    opened = set(opened_modules(model))
+    modules = {path: model.get_submodule(path) for paths in fully_shard.sharded_groups(model) for path in paths}
+    return tuple(
+        {path: module}
+        for path, module in modules.items()
+        if module not in opened and not any(_contains(path, layer) or _contains(layer, path) for layer in layers)
+    )
+
+
+def opened_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The modules that FSDP2 gathers with the one that computes the logits."""
+    compute_logits = getattr(model, "get_output_embeddings", lambda: None)()
+    groups = ([model.get_submodule(path) for path in paths] for paths in fully_shard.sharded_groups(model))
+    return next((tuple(modules) for modules in groups if compute_logits in modules), ())
+
+
+def _contains(path: str, inner: str) -> bool:
+    return inner == path or inner.startswith(f"{path}.")
 
 
 def _structure(layer: torch.nn.Module) -> Hashable:
@@ -94,6 +121,7 @@ class Regions:
 
     Args:
         compiled: compiles a forward, of which the first argument is the layer.
+        opened: see `ShardedModules`.
 
     Attributes:
         all: one for each group.
@@ -101,7 +129,10 @@ class Regions:
     """
 
     def __init__(
-        self, groups: tuple[LayerGroup, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        groups: tuple[LayerGroup, ...],
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+        opened: Sequence[torch.nn.Module] = (),
     ) -> None:
         self.all: list[Region] = []
         self.layer = ""
@@ -119,6 +150,7 @@ class Regions:
         # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
         self._results: dict[Hashable, Any] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
+        self._sharded = ShardedModules([layer for group in groups for layer in group.values()], opened)
         for group in groups:
             kind = type(next(iter(group.values()))).__name__
             region, forward = Region(kind, len(group)), compiled(dynamo.with_own_code(_own_forward))
@@ -160,7 +192,8 @@ class Regions:
         for layer, forward in layers:
             layer.__dict__["forward"] = forward
         try:
-            yield
+            with self._sharded.in_place():
+                yield
         finally:
             self._results.clear()
             for layer, _ in layers:
@@ -172,9 +205,13 @@ class Regions:
         before = self.layer, self._current
         self.layer, self._current = path, region
         try:
-            return forward(layer, *args, **kwargs)
+            return self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
         finally:
             self.layer, self._current = before
+
+    def finish(self, outputs: Any) -> Any:
+        """See `ShardedModules`; within `in_place`."""
+        return self._sharded.finish(outputs)
 
     def _forward_of(
         self, held: "weakref.ref[torch.nn.Module]", region: Region, run: Callable[..., Any]
@@ -189,7 +226,6 @@ class Regions:
                 return run(layer, *args, **kwargs)
             return self._traced(layer, region, trace, args, kwargs)
 
-        layer_region.is_layer_region = True  # type: ignore[attr-defined]
         return cast(types.FunctionType, layer_region)
 
     def _traced(
@@ -201,8 +237,10 @@ class Regions:
         key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
         if known and key in self._results:
             return dynamo.tree_map(_copied, self._results[key])
-        with replaced([layer], trace.fakes):
-            results = type(layer).forward(layer, *args, **kwargs)
+        cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
+        with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
+            results = type(layer).forward(layer, *cast_args, **cast_kwargs)
+        results = fully_shard.with_cast_outputs(layer, results)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
         values = dynamo.tree_leaves(results)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -231,11 +269,6 @@ def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def is_region(node: fx.Node) -> bool:
-    """True for the call of a layer in the graph around the layers."""
-    return getattr(node.target, "is_layer_region", False)
-
-
 def around_regions(module: fx.GraphModule) -> fx.GraphModule:
     """A traced graph as a graph of modules: what is before, between and behind the layers, and each layer's call."""
     numbers: dict[fx.Node, int] = {}
@@ -243,11 +276,11 @@ def around_regions(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if is_region(node):
+        if dynamo.is_operator_of_python(node):
             number += 1
             numbers[node] = number
             number += 1
-        elif (of := _picked_of(node)) in numbers and is_region(of):
+        elif (of := _picked_of(node)) in numbers and dynamo.is_operator_of_python(of):
             numbers[node] = numbers[of]
         else:
             numbers[node] = number

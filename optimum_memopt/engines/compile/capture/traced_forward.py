@@ -14,7 +14,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
-from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, is_region, regions_of
+from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, opened_modules, regions_of
 from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
@@ -139,7 +139,9 @@ class TracedForward:
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
-        self._regions = Regions(regions_of(model, spec.unit), weak_method(self._compile_alone))
+        groups = regions_of(model, spec.unit)
+        opened = opened_modules(model) if groups else ()
+        self._regions = Regions(groups, weak_method(self._compile_alone), opened)
         # By graph, layer and turn.
         self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
         # Of the current call: how often each graph has run for a layer, the choice of each run, its keyword arguments,
@@ -222,6 +224,8 @@ class TracedForward:
                 self._regions.in_place() if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
+                if has_regions:
+                    outputs = self._regions.finish(outputs)
         except BaseException as error:
             if before is not None:
                 before.restore(self._model)
@@ -304,7 +308,7 @@ class TracedForward:
         placeholders = module.graph.find_nodes(op="placeholder")
         given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
         names = {name: ids.get(id(value), "") for name, value in given.items()}
-        if not any(map(is_region, module.graph.nodes)):
+        if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
             return self._traced(module, given, names, losses, None)
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
@@ -312,7 +316,7 @@ class TracedForward:
         last = next(reversed(pieces))
         for name, piece in pieces.items():
             run = piece.forward
-            if not any(map(is_region, piece.graph.nodes)):
+            if not any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
                 run = self._traced(piece, given, names, losses if name == last else (), dynamo.Trace.current())
             # Hooks of all modules are not for these.
             delattr(whole, name)

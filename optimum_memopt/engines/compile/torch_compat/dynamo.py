@@ -28,6 +28,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -202,6 +203,7 @@ def configured() -> Iterator[None]:
     - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and after a graph break models of
       one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
       on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
+    - `skip_fsdp_guards`: equal layers under FSDP2 that differ in a number of Python would share a graph.
     - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
       key would be asked for before there is a choice, see `backend`.
 
@@ -211,7 +213,11 @@ def configured() -> Iterator[None]:
     limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _NO_LIMIT)
     with (
         torch._dynamo.config.patch(
-            optimize_ddp=False, specialize_float=True, skip_nnmodule_hook_guards=False, **limits
+            optimize_ddp=False,
+            specialize_float=True,
+            skip_nnmodule_hook_guards=False,
+            skip_fsdp_guards=False,
+            **limits,
         ),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
@@ -265,11 +271,23 @@ class Trace:
         context = TracingContext.try_get()
         return None if context is None else cls(context)
 
-    def fakes(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Fake tensors in the place of parameters and buffers, the same at each call."""
+    def fakes(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Fake tensors in the place of parameters and buffers, the same at each call; of sharded ones whole.
+
+        Args:
+            dtype: that sharded ones are gathered in; None: their own.
+        """
         mode = self.context.fake_mode
         assert mode is not None
-        return [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, DTensor):
+                return mode.from_tensor(tensor, static_shapes=True)
+            with mode:
+                gathered = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+            return torch.nn.Parameter(gathered, tensor.requires_grad)
+
+        return list(map(fake, tensors))
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """As while dynamo traced the frame, for compiling its graph once more, or a part of it.
@@ -308,7 +326,13 @@ def as_operator(function: types.FunctionType) -> Callable[..., Any]:
     tell the shapes of its results (`torch/_dynamo/decorators.py`, `allow_in_graph`). Where Python calls it, as in a
     loop with a graph break, it is not traced either; what it calls may be."""
     skip_code(function.__code__)
+    function.is_operator_of_python = True
     return cast("Callable[..., Any]", torch._dynamo.allow_in_graph(function))
+
+
+def is_operator_of_python(node: fx.Node) -> bool:
+    """True for a call of what `as_operator` returned."""
+    return getattr(node.target, "is_operator_of_python", False)
 
 
 untraced = torch._dynamo.disable

@@ -1,0 +1,123 @@
+"""Modules whose parameters are gathered in hooks (FSDP2), while torch traces what is around them.
+
+torch cannot trace these hooks, and breaks the graph at each. So they are taken from the modules, and Python runs them:
+of a *closed* module around its forward, which is compiled by itself, as that of a layer. A module that computes the
+logits is *open*: its forward is part of the graph around it, which may compute the loss without logits. The parameters
+of an open one are gathered before the model's forward, and count as used until that returns.
+"""
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
+from optimum_memopt.engines.shared.forward_patch import weak_method
+
+
+class ShardedModules:
+    """Keeps no module alive.
+
+    Args:
+        closed: modules with a forward of their own, which the caller puts in place.
+        opened: others.
+    """
+
+    def __init__(self, closed: Sequence[torch.nn.Module], opened: Sequence[torch.nn.Module]) -> None:
+        self._closed = [weakref.ref(module) for module in closed]
+        self._opened = [(weakref.ref(module), self._opened_forward(module)) for module in opened]
+        # Of each module its hooks before and after the forward, while they are taken from it.
+        self._taken: dict[torch.nn.Module, tuple[dict[int, Any], ...]] = {}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Hooks are taken, and open modules are gathered."""
+        opened = [(module, forward) for held, forward in self._opened if (module := held()) is not None]
+        closed = [module for held in self._closed if (module := held()) is not None]
+        try:
+            for module, forward in opened:
+                fully_shard.gather(module)
+                module.__dict__["forward"] = types.MethodType(forward, module)
+            for module in (*closed, *(module for module, _ in opened)):
+                self._taken[module] = tuple(map(dict, hooks_around_forward(module)))
+                _put(module, ({}, {}))
+            yield
+        finally:
+            for module, hooks in self._taken.items():
+                _put(module, hooks)
+            self._taken.clear()
+            for module, _ in opened:
+                module.__dict__.pop("forward", None)
+
+    def run(
+        self, module: torch.nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The forward of a closed module, between its hooks; of any other module the forward alone."""
+        if module not in self._taken:
+            return forward(*args, **kwargs)
+        before, after = self._taken[module]
+        return _hooked(module, (before, after), forward, args, kwargs)
+
+    def finish(self, outputs: Any) -> Any:
+        """The model's outputs behind the hooks of its open modules."""
+        opened = [module for held, _ in self._opened if (module := held()) in self._taken]
+        for module in filter(None, opened):
+            outputs = _hooked(module, ({}, self._taken[module][1]), functools.partial(_same, outputs), (), {})
+        return outputs
+
+    def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
+        """The forward of an open module, for torch to trace: its hooks before the forward are one operator."""
+        held, run = weakref.ref(module), dynamo.untraced(weak_method(self._run_hooks))
+
+        def hooks_before(given: torch.Tensor) -> torch.Tensor:
+            module = held()
+            assert module is not None
+            if dynamo.Trace.current() is None:
+                return run(module, given)
+            ((given,), _) = fully_shard.with_cast_inputs(module, (given,), {})
+            return given.view_as(given)
+
+        operator = dynamo.as_operator(cast(types.FunctionType, hooks_before))
+
+        def forward(module: torch.nn.Module, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return type(module).forward(module, operator(given), *args, **kwargs)
+
+        return cast(types.FunctionType, forward)
+
+    def _run_hooks(self, module: torch.nn.Module, given: torch.Tensor) -> torch.Tensor:
+        (given,) = _hooked(module, (self._taken[module][0], {}), lambda *given: given, (given,), {})
+        return given
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _put(module: torch.nn.Module, hooks: Sequence[Mapping[int, Any]]) -> None:
+    for place, wanted in zip(hooks_around_forward(module), hooks, strict=True):
+        place.clear()
+        place.update(wanted)
+
+
+def _hooked(
+    module: torch.nn.Module,
+    hooks: Sequence[Mapping[int, Any]],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """A call of a module that has these hooks and this forward."""
+    before = module.__dict__.get("forward")
+    _put(module, hooks)
+    module.__dict__["forward"] = forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        _put(module, ({}, {}))
+        if before is not None:
+            module.__dict__["forward"] = before
