@@ -1,11 +1,13 @@
 """The graphs of a forward as one problem, against the composition of each graph's own events."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.memory.sharding import planned_sharding
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.options import LAYER
@@ -31,9 +33,20 @@ def captured(name: str) -> tuple[CapturedGraph, ...]:
         return Capture(model, (), fake_copy(dict(case.batch()), mode), spec, chosen_by(FromLevel(1))).run()
 
 
+def sharded(name: str, graphs: tuple[CapturedGraph, ...]) -> tuple[CapturedGraph, ...]:
+    """As if FSDP2 had sharded each layer on eight ranks."""
+    model = ZOO[name].build(**_CHANGES.get(name, {}))
+    layers = dict.fromkeys(call.layer for call in graphs[0].tape.calls if call.layer)
+    tape = replace(graphs[0].tape, sharding=planned_sharding(model, [[layer] for layer in layers], (), 8))
+    return tuple(replace(graph, tape=tape) for graph in graphs)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm", "llama"]))
-def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str) -> None:
+def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, is_sharded: bool) -> None:
     graphs = captured(name)
+    if is_sharded:
+        graphs = sharded(name, graphs)
     tape = graphs[0].tape
     assert len(tape.calls) > len(graphs) > 1
     forward = problem_of(graphs, [graph.sizes for graph in graphs])

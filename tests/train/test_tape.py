@@ -104,8 +104,8 @@ def test_graphs_that_pass_nothing_are_held_side_by_side() -> None:
 
 
 def test_bytes_left_are_those_of_the_runs_so_far() -> None:
-    assert bytes_left_by(Tape(CHAIN.calls[:1], CHAIN.given), [LINK]) == 10
-    assert bytes_left_by(Tape(()), []) == 0
+    assert bytes_left_by(CHAIN, [LINK] * len(CHAIN.calls), 1) == 10
+    assert bytes_left_by(CHAIN, [LINK] * len(CHAIN.calls), 0) == 0
 
 
 def test_a_recorder_knows_storages_by_identity() -> None:

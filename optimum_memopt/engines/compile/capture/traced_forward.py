@@ -28,6 +28,7 @@ from optimum_memopt.engines.compile.loss.decide import (
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.sharding import Sharding, sharding_of
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -157,6 +158,7 @@ class TracedForward:
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
+        self._sharding: Sharding | None = None
         self._has_run = self._chooses = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -244,7 +246,12 @@ class TracedForward:
         graphs = tuple(graph for graph in ran if graph not in self._seen)
         self._seen.update(graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
-        tape = self._tape.tape([graph.programs for graph in ran])
+        if not self._has_run:
+            paths = {module: path for path, module in self._model.named_modules()}
+            self._sharding = sharding_of(
+                self._model, frozenset(paths[module] for module in opened_modules(self._model))
+            )
+        tape = replace(self._tape.tape([graph.programs for graph in ran]), sharding=self._sharding)
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(watch.recompiles())
         return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
@@ -368,7 +375,7 @@ class TracedForward:
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._variant(graph)
-        self._tape.before(variant.programs, args, layer, turn)
+        self._tape.before(variant.programs, args, layer, turn, graph.parameters)
         results = variant.run(*args)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
         if variant.partitioned is not None and variant.analyzed is not None:

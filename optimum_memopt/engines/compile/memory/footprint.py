@@ -20,7 +20,7 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.memory.tape import StepEvents
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 
@@ -105,7 +105,7 @@ def footprint_of(
     weights = tensor_bytes(trainable)
     return Footprint(
         activations=activations,
-        parameters=tensor_bytes(model.parameters()),
+        parameters=tensor_bytes(parameters_of(model).values()),
         buffers=tensor_bytes(model.buffers()),
         batch=batch,
         optimizer=sum(state_sizes(optimizer, trainable)),
@@ -117,14 +117,19 @@ def footprint_of(
     )
 
 
-def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.nn.Parameter]:
+def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:
     """Parameters that get a gradient, and with it states of the optimizer.
 
     Args:
         untrained: names of those that require one and get none; see `without_gradient`.
     """
-    parameters = model.named_parameters()
+    parameters = parameters_of(model).items()
     return [parameter for name, parameter in parameters if parameter.requires_grad and name not in untrained]
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What lies on this rank of a model's parameters, by their names; of sharded ones its share, gathered or not."""
+    return {**dict(model.named_parameters()), **fully_shard.shards(model)}
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
@@ -136,14 +141,15 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
     """
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
-    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + saved_bytes
-    there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    parameters = parameters_of(model).values()
+    there = tensor_bytes([*parameters, *model.buffers()]) + batch + saved_bytes
+    there += tensor_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
     return max(0, resident - there)
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of these tensors, each counted once."""
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(fully_shard.bytes_here(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -152,11 +158,11 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
-        return [tensor.nbytes for tensor in parameters for _ in range(2)]
+        return [fully_shard.bytes_here(tensor) for tensor in parameters for _ in range(2)]
     states = (value for state in optimizer.state.values() for value in state.values())
     # The step count of each parameter, a scalar, is left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
-    return [tensor.nbytes for tensor in tensors.values()]
+    return [fully_shard.bytes_here(tensor) for tensor in tensors.values()]
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
@@ -174,7 +180,7 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
         return 0
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
         return tensor_bytes(parameters)
-    return 2 * max(tensor.nbytes for tensor in parameters)
+    return 2 * max(map(fully_shard.bytes_here, parameters))
 
 
 def step_timeline(

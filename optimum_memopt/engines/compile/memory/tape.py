@@ -19,6 +19,7 @@ import torch
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
+from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced, ShardedGroup, Sharding, collectives
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 
@@ -35,6 +36,7 @@ class Call:
         sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
         layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
         turn: how often the same graph has run for that layer, or for none, earlier in the forward.
+        parameters: names of arguments in the model, by position; of equal layers that of the first.
     """
 
     graph: int
@@ -44,6 +46,7 @@ class Call:
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     layer: str = ""
     turn: int = 0
+    parameters: Mapping[int, str] = field(default_factory=dict)
 
 
 class Tensor(NamedTuple):
@@ -91,11 +94,18 @@ class Tape:
         calls: in order.
         given: storages that were there before: the forward's own arguments, and parameters.
         outside: what runs outside of all graphs, in the order of the backward.
+        sharding: of the model; None: its parameters are there all the time.
     """
 
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
     outside: tuple[Outside, ...] = ()
+    sharding: Sharding | None = None
+
+    def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives | None:
+        """What is around the runs of a sharded model; see `sharding.collectives`."""
+        layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
+        return collectives(self.sharding, layers, parameters, gradients) if self.sharding is not None else None
 
     @classmethod
     def of_one(cls) -> "Tape":
@@ -127,8 +137,15 @@ class TapeRecorder:
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
-    def before(self, graph: Hashable, arguments: Sequence[object], layer: str = "", turn: int = 0) -> None:
-        """A graph is about to run; `layer` and `turn` as in `Call`."""
+    def before(
+        self,
+        graph: Hashable,
+        arguments: Sequence[object],
+        layer: str = "",
+        turn: int = 0,
+        parameters: Sequence[str] = (),
+    ) -> None:
+        """A graph is about to run; `layer` and `turn` as in `Call`, `parameters` empty for other arguments."""
         self._note_released()
         sizes: dict[int, tuple[int, ...]] = {}
         for place, argument in enumerate(arguments):
@@ -136,7 +153,9 @@ class TapeRecorder:
                 sizes[place] = tuple(map(int, argument.shape))
             elif type(argument) is int:
                 sizes[place] = (argument,)
-        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes, layer=layer, turn=turn)))
+        names = {place: name for place, name in enumerate(parameters) if name}
+        call = Call(0, self._numbered(arguments), sizes=sizes, layer=layer, turn=turn, parameters=names)
+        self._calls.append((graph, call))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""
@@ -384,20 +403,25 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) 
         accumulates: gradients of parameters are added to others as soon as a graph's backward returns them.
     """
     composition = _Composition(tape, runs, accumulates)
-    count = len(tape.calls)
-    forward = tuple(event for index in range(count) for event in composition.forward(index))
+    count, around = len(tape.calls), composition.collectives
+    forward = [event for index in range(count) for event in composition.forward(index)]
     dropped = composition.drop_results()
     backward = list(composition.backward(count - 1))
     given = backward.pop(0)
     for index in reversed(range(count - 1)):
         backward += composition.backward(index)
-    return StepEvents(forward, (dropped, given), tuple(backward))
+    if around is not None:
+        forward += around.end_of_forward
+        backward = [*around.prefetched, *backward, *composition.reduced(around.last), *around.end]
+    return StepEvents(tuple(forward), (dropped, given), tuple(backward))
 
 
-def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents]) -> int:
-    """Bytes that the forwards of a tape, the first calls of a longer one, have left when the next graph begins."""
+def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
+    """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
     composition = _Composition(tape, runs)
-    events = [event for index in range(len(tape.calls)) for event in composition.forward(index)]
+    events = [event for index in range(count) for event in composition.forward(index)]
+    if composition.collectives is not None and count < len(runs):
+        events += composition.collectives.before[count]
     return bytes_during(events)[1]
 
 
@@ -427,6 +451,10 @@ class _Composition:
         self._waiting: Counter[str] = Counter()
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
+        returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
+        self.collectives = tape.collectives(returned)
+        # Gradients of sharded parameters.
+        self._sharded: dict[str, ShardedGroup] = {}
 
     def _names_of(self, index: int) -> dict[str, str]:
         graph, call = self._graphs[index], self._calls[index]
@@ -445,10 +473,10 @@ class _Composition:
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
         graph, names = self._graphs[index], self._names[index]
+        if self.collectives is not None:
+            yield from self.collectives.before[index]
         given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
         if not index:
-            # What else was there before the first graph is not theirs.
-            self._held |= {storage.name for storage in given}
             yield from self._saved_outside(-1)
         outside = {storage.name: storage for storage in given if storage.name not in self._held}
         if outside:
@@ -462,6 +490,8 @@ class _Composition:
         returned = [self._name(index, name) for name in graph.returned]
         self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
         yield from self._saved_outside(index)
+        if self.collectives is not None:
+            yield from self.collectives.after[index]
         if index < len(self._calls) - 1:
             passed = set(names.values())
             # What the caller does not get was written back to an input.
@@ -504,6 +534,8 @@ class _Composition:
                 tangents.append(storage._replace(name=names[storage.name]))
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
+        if self.collectives is not None:
+            yield from self.collectives.before_backward[index]
         for event in graph.backward:
             allocates = tuple(
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
@@ -517,6 +549,16 @@ class _Composition:
         frees = [name for name in unread if self._is_last(index, name)]
         if frees := [*frees, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
+        if self.collectives is not None:
+            yield from self.reduced(self.collectives.reduced[index])
+
+    def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
+        """The ends of the backwards of sharded groups."""
+        for group in groups:
+            gradients = [name for name, owner in self._sharded.items() if owner is group.group]
+            for name in gradients:
+                del self._sharded[name]
+            yield from (group.before, group.copied._replace(frees=tuple(gradients)), group.after)
 
     def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
         """The backwards of operators between two calls."""
@@ -539,12 +581,20 @@ class _Composition:
         returned = {number for earlier in self._calls[:index] for number in earlier.outputs.values()}
         for position, local in graph.gradients:
             number = None if position is None else call.inputs.get(position)
-            if local and number is None and self._accumulates:
-                yield names.get(local, f"{index} {local}")
-            if not local or number is None:
+            if not local:
                 continue
             name = names.get(local, f"{index} {local}")
-            if self._accumulates and number in self._given:
+            owner = self._owner(index, position)
+            if number is None and self._accumulates and owner is None:
+                yield name
+            if number is None:
+                continue
+            if owner is not None:
+                if (first := self._gradients.setdefault(number, name)) == name:
+                    self._sharded[name] = owner
+                else:
+                    yield name
+            elif self._accumulates and number in self._given:
                 # autograd adds up those of all graphs before it adds them to what is there.
                 first = self._gradients.setdefault(number, name)
                 if first != name:
@@ -559,6 +609,10 @@ class _Composition:
                     self._passed.append(name)
             elif self._gradients[number] != name and not self._waiting[name]:
                 yield name
+
+    def _owner(self, index: int, position: int | None) -> ShardedGroup | None:
+        """The group of a parameter that is sharded."""
+        return self.collectives.owners[index].get(position) if self.collectives and position is not None else None
 
     def _is_last(self, index: int, name: str) -> bool:
         """True where nobody holds a storage any more when a run's backward is done with it."""

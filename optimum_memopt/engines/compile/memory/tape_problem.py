@@ -9,11 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
+from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.compile.memory.sharding import Reduced, ShardedGroup
 from optimum_memopt.engines.compile.memory.tape import Tape
 
 # Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, sums of
-# gradients, and gradients that are added to those of earlier micro-batches.
-_PASSED, _RETURNED, _SUMMED, _ADDED = "passed", "returned", "summed", "added"
+# gradients, gradients that are added to those of earlier micro-batches, and buffers of collectives that are released.
+_PASSED, _RETURNED, _SUMMED, _ADDED, _RELEASED = "passed", "returned", "summed", "added", "released"
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,13 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
     held: list[int] = []
     # What graphs are given by others, and their backwards read as it is.
     read: list[int] = []
+    around = tape.collectives([[at for at in run.positions.gradients if at is not None] for run in runs])
+    moved = _Moved(built)
     for run, (call, problem) in enumerate(zip(tape.calls, runs, strict=True)):
         number, given = numbers[run], set(problem.tangents)
         handed: list[int] = []
+        if around is not None:
+            held += moved.add(run, problem, around.before[run])
         for node in range(len(problem.names)):
             if problem.is_backward[node] or node in given:
                 continue
@@ -161,8 +167,23 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
             storage = None if at is None else call.outputs.get(at)
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 made.setdefault(storage, number[node])
+        if around is not None:
+            held += moved.add(run, problem, around.after[run])
+    if around is not None:
+        held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
     tangents: list[int] = []
     outputs: list[int] = []
+    # Gradients of sharded parameters.
+    sharded: list[tuple[ShardedGroup, int]] = []
+
+    def reduce(run: int, groups: Sequence[Reduced]) -> None:
+        for reduced in groups:
+            own = [gradient for group, gradient in sharded if group is reduced.group]
+            sharded[:] = [entry for entry in sharded if entry[0] is not reduced.group]
+            outputs.extend(moved.add(run, runs[run], (reduced.before,), ()))
+            outputs.extend(moved.add(run, runs[run], (reduced.copied,), own))
+            outputs.extend(moved.add(run, runs[run], (reduced.after,), ()))
+
     for run in reversed(range(len(runs))):
         call, problem, number = tape.calls[run], runs[run], numbers[run]
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
@@ -172,13 +193,21 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
                 tangents.append(number[node])
             else:
                 number[node] = gradient
+        if around is not None:
+            # The backward begins with the first reader of a gradient.
+            is_first = run == len(runs) - 1
+            prefetched, first = (around.prefetched, tangents[:1]) if is_first else ((), [])
+            outputs += moved.add(run, problem, (*prefetched, *around.before_backward[run]), first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = built.add(run, call.layer, problem, node, number)
         added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
             storage = None if at is None else call.inputs.get(at)
-            if accumulates and (storage is None or storage in tape.given):
+            owner = around.owners[run].get(at) if around is not None and at is not None else None
+            if owner is not None:
+                sharded.append((owner, number[node]))
+            elif accumulates and (storage is None or storage in tape.given):
                 gradient = number[node]
                 if storage is not None and storage in gradients:
                     pair = gradients.pop(storage), gradient
@@ -196,7 +225,13 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         if added:
             changed = {"kinds": _ADDED, "is_tensor": False, "is_view": False, "is_backward": True}
             outputs.append(built.between(run, problem, added, call.layer, **changed))
-    outputs += gradients.values()
+        if around is not None:
+            reduce(run, around.reduced[run])
+    if around is not None:
+        reduce(0, around.last)
+        outputs += moved.add(0, runs[0], around.end, ())
+    outputs += [*gradients.values(), *moved.left]
+    read += moved.passed
     released = {storage for call in tape.calls for storage in call.released}
     last = [node for storage, node in made.items() if storage not in released]
     pairs = list(zip(runs, numbers, strict=True))
@@ -212,6 +247,54 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         positions=Positions(),
     )
     return TapeProblem(whole, tuple(runs), tuple(built.places))
+
+
+class _Moved:
+    """The storages of collectives, as nodes.
+
+    Attributes:
+        passed: of the forward, that the backward frees.
+    """
+
+    def __init__(self, built: _Builder) -> None:
+        self._built = built
+        self._nodes: dict[str, int] = {}
+        self._forward: set[int] = set()
+        self.passed: list[int] = []
+
+    @property
+    def left(self) -> list[int]:
+        """Storages that nobody has freed."""
+        return list(self._nodes.values())
+
+    def add(
+        self, run: int, problem: Problem, events: Sequence[Event], backward: Sequence[int] | None = None
+    ) -> list[int]:
+        """Add the nodes of events.
+
+        Args:
+            backward: nodes of the backward that they read; None: they are of the forward.
+
+        Returns:
+            Those that free only.
+        """
+        last: list[int] = []
+        for event in events:
+            freed = [self._nodes.pop(name) for name in event.frees]
+            if backward is not None:
+                self.passed += self._forward.intersection(freed)
+            reads = (*freed, *(backward or ()))
+            changed: dict[str, object] = {"kinds": event.kind or _RELEASED, "is_backward": backward is not None}
+            layer = event.layer
+            for storage in event.allocates:
+                own = {"bytes": storage.bytes, "workspaces": event.workspace, "is_view": False, "is_kept": True}
+                node = self._nodes[storage.name] = self._built.between(run, problem, reads, layer, **changed, **own)
+                if backward is None:
+                    self._forward.add(node)
+            if not event.allocates and reads:
+                own = {"is_tensor": False, "is_view": False}
+                last.append(self._built.between(run, problem, reads, layer, **changed, **own))
+        return last
 
 
 def _returned(built: _Builder, run: int, problem: Problem, given: Sequence[int], layer: str) -> int:

@@ -180,9 +180,10 @@ class StepMemoryPredictor:
 
     def _left(self, runs: int) -> int:
         """Bytes that the first runs of the forward leave."""
-        earlier = replace(self.tape, calls=self.tape.calls[:runs])
-        parts = [self._parts[call.graph] for call in earlier.calls]
-        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts]) if runs else 0
+        if not runs and self.tape.sharding is None:
+            return 0
+        parts = [self._parts[call.graph] for call in self.tape.calls]
+        return bytes_left_by(self.tape, [part.schedule.at(part.graph.sizes) for part in parts], runs)
 
     @property
     def caveat(self) -> str:

@@ -20,6 +20,8 @@ _COMPILED = "CompiledFunctionBackward"
 _AS_LARGE_AS = {"CtcLossBackward0": "_saved_result1"}
 # Operators whose backward returns memory of what it is given.
 _VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "View", "Reshape")
+# Functions whose backward returns each gradient that it is given: FSDP2's, which calls hooks.
+_HANDS_ON = "RegisterPostBackwardFunction"
 
 
 def order_of(results: Iterable[object]) -> int:
@@ -100,13 +102,18 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
         name = node.name()
         inputs = [given[node, place] for place in range(len(node._input_metadata)) if (node, place) in given]
         allocates, passed, summed = [], [], []
-        for following, place in node.next_functions:
+        for index, (following, place) in enumerate(node.next_functions):
             if following is None or type(following).__name__ == "AccumulateGrad":
                 continue
             tensor = following._input_metadata[place]
             shape, itemsize = tuple(map(int, tensor.shape)), tensor.dtype.itemsize
             is_view = any(view in name for view in _VIEWS)
-            if inputs and is_view and math.prod(shape) == math.prod(inputs[0].shape):
+            if _HANDS_ON in name and (node, index) not in given:
+                # That of a compiled graph, which is one of the same storage.
+                continue
+            if _HANDS_ON in name:
+                gradient = given[node, index]
+            elif inputs and is_view and math.prod(shape) == math.prod(inputs[0].shape):
                 gradient = inputs[0]
             else:
                 gradient = Gradient(next(numbers), shape, itemsize)

@@ -1,6 +1,7 @@
 """FSDP2: the private names of `torch/distributed/fsdp/_fully_shard/` (torch 2.13, there since 2.9)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,82 @@ def sharded_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
         if path and isinstance(module, FSDPModule):
             groups.setdefault(id(module._get_fsdp_state()), []).append(path)
     return tuple(map(tuple, groups.values()))
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """Parameters that FSDP2 gathers at once, in bytes; see `memory.sharding.ShardedGroup`.
+
+    Attributes:
+        is_gathered: now.
+    """
+
+    modules: tuple[str, ...]
+    gathered: int
+    cast: int
+    reduced: int
+    gradient: int
+    reshards: bool
+    ranks: int
+    is_gathered: bool
+
+
+def group_states(model: torch.nn.Module) -> Iterator[GroupState]:
+    """The groups of a model that has run, its own last, where it has parameters itself."""
+    paths: dict[int, list[str]] = {}
+    states: dict[int, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states[id(state)] = state
+            paths.setdefault(id(state), []).append(path)
+    for key, state in sorted(states.items(), key=lambda entry: "" in paths[entry[0]]):
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            yield _group_state(tuple(paths[key]), group)
+
+
+def _group_state(modules: tuple[str, ...], group: Any) -> GroupState:
+    # Before its first forward a parameter's types are not known.
+    ranks = group._all_gather_process_group.size()
+    sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+    kept = [parameter.sharded_param.dtype.itemsize for parameter in group.fsdp_params]
+    gathered = [(parameter.param_dtype or parameter.sharded_param.dtype).itemsize for parameter in group.fsdp_params]
+    trained = [
+        (size, (parameter.reduce_dtype or parameter.param_dtype or parameter.sharded_param.dtype).itemsize, own)
+        for size, parameter, own in zip(sizes, group.fsdp_params, kept, strict=True)
+        if parameter.sharded_param.requires_grad
+    ]
+    return GroupState(
+        modules,
+        ranks * sum(size * width for size, width in zip(sizes, gathered, strict=True)),
+        sum(size * width for size, width, own in zip(sizes, gathered, kept, strict=True) if width != own),
+        ranks * sum(size * width for size, width, _ in trained),
+        sum(size * own for size, _, own in trained),
+        group._reshard_after_forward,
+        ranks,
+        group.is_unsharded,
+    )
+
+
+def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shares of the sharded parameters, by their names in the model, gathered or not."""
+    found: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                for parameter in group.fsdp_params:
+                    info, share = parameter._module_info, parameter.sharded_param
+                    places = zip(
+                        (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
+                    )
+                    found.update(dict.fromkeys(places, share))
+    return {
+        f"{path}.{name}" if path else name: found[module, name]
+        for path, module in model.named_modules()
+        for name in dict(module.named_parameters(recurse=False))
+        if (module, name) in found
+    }
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
@@ -44,6 +121,6 @@ def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype if is_sharded(module) else None  # type: ignore[operator]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def bytes_here(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor on this rank."""
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes

@@ -1,0 +1,336 @@
+"""The memory that FSDP2 takes around the graphs of a step: gathered parameters and buffers of its collectives. Pure.
+
+As `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` (torch 2.13) allocates and frees. In a forward the flat
+result of an all-gather is held until the next one is copied out; in a backward the parameters of the module before are
+gathered meanwhile. The gradients of a group are held until its reduce-scatter has copied them, and the copy until the
+next group's.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from optimum_memopt.engines.api.predictions import GRADIENTS, PARAMETERS, TEMPORARY
+from optimum_memopt.engines.compile.memory.events import Event, Storage
+from optimum_memopt.engines.compile.torch_compat import fully_shard
+
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """Parameters that are gathered at once, in bytes.
+
+    Attributes:
+        modules: their paths.
+        gathered: all of them, in the type that they are gathered in.
+        cast: one rank's share in this type, where they are kept in another one.
+        reduced: all trainable ones, in the type that gradients are reduced in.
+        gradient: one rank's share of the gradients.
+        reshards: they are gathered again for the backward.
+        is_open: gathered before the model's forward, and used until that returns; see `capture/sharded_modules.py`.
+        reads_gradients: an input of the first of its modules has a gradient, with which its backward is over.
+    """
+
+    modules: tuple[str, ...]
+    gathered: int
+    cast: int
+    reduced: int
+    gradient: int
+    reshards: bool
+    is_open: bool = False
+    reads_gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A sharded model.
+
+    Attributes:
+        groups: all but that of the model itself.
+        root: the parameters that no module inside of the model gathers; None: there are none.
+        ranks: that share the parameters.
+    """
+
+    groups: tuple[ShardedGroup, ...]
+    root: ShardedGroup | None
+    ranks: int
+
+    def of_module(self, path: str) -> ShardedGroup | None:
+        """The closed group that runs under the path."""
+        return next((group for group in self.groups if not group.is_open and path in group.modules), None)
+
+    def of_parameter(self, name: str) -> ShardedGroup | None:
+        """The group that gathers a parameter, by its name in the model; None: nobody does."""
+        holders = [
+            (len(module), group) for group in self.groups for module in group.modules if name.startswith(f"{module}.")
+        ]
+        return max(holders, key=lambda holder: holder[0])[1] if holders else self.root
+
+
+def sharding_of(model: torch.nn.Module, opened: frozenset[str]) -> Sharding | None:
+    """That of a model whose parameters FSDP2 has sharded; None where it has not.
+
+    Args:
+        opened: paths of its open modules.
+    """
+    states = tuple(fully_shard.group_states(model))
+    if not states:
+        return None
+    inputs = getattr(model, "get_input_embeddings", lambda: None)()
+
+    def group(state: fully_shard.GroupState) -> ShardedGroup:
+        reads_ids = any(model.get_submodule(path) is inputs for path in state.modules)
+        sizes = state.gathered, state.cast, state.reduced, state.gradient, state.reshards
+        return ShardedGroup(state.modules, *sizes, not opened.isdisjoint(state.modules), not reads_ids)
+
+    root = next((group(state) for state in states if "" in state.modules), None)
+    return Sharding(tuple(group(state) for state in states if "" not in state.modules), root, states[0].ranks)
+
+
+def planned_sharding(
+    model: torch.nn.Module,
+    units: Sequence[Collection[str]],
+    opened: Collection[str],
+    ranks: int,
+    gathered: torch.dtype | None = None,
+    reduced: torch.dtype | None = None,
+    reshards: bool = True,
+) -> Sharding:
+    """That of a model which FSDP2 is going to shard along the first dimension.
+
+    Args:
+        units: paths of the modules that are sharded together, by group.
+        opened: paths of open modules, which are not gathered again.
+        gathered: the type that parameters are gathered in, `param_dtype` of its policy; None: their own.
+        reduced: that gradients are reduced in, `reduce_dtype`; None: that of the parameters.
+    """
+    inputs = getattr(model, "get_input_embeddings", lambda: None)()
+    seen: set[torch.nn.Parameter] = set()
+
+    def group(modules: Collection[str], own: Sequence[torch.nn.Parameter]) -> ShardedGroup:
+        shares = [math.ceil(each.shape[0] / ranks) * each[0].numel() if each.dim() else 1 for each in own]
+        # Of each: elements of a share, and bytes of one as it is gathered, reduced and kept.
+        sizes = [
+            (
+                share,
+                (gathered or each.dtype).itemsize,
+                (reduced or gathered or each.dtype).itemsize,
+                each.dtype.itemsize,
+            )
+            for share, each in zip(shares, own, strict=True)
+        ]
+        trained = [size for size, each in zip(sizes, own, strict=True) if each.requires_grad]
+        is_open = not set(opened).isdisjoint(modules)
+        return ShardedGroup(
+            tuple(modules),
+            ranks * sum(share * width for share, width, _, _ in sizes),
+            sum(share * width for share, width, _, kept in sizes if width != kept),
+            ranks * sum(share * width for share, _, width, _ in trained),
+            sum(share * kept for share, _, _, kept in trained),
+            reshards and not is_open,
+            is_open,
+            not any(model.get_submodule(path) is inputs for path in modules),
+        )
+
+    groups: list[ShardedGroup] = []
+    for modules in units:
+        held = [p for path in modules for p in model.get_submodule(path).parameters() if p not in seen]
+        seen.update(held)
+        if held:
+            groups.append(group(modules, list(dict.fromkeys(held))))
+    rest = [parameter for parameter in model.parameters() if parameter not in seen]
+    root = replace(group(("",), rest), reshards=False) if rest else None
+    return Sharding(tuple(groups), root, ranks)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
+
+    Attributes:
+        group: whose.
+    """
+
+    group: ShardedGroup
+    before: Event
+    copied: Event
+    after: Event
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The events around the calls of a tape.
+
+    Attributes:
+        before: the forward of each call.
+        after: behind it.
+        end_of_forward: behind that of the last.
+        prefetched: at the begin of the backward.
+        before_backward: before that of each call.
+        reduced: behind the backward of each call.
+        last: behind that of the first.
+        end: of the backward.
+        owners: of each call, by the position of an argument that is a sharded parameter, its group.
+    """
+
+    before: tuple[tuple[Event, ...], ...]
+    after: tuple[tuple[Event, ...], ...]
+    end_of_forward: tuple[Event, ...]
+    prefetched: tuple[Event, ...]
+    before_backward: tuple[tuple[Event, ...], ...]
+    reduced: tuple[tuple[Reduced, ...], ...]
+    last: tuple[Reduced, ...]
+    end: tuple[Event, ...]
+    owners: tuple[Mapping[int, ShardedGroup], ...]
+
+
+def collectives(
+    sharding: Sharding,
+    layers: Sequence[str],
+    parameters: Sequence[Mapping[int, str]],
+    gradients: Sequence[Collection[int]],
+) -> Collectives:
+    """The events around the runs of a forward's graphs.
+
+    Args:
+        layers: of each run the path of its module, empty outside of all.
+        parameters: among its arguments, by position; names may be those of an equal layer's.
+        gradients: positions of the arguments whose gradients its backward returns.
+    """
+    step = _Step()
+    count = len(layers)
+    owners = [sharding.of_module(layer) if layer else None for layer in layers]
+    opened = [group for group in sharding.groups if group.is_open]
+    before: list[tuple[Event, ...]] = []
+    after: list[tuple[Event, ...]] = []
+    order: list[tuple[ShardedGroup, int]] = []
+    for index, owner in enumerate(owners):
+        events: list[Event] = []
+        if not index:
+            events += step.gather(sharding.root, is_forward=True) if sharding.root is not None else ()
+            for group in opened:
+                events += step.gather(group, is_forward=False)
+        if owner is not None and (not index or owners[index - 1] is not owner):
+            events += step.gather(owner, is_forward=True)
+        before.append(tuple(events))
+        if owner is not None and (index == count - 1 or owners[index + 1] is not owner):
+            order.append((owner, index))
+            after.append(step.reshard(owner) if owner.reshards else ())
+        else:
+            after.append(())
+    end_of_forward = step.end_of_forward()
+    known = [group for group, _ in order]
+    # The first hook of the loss is that of an open module, or the model's own.
+    has_hook = bool(opened) or sharding.root is not None
+    prefetched = step.prefetch(known[-1]) if known and has_hook else ()
+    last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
+    before_backward: list[tuple[Event, ...]] = [()] * count
+    reduced: list[tuple[Reduced, ...]] = [()] * count
+    deferred: list[ShardedGroup] = []
+    for index in reversed(range(count)):
+        owner = owners[index]
+        if owner is not None and (index == count - 1 or owners[index + 1] is not owner):
+            at = next(place for place, entry in enumerate(order) if entry == (owner, index))
+            before_backward[index] = step.pre_backward(owner, known[at - 1] if at else None)
+        ended = [owner] if owner is not None and (not index or owners[index - 1] is not owner) else []
+        if owner is not None and not set(gradients[index]) - parameters[index].keys():
+            deferred += ended
+            ended = []
+        if index == last_closed + 1:
+            ended += [group for group in opened if group.reads_gradients]
+        reduced[index] = tuple(map(step.post_backward, ended))
+    rest = [*deferred, *(group for group in opened if not group.reads_gradients), *filter(None, [sharding.root])]
+    last = tuple(map(step.post_backward, rest))
+    return Collectives(
+        tuple(before),
+        tuple(after),
+        end_of_forward,
+        prefetched,
+        tuple(before_backward),
+        tuple(reduced),
+        last,
+        step.end_of_backward(),
+        tuple(_owners(sharding, owner, names) for owner, names in zip(owners, parameters, strict=True)),
+    )
+
+
+def _owners(sharding: Sharding, own: ShardedGroup | None, names: Mapping[int, str]) -> dict[int, ShardedGroup]:
+    groups = {at: own or sharding.of_parameter(name) for at, name in names.items()}
+    return {at: group for at, group in groups.items() if group is not None}
+
+
+@dataclass
+class _Step:
+    """Names of the storages that are held."""
+
+    gathered: set[str] = field(default_factory=set)
+    flat: dict[str, str] = field(default_factory=dict)
+    last_flat: str = ""
+    scattered: str = ""
+    count: int = 0
+
+    def _name(self, what: str, group: ShardedGroup) -> str:
+        self.count += 1
+        return f"{what} {_key(group)} {self.count}"
+
+    def all_gather(self, group: ShardedGroup) -> tuple[Event, ...]:
+        """The copies of all ranks' shares, in one flat tensor."""
+        name = self.flat[_key(group)] = self._name("flat", group)
+        flat = Storage(name, group.gathered, TEMPORARY, _GATHER, group.modules[0])
+        return (Event(name, _GATHER, group.modules[0], (flat,), group.cast),)
+
+    def gather(self, group: ShardedGroup, is_forward: bool) -> tuple[Event, ...]:
+        """An all-gather, and its copies to parameters."""
+        key = _key(group)
+        events = () if key in self.flat else self.all_gather(group)
+        parameters = Storage(f"gathered {key}", group.gathered, PARAMETERS, _GATHER, group.modules[0])
+        self.gathered.add(key)
+        flat = self.flat.pop(key)
+        frees = [flat]
+        if is_forward:
+            frees, self.last_flat = [self.last_flat], flat
+        copied = Event(f"{flat} copied", _GATHER, group.modules[0], (parameters,), 0, tuple(filter(None, frees)))
+        return (*events, copied)
+
+    def reshard(self, group: ShardedGroup) -> tuple[Event, ...]:
+        self.gathered.discard(_key(group))
+        return (Event("", frees=(f"gathered {_key(group)}",)),)
+
+    def end_of_forward(self) -> tuple[Event, ...]:
+        frees, self.last_flat = (self.last_flat,), ""
+        return (Event("", frees=frees),) if frees[0] else ()
+
+    def prefetch(self, group: ShardedGroup | None) -> tuple[Event, ...]:
+        if group is None or _key(group) in {*self.gathered, *self.flat}:
+            return ()
+        return self.all_gather(group)
+
+    def pre_backward(self, group: ShardedGroup, before: ShardedGroup | None) -> tuple[Event, ...]:
+        gathered = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
+        return (*gathered, *self.prefetch(before))
+
+    def post_backward(self, group: ShardedGroup) -> Reduced:
+        freed = [*self.reshard(group)[0].frees]
+        if not group.reduced:
+            return Reduced(group, Event("", frees=tuple(freed)), Event(""), Event(""))
+        freed += filter(None, [self.scattered])
+        self.scattered = self._name("scattered", group)
+        copy = Storage(self.scattered, group.reduced, TEMPORARY, _REDUCE, group.modules[0])
+        share = Storage(f"gradient of {_key(group)}", group.gradient, GRADIENTS, _REDUCE, group.modules[0])
+        name = self.scattered
+        return Reduced(
+            group,
+            Event("", frees=tuple(freed)),
+            Event(name, _REDUCE, group.modules[0], (copy,)),
+            Event(f"{name} reduced", _REDUCE, group.modules[0], (share,)),
+        )
+
+    def end_of_backward(self) -> tuple[Event, ...]:
+        return (Event("", frees=(self.scattered,)),) if self.scattered else ()
+
+
+def _key(group: ShardedGroup) -> str:
+    return " ".join(group.modules)
