@@ -106,6 +106,12 @@ def writes_to(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """That of all ranks' parts together, of which DeepSpeed's ZeRO 3 leaves none in the tensor (0.19, `zero.Init`)."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
     """True for a tensor with hooks of `register_post_accumulate_grad_hook` (torch 2.13)."""
     return bool(parameter._post_accumulate_grad_hooks)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import save, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from transformers import Trainer, TrainerCallback
 
@@ -28,7 +29,7 @@ from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
-from tests.trainer_runs import ROWS, log_lines, make, rows, weights
+from tests.trainer_runs import ROWS, build, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
 OPTIMIZERS = {
@@ -50,6 +51,9 @@ class Job:
         killed: this rank ends itself with SIGKILL before this step.
         count_reductions: let DDP tell how often it averages gradients.
         runs_out: memory runs out on these ranks, in the forward with these numbers.
+        config: changes to the model's config.
+        adapters: train adapters of these modules, and nothing else.
+        sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
     """
 
     name: str
@@ -64,6 +68,9 @@ class Job:
     killed: tuple[int, int] | None = None
     count_reductions: bool = False
     runs_out: dict[str, list[int]] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    adapters: list[str] = field(default_factory=list)
+    sharded_from_start: bool = False
 
 
 class Killed(TrainerCallback):
@@ -107,6 +114,30 @@ def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
     return {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0})}
 
 
+def model_of(job: Job) -> torch.nn.Module:
+    model = build(job.model, **job.config)
+    if job.sharded_from_start:
+        model = type(model)._from_config(model.config)
+    if job.adapters:
+        peft = importlib.import_module("peft")
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=job.adapters, r=4, init_lora_weights=False, lora_dropout=0.0)
+        )
+        if job.engine == "plain":
+            # As a Trainer with activation checkpointing does; DeepSpeed needs it too.
+            model.enable_input_require_grads()
+    return model.train()
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Those of all ranks' parts together."""
+    if type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
+        return weights(trainer.model)
+    gathered = importlib.import_module("deepspeed").zero.GatheredParameters
+    with gathered(list(trainer.model.parameters())):
+        return weights(trainer.model)
+
+
 def train(job: Job, folder: Path) -> dict[str, Any]:
     """Train, and return what a test may ask about this rank: world, optimizer, log, plan table, or the error."""
     own, reductions = str(rank()), Reductions()
@@ -123,13 +154,15 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
             changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+            if job.config or job.adapters or job.sharded_from_start:
+                changes["model_init"] = functools.partial(model_of, job)
             trainer = make(folder / f"{job.name}-output", job.model, plain=job.engine == "plain", **changes)
             reductions.trainer = trainer
             trainer.train(resume_from_checkpoint=job.resume)
         except MemOptError as error:
             print(f"error: {error}", file=sys.stderr)
             return {"error": str(error), "steps": trainer.state.global_step if trainer else 0}
-    after = weights(trainer.model)
+    after = whole_weights(trainer)
     save_file(after, folder / f"{job.name}.{own}.safetensors")
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):
@@ -140,7 +173,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         "wrapped": type(trainer.model_wrapped).__name__,
         "optimizer": type(optimizer).__name__,
         "fused": bool(optimizer.param_groups[0].get("fused")),
-        "digest": hashlib.sha256(b"".join(after[name].numpy().tobytes() for name in sorted(after))).hexdigest(),
+        "digest": hashlib.sha256(save(after)).hexdigest(),
         "steps": trainer.state.global_step,
         "reductions": reductions.after_backward,
         "lines": lines,

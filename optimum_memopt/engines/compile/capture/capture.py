@@ -47,7 +47,7 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
     """Refuse Trainer arguments that do the engine's work too.
 
     Raises:
-        MemOptError: torch_compile, FSDP 1, ZeRO 3, several GPUs in one process.
+        MemOptError: torch_compile, FSDP 1, several GPUs in one process.
     """
     if args.torch_compile:
         raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
@@ -55,13 +55,6 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
         raise MemOptError(
             "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor; use FSDP2 (`version: "
             "2` in --fsdp_config, `fsdp_version: 2` in accelerate's config)"
-        )
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3:
-        raise MemOptError(
-            "DeepSpeed ZeRO stage 3 with the compile engine: it gathers the parameters of each module in hooks, which "
-            "are graph breaks, so that no plan reaches further than a module; use ZeRO stage 0, 1 or 2 "
-            "(`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory, or FSDP2"
         )
     if args.n_gpu > 1:
         raise MemOptError(

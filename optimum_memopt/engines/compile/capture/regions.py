@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.compat import full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
@@ -104,7 +104,7 @@ def _structure(layer: torch.nn.Module) -> Hashable:
     """Equal for layers of one class with the same modules and the same shapes of parameters."""
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
-    return kinds, tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    return kinds, tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,7 @@ class Regions:
     Args:
         compiled: compiles a forward, of which the first argument is the layer.
         opened: see `ShardedModules`.
+        only_layers: nothing is traced around the layers, so that hooks stay where they are.
 
     Attributes:
         all: one for each group.
@@ -133,6 +134,7 @@ class Regions:
         groups: tuple[LayerGroup, ...],
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
         opened: Sequence[torch.nn.Module] = (),
+        only_layers: bool = False,
     ) -> None:
         self.all: list[Region] = []
         self.layer = ""
@@ -150,7 +152,8 @@ class Regions:
         # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
         self._results: dict[Hashable, Any] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
-        self._sharded = ShardedModules([layer for group in groups for layer in group.values()], opened)
+        closed = [] if only_layers else [layer for group in groups for layer in group.values()]
+        self._sharded = ShardedModules(closed, opened)
         for group in groups:
             kind = type(next(iter(group.values()))).__name__
             region, forward = Region(kind, len(group)), compiled(dynamo.with_own_code(_own_forward))

@@ -53,6 +53,7 @@ class TraceSpec:
         target: the device that it is planned for; None: where the model lies.
         is_run: programs are compiled and run; False: the graphs are only looked at.
         unit: what is compiled as one, of `options.UNITS`.
+        only_layers: what is outside of layers runs as in plain PyTorch, since hooks there gather what it reads.
     """
 
     compiler: str
@@ -64,6 +65,7 @@ class TraceSpec:
     target: Device | None = None
     is_run: bool = True
     unit: str = MODEL
+    only_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class TracedForward:
         self._forwards: list[Callable[..., Any]] = []
         groups = regions_of(model, spec.unit)
         opened = opened_modules(model) if groups else ()
-        self._regions = Regions(groups, weak_method(self._compile_alone), opened)
+        self._regions = Regions(groups, weak_method(self._compile_alone), opened, spec.only_layers)
         # By graph, layer and turn.
         self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
         # Of the current call: how often each graph has run for a layer, the choice of each run, its keyword arguments,
@@ -191,6 +193,12 @@ class TracedForward:
 
     def _without_regions(self, why: str) -> None:
         """Trace the whole forward from now on. Raises UnsupportedModelError where that was asked not to be."""
+        if self._spec.only_layers:
+            raise UnsupportedModelError(
+                f"the layers of {self._name}, around which its parameters are gathered, cannot be compiled by "
+                f"themselves ({why})",
+                "use ZeRO stage 0, 1 or 2",
+            )
         if self._spec.unit == LAYER:
             raise UnsupportedModelError(
                 f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
@@ -205,7 +213,10 @@ class TracedForward:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
-            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
+            why = "modules in its layers have hooks"
+            if self._spec.only_layers:
+                self._without_regions(why)
+            self.say(f"compiling the forward of {self._name} as a whole, since {why}")
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
@@ -287,8 +298,8 @@ class TracedForward:
                 else "outputs beside the loss may be read and keep theirs"
             )
             self.say(f"compiling another training graph for other hooks or another caller: {outputs}")
-        forward = dynamo.with_own_code(self._wrapped(call))
-        return self._compile_alone(forward)
+        forward = self._wrapped(call)
+        return forward if self._spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
     def _compile_alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._forwards.append(forward)
@@ -351,7 +362,7 @@ class TracedForward:
             tuple(names.get(node.name, "") for node in placeholders),
             losses,
             self._regions.layer,
-            any(map(dynamo.is_all_of, self._forwards)),
+            not self._spec.only_layers and any(map(dynamo.is_all_of, self._forwards)),
             trace is None and not self._regions.layer,
             None if traced is None else weakref.ref(traced),
             trace,

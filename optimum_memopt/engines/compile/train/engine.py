@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.capture.backend import check_compiler, defau
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
-from optimum_memopt.engines.compile.options import AUTO, MODEL
+from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
@@ -23,6 +23,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_ba
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward, TooManyRecompilesError
+from optimum_memopt.engines.compile.train.zero3 import LeafLayers
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
@@ -69,11 +70,14 @@ class CompileEngine(in_place.InPlaceEngine):
         self._with_frontier = with_frontier
         self._unit = unit
         self._smoothing: LabelSmoothing | None = None
+        # None where the model is not sharded by ZeRO 3.
+        self._leafs: LeafLayers | None = None
         self._is_on_cpu = False
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         check_trainer_arguments(args)
+        self._leafs = LeafLayers.of(args, self._unit, self._asked.budget is not None)
 
     def _check(self, model: torch.nn.Module) -> None:
         check_model(model)
@@ -82,10 +86,14 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _enter(self) -> None:
         self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
+        if self._leafs is not None:
+            self._leafs.start(self._model)
         if self._is_on_cpu:
             malloc.return_freed_memory()
 
     def _leave(self) -> None:
+        if self._leafs is not None:
+            self._leafs.stop()
         if self._is_on_cpu:
             malloc.restore()
         else:
@@ -199,7 +207,14 @@ class CompileEngine(in_place.InPlaceEngine):
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
         unit = MODEL if is_whole and self._unit == AUTO else self._unit
         spec = TraceSpec(
-            self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose, unit=unit
+            self._compiler,
+            self._dynamic,
+            self._loss,
+            self._selection.strict,
+            self._smoothing,
+            purpose,
+            unit=unit if self._leafs is None else LAYER,
+            only_layers=self._leafs is not None,
         )
         return PlannedForward(self._model, self._attached.training_forward.plain_forward, spec, planner)
 

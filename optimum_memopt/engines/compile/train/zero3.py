@@ -1,0 +1,135 @@
+"""DeepSpeed's ZeRO 3 around layers: its hooks gather, release and reduce a layer at a time, and none is in a graph.
+
+A module without hooks inside of it is a leaf, which `deepspeed.initialize` is told of by a flag. Its backward is known
+by the gradients of its positional inputs (DeepSpeed 0.19, `runtime/zero/parameter_offload.py`).
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.compat import full_shape
+from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.options import MODEL
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.logs import get_logger
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+    from transformers import TrainingArguments
+
+_STAGE = 3
+_NAME = f"DeepSpeed ZeRO stage {_STAGE} with the compile engine"
+_INSTEAD = "use ZeRO stage 0, 1 or 2 (`zero_optimization.stage`)"
+_PREFETCH = "stage3_prefetch_bucket_size"
+
+
+class LeafLayers:
+    """The layers of a model as leafs of ZeRO 3.
+
+    Args:
+        config: DeepSpeed's `zero_optimization`, before a Trainer fills it in.
+    """
+
+    def __init__(self, config: MutableMapping[str, Any]) -> None:
+        self._config = config
+        self._sizes_prefetch = config.get(_PREFETCH) == "auto"
+        self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def of(cls, args: "TrainingArguments", unit: str, has_budget: bool) -> "LeafLayers | None":
+        """None where a Trainer with these arguments does not train with ZeRO 3.
+
+        Raises:
+            MemOptError: another option does not go with it.
+        """
+        plugin = getattr(args, "deepspeed_plugin", None)
+        if plugin is None or plugin.zero_stage != _STAGE:
+            return None
+        if unit == MODEL:
+            raise MemOptError(
+                f"{_NAME}, --memory_opt_unit {MODEL}: the hooks that gather parameters are graph breaks, and can be "
+                f"around layers only; leave the flag out, or {_INSTEAD}"
+            )
+        if has_budget:
+            raise MemOptError(
+                f"{_NAME}, --memory_opt_budget: the bytes of gathered parameters are not predicted; use "
+                f"--memory_opt_level 1 or --memory_opt_config, or {_INSTEAD}"
+            )
+        return cls(plugin.deepspeed_config["zero_optimization"])
+
+    def start(self, model: torch.nn.Module) -> None:
+        """Make its layers leafs, before DeepSpeed puts hooks on it.
+
+        Raises:
+            UnsupportedModelError: it has no equal layers.
+        """
+        layers = [layer for group in layer_groups(model) for layer in group.values()]
+        if not layers:
+            raise UnsupportedModelError(
+                f"{_NAME}: no list of modules in {type(model).__name__} has two equal ones, around which parameters "
+                "can be gathered",
+                _INSTEAD,
+            )
+        utils = importlib.import_module("deepspeed.utils")
+        inner = {module for layer in layers for module in layer.modules()} - set(layers)
+        if "leaf_module" in self._config or any(map(utils.z3_leaf_module, inner)):
+            get_logger().info(f"{_NAME}: leaf modules in a layer give way to the layer, which is one")
+        for layer in layers:
+            utils.set_z3_leaf_module(layer, True)
+            is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+            hook = functools.partial(_with_gradient, _first_parameter(layer), is_trained)
+            # Before those of DeepSpeed, which may be there from an earlier run.
+            self._handles.append(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if self._sizes_prefetch:
+            self._prefetch(max(map(_elements, layers)))
+
+    def stop(self) -> None:
+        """Undo `start`, but for the flags, by which DeepSpeed's hooks go as long as they are there."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _prefetch(self, elements: int) -> None:
+        """Have a layer on its way while another runs: transformers' own choice is a twelfth of one."""
+        own = self._config[_PREFETCH]
+        if isinstance(own, int) and own < elements:
+            self._config[_PREFETCH] = elements
+            get_logger().info(f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer, instead of {own}")
+
+
+def _elements(layer: torch.nn.Module) -> int:
+    return sum(full_shape(parameter).numel() for parameter in layer.parameters())
+
+
+def _first_parameter(layer: torch.nn.Module) -> str:
+    return next(iter(inspect.signature(layer.forward).parameters), "")
+
+
+def _with_gradient(
+    name: str, is_trained: bool, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer as DeepSpeed needs them: the first is positional, and where the layer is trained it
+    requires a gradient, also where nothing before the layer is trained.
+
+    Args:
+        name: of the first parameter of its forward.
+
+    Raises:
+        UnsupportedModelError: that is given no hidden states.
+    """
+    if not args and name in kwargs:
+        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+    hidden = args[0] if args else None
+    if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
+        raise UnsupportedModelError(
+            f"{_NAME}: the first argument of {type(layer).__name__} is no tensor of hidden states, by whose gradient "
+            "DeepSpeed knows that the layer's backward is over",
+            _INSTEAD,
+        )
+    if is_trained and torch.is_grad_enabled() and not hidden.requires_grad:
+        args = (hidden.detach().requires_grad_(), *args[1:])
+    return args, kwargs

@@ -1,0 +1,104 @@
+"""DeepSpeed's ZeRO 3 with layers as the unit, on two ranks: weights are bitwise those without the package.
+
+The comparison has the same leaf modules, as gradients of one are summed over the ranks together. Of the launches
+`make test` takes the first one.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rotation import nightly
+from tests.train.launchers.launching import launcher, needs_deepspeed, run_jobs
+from tests.train.launchers.worker import Job
+
+LAYERS = {"llama": "LlamaDecoderLayer", "roberta-classification": "RobertaLayer", "mixtral": "MixtralDecoderLayer"}
+DEPTH = 3
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+
+
+def zero_3(leaf: str = "", bf16: bool = False, **zero: Any) -> dict[str, Any]:
+    """A config of DeepSpeed.
+
+    Args:
+        leaf: the class of leaf modules.
+    """
+    auto = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
+    leafs = {"leaf_module": {"classes": [leaf]}} if leaf else {}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": bf16},
+        # Of so small a model none would be sharded else.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **auto, **leafs, **zero},
+    }
+
+
+def jobs(
+    name: str,
+    folder: Path,
+    model: str = "llama",
+    plan: dict[str, Any] | None = None,
+    bf16: bool = False,
+    arguments: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Iterator[Job]:
+    given = {"model": model, "config": {"num_hidden_layers": DEPTH}, **fields}
+    shared = {"bf16": bf16, **(arguments or {})}
+    job = functools.partial(Job, **given)
+    yield job(f"{name}-plain", "plain", arguments={"deepspeed": zero_3(LAYERS[model], bf16), **shared})
+    ours = {"deepspeed": zero_3("", bf16), **(plan or {"memory_opt_level": 1}), **shared}
+    yield job(f"{name}-ours", "compile", arguments=ours)
+    if shared.get("save_steps"):
+        resume = str(folder / f"{name}-ours-output" / "checkpoint-2")
+        yield job(f"{name}-resumed", "compile", arguments=ours, resume=resume)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "level": {"arguments": SAVED},
+    "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}},
+    "lora": {"adapters": ["q_proj", "down_proj"]},
+    "bf16": {"bf16": True},
+    "accumulation": {"arguments": {"gradient_accumulation_steps": 2}},
+    "init": {"sharded_from_start": True},
+    "all": {
+        "adapters": ["q_proj", "down_proj"],
+        "bf16": True,
+        "sharded_from_start": True,
+        "arguments": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **SAVED},
+    },
+    "experts": {"model": "mixtral", "plan": {"memory_opt_level": 1}},
+    "no_plan": {"plan": {"memory_opt_level": 0}},
+}
+LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts no_plan")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level"]))
+def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
+    wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]
+    done = run_jobs(launcher("torchrun"), tmp_path, wanted, WITHOUT_SHARED_MEMORY="1")
+    for job in wanted:
+        name, ranks = job.name.partition("-")[0], done.trained(job.name)
+        assert {rank["world_size"] for rank in ranks} == {2}
+        assert len({rank["digest"] for rank in ranks}) == 1, "the ranks' parameters have gone apart"
+        assert differing(done.weights(job.name), done.weights(f"{name}-plain")) == []
+        for rank in ranks if job.engine == "compile" else ():
+            lines, counts = rank["lines"], {plan["applied_count"] for plan in rank["table"]["plans"]}
+            assert not [line for line in lines if "graph break" in line or "NOT under" in line or "as a whole" in line]
+            assert any("the elements of a layer" in line for line in lines)
+            wanted_counts = {"config": {0, 2}, "no_plan": {0}}
+            if name in wanted_counts:
+                assert counts == wanted_counts[name]
+            else:
+                assert counts and not any(count % DEPTH for count in counts)
+
+
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]

@@ -1,0 +1,120 @@
+"""Layers as DeepSpeed's leaf modules, in one process that shards nothing; `launchers/test_zero3.py` trains them."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
+from optimum_memopt.engines.compile.train.zero3 import LeafLayers
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from tests.model_zoo import ZOO
+from tests.train.launchers.launching import needs_deepspeed
+from tests.trainer_runs import log_lines
+
+BUCKET = "stage3_prefetch_bucket_size"
+
+
+def given(stage: int = 3, **config: Any) -> Any:
+    plugin = types.SimpleNamespace(
+        zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage, **config}}
+    )
+    return types.SimpleNamespace(deepspeed_plugin=plugin)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.saw: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.saw = hidden
+        return self.inner(hidden) * scale
+
+
+def two_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([Layer(), Layer()]))
+
+
+def test_only_stage_3_has_them() -> None:
+    assert LeafLayers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO, False) is None
+    assert LeafLayers.of(given(2), MODEL, True) is None
+    assert LeafLayers.of(given(), LAYER, False) is not None
+
+
+def test_what_does_not_go_with_them_is_refused() -> None:
+    with pytest.raises(MemOptError, match="--memory_opt_unit model: .* ZeRO stage 0, 1 or 2"):
+        LeafLayers.of(given(), MODEL, False)
+    with pytest.raises(MemOptError, match="--memory_opt_budget: .* --memory_opt_level 1"):
+        LeafLayers.of(given(), AUTO, True)
+    with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):
+        LeafLayers({}).start(torch.nn.Linear(4, 4))
+
+
+@needs_deepspeed
+def test_layers_are_leafs_and_stay_so() -> None:
+    from deepspeed.utils import get_z3_leaf_modules
+
+    model = ZOO["mixtral"].build()
+    leafs, layers = LeafLayers({}), list(model.model.layers)
+    with log_lines() as lines:
+        leafs.start(model)
+        leafs.stop()
+    assert get_z3_leaf_modules(model) == layers and not lines
+    assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+@needs_deepspeed
+def test_leafs_in_a_layer_give_way() -> None:
+    from deepspeed.utils import set_z3_leaf_module
+
+    model = two_layers()
+    set_z3_leaf_module(model[1][0].inner, True)
+    with log_lines() as lines:
+        LeafLayers({}).start(model)
+        LeafLayers({"leaf_module": {"classes": ["Linear"]}}).start(two_layers())
+    assert len(lines) == 2 and all("give way to the layer" in line for line in lines)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("filled_in, wanted", [(18, 20), (30, 30)])
+def test_a_layer_is_prefetched_where_the_size_was_left_open(filled_in: int, wanted: int) -> None:
+    config: dict[str, Any] = {BUCKET: "auto"}
+    leafs = LeafLayers(config)
+    # As transformers does before it creates the optimizer.
+    config[BUCKET] = filled_in
+    leafs.start(two_layers())
+    assert config == {BUCKET: wanted}
+    numbers = {BUCKET: filled_in}
+    LeafLayers(numbers).start(two_layers())
+    assert numbers == {BUCKET: filled_in}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: bool) -> None:
+    model, hidden = two_layers(), torch.randn(3, 4)
+    frozen, trained = model[1]
+    frozen.requires_grad_(False)
+    # Else the two are no equal layers.
+    model[1].append(Layer().requires_grad_(False))
+    model[1].append(Layer())
+    leafs, seen = LeafLayers({}), []
+    leafs.start(model)
+    for layer in (frozen, trained):
+        # As DeepSpeed's, which is registered later.
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args))
+        layer(hidden=hidden, scale=2.0) if by_name else layer(hidden, scale=2.0)
+    assert [len(args) for args in seen] == [1, 1]
+    assert not hidden.requires_grad and not frozen.saw.requires_grad and trained.saw.requires_grad
+    assert trained.saw.data_ptr() == hidden.data_ptr()
+    with torch.no_grad():
+        trained(hidden)
+    assert trained.saw is hidden
+    with pytest.raises(UnsupportedModelError, match="first argument of Layer is no tensor of hidden states"):
+        trained(torch.ones(3, 4, dtype=torch.long))
+    leafs.stop()
+    trained(hidden)
+    assert trained.saw is hidden
