@@ -39,16 +39,18 @@ def two_layers() -> torch.nn.Module:
 
 
 def test_only_stage_3_has_them() -> None:
-    assert LeafLayers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO, False) is None
-    assert LeafLayers.of(given(2), MODEL, True) is None
-    assert LeafLayers.of(given(), LAYER, False) is not None
+    assert LeafLayers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO) is None
+    assert LeafLayers.of(given(2), MODEL, has_budget=True) is None
+    assert LeafLayers.of(given(), LAYER) is not None
 
 
 def test_what_does_not_go_with_them_is_refused() -> None:
     with pytest.raises(MemOptError, match="--memory_opt_unit model: .* ZeRO stage 0, 1 or 2"):
-        LeafLayers.of(given(), MODEL, False)
+        LeafLayers.of(given(), MODEL)
     with pytest.raises(MemOptError, match="--memory_opt_budget: .* --memory_opt_level 1"):
-        LeafLayers.of(given(), AUTO, True)
+        LeafLayers.of(given(), AUTO, has_budget=True)
+    with pytest.raises(MemOptError, match="a chunked loss: .* --memory_opt_loss chunked"):
+        LeafLayers.of(given(), AUTO, must_chunk=True)
     with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):
         LeafLayers({}).start(torch.nn.Linear(4, 4))
 

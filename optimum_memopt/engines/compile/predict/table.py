@@ -41,7 +41,8 @@ def plan_line(
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
     layers = len({call.layer for call in tape.calls if call.layer})
     runs = f" for {layers} layers, compiled once for equal ones" if layers else ""
-    pieces = f", in {len(graphs)} graphs{runs}" if len(graphs) > 1 else ""
+    counted = f"{len(graphs)} graphs" if len(graphs) > 1 else "1 graph"
+    pieces = f", in {counted}{runs}" if layers or len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
     return f"{type(model).__name__} on {device} by {compiler}, {_why(graphs)}{pieces}{loss}{attention}"
 

@@ -77,7 +77,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         check_trainer_arguments(args)
-        self._leafs = LeafLayers.of(args, self._unit, self._asked.budget is not None)
+        self._leafs = LeafLayers.of(args, self._unit, self._asked.budget is not None, self._loss.must_chunk)
 
     def _check(self, model: torch.nn.Module) -> None:
         check_model(model)

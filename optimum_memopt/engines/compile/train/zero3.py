@@ -14,7 +14,7 @@ import torch
 
 from optimum_memopt.compat import full_shape
 from optimum_memopt.engines.compile.capture.regions import layer_groups
-from optimum_memopt.engines.compile.options import MODEL
+from optimum_memopt.engines.compile.options import CHUNKED, MODEL
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -41,7 +41,9 @@ class LeafLayers:
         self._handles: list[RemovableHandle] = []
 
     @classmethod
-    def of(cls, args: "TrainingArguments", unit: str, has_budget: bool) -> "LeafLayers | None":
+    def of(
+        cls, args: "TrainingArguments", unit: str, has_budget: bool = False, must_chunk: bool = False
+    ) -> "LeafLayers | None":
         """None where a Trainer with these arguments does not train with ZeRO 3.
 
         Raises:
@@ -59,6 +61,11 @@ class LeafLayers:
             raise MemOptError(
                 f"{_NAME}, --memory_opt_budget: the bytes of gathered parameters are not predicted; use "
                 f"--memory_opt_level 1 or --memory_opt_config, or {_INSTEAD}"
+            )
+        if must_chunk:
+            raise MemOptError(
+                f"{_NAME}, a chunked loss: what is outside of the layers is not compiled; leave --memory_opt_loss "
+                f"{CHUNKED}, or the row of the loss in a config or plan, out, or {_INSTEAD}"
             )
         return cls(plugin.deepspeed_config["zero_optimization"])
 
