@@ -46,22 +46,28 @@ def jobs(
     plan: dict[str, Any] | None = None,
     bf16: bool = False,
     arguments: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
     given = {"model": model, "config": {"num_hidden_layers": DEPTH}, **fields}
-    shared = {"bf16": bf16, **(arguments or {})}
+    shared, zero = {"bf16": bf16, **(arguments or {})}, zero or {}
     job = functools.partial(Job, **given)
-    yield job(f"{name}-plain", "plain", arguments={"deepspeed": zero_3(LAYERS[model], bf16), **shared})
-    ours = {"deepspeed": zero_3("", bf16), **(plan or {"memory_opt_level": 1}), **shared}
+    yield job(f"{name}-plain", "plain", arguments={"deepspeed": zero_3(LAYERS[model], bf16, **zero), **shared})
+    ours = {"deepspeed": zero_3("", bf16, **zero), **(plan or {"memory_opt_level": 1}), **shared}
     yield job(f"{name}-ours", "compile", arguments=ours)
     if shared.get("save_steps"):
         resume = str(folder / f"{name}-ours-output" / "checkpoint-2")
         yield job(f"{name}-resumed", "compile", arguments=ours, resume=resume)
 
 
+# As of a model with more parameters than DeepSpeed leaves gathered: each layer is gathered for its backward again.
+RELEASED = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4000}
+# Matrices are sharded, and what is smaller is on all ranks.
+PERSISTENT = {"stage3_param_persistence_threshold": 100}
 CASES: dict[str, dict[str, Any]] = {
-    "level": {"arguments": SAVED},
-    "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}},
+    "level": {"zero": RELEASED, "arguments": SAVED},
+    "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}, "zero": PERSISTENT},
+    "gathered": {},
     "lora": {"adapters": ["q_proj", "down_proj"]},
     "bf16": {"bf16": True},
     "accumulation": {"arguments": {"gradient_accumulation_steps": 2}},
@@ -70,12 +76,13 @@ CASES: dict[str, dict[str, Any]] = {
         "adapters": ["q_proj", "down_proj"],
         "bf16": True,
         "sharded_from_start": True,
+        "zero": RELEASED | PERSISTENT,
         "arguments": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **SAVED},
     },
     "experts": {"model": "mixtral", "plan": {"memory_opt_level": 1}},
-    "no_plan": {"plan": {"memory_opt_level": 0}},
+    "no_plan": {"plan": {"memory_opt_level": 0}, "zero": RELEASED},
 }
-LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts no_plan")
+LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts no_plan gathered")
 
 
 @needs_deepspeed
