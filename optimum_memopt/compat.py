@@ -112,6 +112,11 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
     return shape
 
 
+def is_sharded_by_deepspeed(model: torch.nn.Module) -> bool:
+    """True for a model whose parameters ZeRO 3 has sharded (0.19)."""
+    return any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
+
+
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
     """True for a tensor with hooks of `register_post_accumulate_grad_hook` (torch 2.13)."""
     return bool(parameter._post_accumulate_grad_hooks)

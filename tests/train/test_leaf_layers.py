@@ -1,5 +1,6 @@
 """Layers as DeepSpeed's leaf modules, in one process that shards nothing; `launchers/test_zero3.py` trains them."""
 
+import copy
 import types
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.zero3 import LeafLayers
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from tests.compiled import selection
+from tests.gradients import accumulate, assert_bitwise_same_step
 from tests.model_zoo import ZOO
 from tests.train.launchers.launching import needs_deepspeed
 from tests.trainer_runs import log_lines
@@ -20,7 +24,7 @@ def given(stage: int = 3, **config: Any) -> Any:
     plugin = types.SimpleNamespace(
         zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage, **config}}
     )
-    return types.SimpleNamespace(deepspeed_plugin=plugin)
+    return types.SimpleNamespace(deepspeed_plugin=plugin, torch_compile=False, fsdp=[], n_gpu=1)
 
 
 class Layer(torch.nn.Module):
@@ -120,3 +124,38 @@ def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: 
     leafs.stop()
     trained(hidden)
     assert trained.saw is hidden
+
+
+def attached(model: torch.nn.Module) -> CompileEngine:
+    engine = CompileEngine(selection("level 1"), "aot_eager")
+    engine.check_arguments(given())
+    engine.attach(model)
+    return engine
+
+
+@needs_deepspeed
+def test_only_layers_are_compiled() -> None:
+    case = ZOO["llama"]
+    model = case.build()
+    plain, called = copy.deepcopy(model), []
+    # As DeepSpeed's, one on every other module.
+    for module in (model, model.model, model.model.embed_tokens, model.lm_head):
+        module.register_forward_pre_hook(lambda module, args: called.append(type(module)))
+    engine = attached(model)
+    assert_bitwise_same_step(model, plain, case.batch(), case.batch(3, 17))
+    assert len(called) == 8
+    assert "level 1, in 1 graph for 2 layers, compiled once for equal ones" in engine.plans().header[0]
+    engine.detach()
+
+
+@needs_deepspeed
+def test_hooks_in_a_layer_are_refused() -> None:
+    case = ZOO["llama"]
+    model = case.build()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, result: None)
+    engine = attached(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be compiled by themselves \(modules in its layers have hooks"
+    ):
+        accumulate(model, [case.batch()])
+    engine.detach()

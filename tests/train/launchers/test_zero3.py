@@ -96,7 +96,10 @@ def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
         assert len({rank["digest"] for rank in ranks}) == 1, "the ranks' parameters have gone apart"
         assert differing(done.weights(job.name), done.weights(f"{name}-plain")) == []
         for rank in ranks if job.engine == "compile" else ():
-            lines, counts = rank["lines"], {plan["applied_count"] for plan in rank["table"]["plans"]}
+            lines, header = rank["lines"], rank["table"]["header"]
+            counts = {plan["applied_count"] for plan in rank["table"]["plans"]}
+            assert f" for {DEPTH} layers, compiled once for equal ones" in header[0]
+            assert "without the parameters that DeepSpeed gathers" in header[1]
             assert not [line for line in lines if "graph break" in line or "NOT under" in line or "as a whole" in line]
             assert any("the elements of a layer" in line for line in lines)
             wanted_counts = {"config": {0, 2}, "no_plan": {0}}

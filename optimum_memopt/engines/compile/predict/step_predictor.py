@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.compat import is_encoder_decoder, is_sharded_by_deepspeed
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
@@ -194,6 +194,8 @@ class StepMemoryPredictor:
             in_runs = f" in {runs} runs" if runs > count else ""
             shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
             reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")
+        if is_sharded_by_deepspeed(self._living_model()):
+            reasons.append("without the parameters that DeepSpeed gathers")
         # Sizes that the graphs may not be for where they are others.
         named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
         if bound := [f"{name}={size}" for name, size in self.first.items() if name in named]:

@@ -105,7 +105,10 @@ class LeafLayers:
         own = self._config[_PREFETCH]
         if isinstance(own, int) and own < elements:
             self._config[_PREFETCH] = elements
-            get_logger().info(f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer, instead of {own}")
+            get_logger().info(
+                f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer, instead of {own}; gathers up to "
+                "stage3_max_live_parameters ahead"
+            )
 
 
 def _elements(layer: torch.nn.Module) -> int:
