@@ -15,6 +15,7 @@ import torch
 from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, needs_deepspeed, run_jobs
 from tests.train.launchers.worker import Job
+from tests.trainer_runs import CLOSE, distance
 
 LAYERS = {"llama": "LlamaDecoderLayer", "roberta-classification": "RobertaLayer", "mixtral": "MixtralDecoderLayer"}
 DEPTH = 3
@@ -80,9 +81,13 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **SAVED},
     },
     "experts": {"model": "mixtral", "plan": {"memory_opt_level": 1}},
+    # transformers puts hooks into the layers.
+    "router": {"model": "mixtral", "config": {"num_hidden_layers": DEPTH, "output_router_logits": True}},
     "no_plan": {"plan": {"memory_opt_level": 0}, "zero": RELEASED},
 }
-LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts no_plan gathered")
+LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts router no_plan gathered")
+# A layer of several graphs sums gradients in another order.
+ROUNDS = ("router",)
 
 
 @needs_deepspeed
@@ -94,7 +99,11 @@ def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
         name, ranks = job.name.partition("-")[0], done.trained(job.name)
         assert {rank["world_size"] for rank in ranks} == {2}
         assert len({rank["digest"] for rank in ranks}) == 1, "the ranks' parameters have gone apart"
-        assert differing(done.weights(job.name), done.weights(f"{name}-plain")) == []
+        weights, plain = done.weights(job.name), done.weights(f"{name}-plain")
+        if name in ROUNDS:
+            assert distance(weights, plain) < CLOSE
+            continue
+        assert differing(weights, plain) == []
         for rank in ranks if job.engine == "compile" else ():
             lines, header = rank["lines"], rank["table"]["header"]
             counts = {plan["applied_count"] for plan in rank["table"]["plans"]}

@@ -140,10 +140,10 @@ class Regions:
         self.layer = ""
         self._current: Region | None = None
         self._graphs: Counter[Region] = Counter()
-        # What may be called while a layer runs, and writes somewhere else.
+        # What may be called while a layer runs, and writes to what is traced before that.
         self._hooks = [
             hooks
-            for group in groups
+            for group in (() if only_layers else groups)
             for layer in group.values()
             for module in layer.modules()
             if module is not layer

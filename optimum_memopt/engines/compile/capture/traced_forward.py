@@ -213,10 +213,7 @@ class TracedForward:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
-            why = "modules in its layers have hooks"
-            if self._spec.only_layers:
-                self._without_regions(why)
-            self.say(f"compiling the forward of {self._name} as a whole, since {why}")
+            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
