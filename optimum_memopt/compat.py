@@ -48,6 +48,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def backward_pass() -> int:
+    """A number of the backward that runs now, no other's; -1: none runs (torch 2.13)."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """The module's forward hooks by the ids in their handles, to be changed in place (torch 2.13)."""
     return module._forward_hooks

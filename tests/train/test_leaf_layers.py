@@ -158,3 +158,30 @@ def test_hooks_in_a_layer_run() -> None:
     assert_same_step(model, plain, case.batch())
     assert len(seen) == 1 and seen[0].grad_fn is not None
     engine.detach()
+
+
+@needs_deepspeed
+def test_a_layer_that_shares_a_trained_parameter_is_refused() -> None:
+    for first, second in (("1.0.inner", "1.1.inner"), ("0", "1.1.inner")):
+        model = two_layers()
+        model.get_submodule(second).weight = model.get_submodule(first).weight
+        with pytest.raises(UnsupportedModelError, match=rf"shares {first}.weight .* lose a part of its gradients"):
+            LeafLayers({}).start(model)
+        model.requires_grad_(False)
+        LeafLayers({}).start(model)
+
+
+@needs_deepspeed
+def test_two_forwards_of_one_backward_are_refused() -> None:
+    case = ZOO["llama"]
+    model = case.build()
+    engine = attached(model)
+    for _ in range(2):
+        model(**case.batch()).loss.backward()
+    model(**case.batch())
+    loss = model(**case.batch()).loss
+    loss.backward()
+    loss = model(**case.batch()).loss + model(**case.batch(3, 17)).loss
+    with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer ran several times before its backward"):
+        loss.backward()
+    engine.detach()

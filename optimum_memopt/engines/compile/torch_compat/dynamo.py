@@ -36,6 +36,7 @@ from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -442,7 +443,7 @@ def inductor_works(device_type: str) -> bool:
 def backward_runs_once() -> bool:
     """Inside a backward: true where autograd frees what it has saved afterwards (no `retain_graph=True`). AOTAutograd
     asks so before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`)."""
-    is_backward = torch._C._current_graph_task_id() != -1
+    is_backward = backward_pass() != -1
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 

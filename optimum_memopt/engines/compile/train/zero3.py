@@ -7,12 +7,13 @@ by the gradients of its positional inputs (DeepSpeed 0.19, `runtime/zero/paramet
 import functools
 import importlib
 import inspect
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import full_shape
+from optimum_memopt.compat import backward_pass, full_shape
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -73,7 +74,7 @@ class LeafLayers:
         """Make its layers leafs, before DeepSpeed puts hooks on it.
 
         Raises:
-            UnsupportedModelError: it has no equal layers.
+            UnsupportedModelError: it has no equal layers, or they share parameters.
         """
         layers = [layer for group in layer_groups(model) for layer in group.values()]
         if not layers:
@@ -84,6 +85,7 @@ class LeafLayers:
             )
         utils = importlib.import_module("deepspeed.utils")
         inner = {module for layer in layers for module in layer.modules()} - set(layers)
+        _check_unshared(model, layers, inner)
         if "leaf_module" in self._config or any(map(utils.z3_leaf_module, inner)):
             get_logger().info(f"{_NAME}: leaf modules in a layer give way to the layer, which is one")
         for layer in layers:
@@ -92,6 +94,8 @@ class LeafLayers:
             hook = functools.partial(_with_gradient, _first_parameter(layer), is_trained)
             # Before those of DeepSpeed, which may be there from an earlier run.
             self._handles.append(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            if is_trained:
+                self._handles.append(layer.register_full_backward_hook(_OnceInABackward()))
         if self._sizes_prefetch:
             self._prefetch(max(map(_elements, layers)))
 
@@ -109,6 +113,40 @@ class LeafLayers:
                 f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer, instead of {own}; gathers up to "
                 "stage3_max_live_parameters ahead"
             )
+
+
+# DeepSpeed reduces a leaf's gradients when a backward of the leaf is over, and copies them over what was there
+# (`reduce_leaf_module_grads`, `partition_grads` in `runtime/zero/stage3.py`): a second time in one step, those of the
+# first are lost.
+_LOST = "DeepSpeed would lose a part of its gradients"
+
+
+def _check_unshared(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], inner: Collection[torch.nn.Module]
+) -> None:
+    """Raises UnsupportedModelError where a trained parameter of a layer is another module's, too."""
+    outside = {module for module in model.modules() if module not in inner} - set(layers)
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
+    owners.update({parameter for module in outside for parameter in module.parameters(recurse=False)} & owners.keys())
+    if shared := [name for name, parameter in model.named_parameters() if owners[parameter] > 1]:
+        raise UnsupportedModelError(
+            f"{_NAME}: a layer shares {shared[0]} with another module, so that {_LOST}", _INSTEAD
+        )
+
+
+class _OnceInABackward:
+    """A layer's hook behind its backward, which may come once in a backward pass: of one forward."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def __call__(self, layer: torch.nn.Module, *gradients: Any) -> None:
+        """Raises UnsupportedModelError."""
+        if (now := backward_pass()) == self._last:
+            raise UnsupportedModelError(
+                f"{_NAME}: {type(layer).__name__} ran several times before its backward, so that {_LOST}", _INSTEAD
+            )
+        self._last = now
 
 
 def _elements(layer: torch.nn.Module) -> int:
