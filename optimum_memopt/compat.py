@@ -140,17 +140,16 @@ def fsdp_version(args: Any) -> int | None:
     return int(os.environ.get("FSDP_VERSION", "1"))
 
 
-def replace_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
-    """Have the model checkpoint its layers where accelerate was to wrap each for it (`activation_checkpointing` of an
-    FSDP config, accelerate 1.15).
+def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
+    """Have accelerate wrap no layer for activation checkpointing, as `activation_checkpointing` of an FSDP config asks
+    for (1.15).
 
     Returns:
-        What undoes it for accelerate; None where nothing was to be wrapped.
+        What undoes it; None where no layer was to be wrapped.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None or not plugin.activation_checkpointing:
         return None
-    checkpoint_layers(trainer.model, 1)
     plugin.activation_checkpointing = False
     return lambda: setattr(plugin, "activation_checkpointing", True)
 

@@ -23,7 +23,7 @@ from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.compat import outputs_read_by, replace_fsdp_checkpointing
+from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -196,7 +196,8 @@ def _put_on(
     reporter: TrainingReport,
 ) -> None:
     """Put callbacks and wrappers on a Trainer; `PATCHES` has the order of the wrappers."""
-    if (undo := replace_fsdp_checkpointing(trainer)) is not None:
+    undo = leave_out_fsdp_checkpointing(trainer)
+    if undo is not None:
         patches.add_undo(undo)
     for part in parts:
         for callback in part.callbacks:
@@ -216,7 +217,8 @@ def _put_on(
 
         patches.put(trainer, COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
     patches.put(trainer, FALLBACK, partial(replan.falling_back, trainer, engine))
-    patches.put(trainer, ATTACHED_ENGINE, partial(_attaching, trainer, engine, options.memory_opt_optim))
+    attaching = partial(_attaching, trainer, engine, options.memory_opt_optim, undo is not None)
+    patches.put(trainer, ATTACHED_ENGINE, attaching)
     if options.group_by_complexity:
         grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
         patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
@@ -335,13 +337,19 @@ def _dry_run(trainer: Trainer, options: MemOptOptions, *args: Any, **kwargs: Any
 
 
 def _attaching(
-    trainer: Trainer, engine: Engine, optimizer: str | None, create_optimizer: Callable[..., Any]
+    trainer: Trainer, engine: Engine, optimizer: str | None, checkpoints: bool, create_optimizer: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`create_optimizer` that attaches the engine, and makes the optimizer that was asked for."""
+    """`create_optimizer` that attaches the engine, and makes the optimizer that was asked for.
+
+    Args:
+        checkpoints: the model's layers, where accelerate would wrap them for it; the engine takes the place of that.
+    """
 
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # Else a user calls this before `train`, which calls it again.
         if trainer.is_in_train:
+            if checkpoints:
+                checkpoint_layers(trainer.model, 1)
             engine.attach(cast(torch.nn.Module, trainer.model))
         if optimizer is not None:
             return optimizers.create(optimizer, trainer, create_optimizer, *args, **kwargs)

@@ -20,11 +20,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import save, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from optimum_memopt import MemOptError
+from optimum_memopt import MemOptError, MemOptTrainer
 from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
@@ -129,10 +132,22 @@ def model_of(job: Job) -> torch.nn.Module:
     return model.train()
 
 
+def on_accelerators(kind: type[Trainer]) -> type[Trainer]:
+    """A Trainer for which these CPUs are accelerators: accelerate 1.15 shards on no others (`state.py`)."""
+
+    class Sharding(kind):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            super().__init__(*args, **kwargs)
+
+    return Sharding
+
+
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Those of all ranks' parts together."""
     if type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
-        return weights(trainer.model)
+        found = weights(trainer.model)
+        return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
     gathered = importlib.import_module("deepspeed").zero.GatheredParameters
     with gathered(list(trainer.model.parameters())):
         return weights(trainer.model)
@@ -151,6 +166,9 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     if job.runs_out is not None:
         fails = dict.fromkeys(job.runs_out.get(own, []), "forward")
         kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
+    if "fsdp" in job.arguments:
+        AcceleratorState._reset_state(True)
+        kind = on_accelerators(Trainer if job.engine == "plain" else MemOptTrainer)
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
             changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}

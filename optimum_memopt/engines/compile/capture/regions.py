@@ -72,7 +72,9 @@ def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
             "leave the flag out",
         )
     sharded = () if unit == MODEL else _sharded_modules(model, groups)
-    is_worth_it = unit == LAYER or sharded or any(len(group) >= _ENOUGH for group in groups)
+    # Where hooks gather parameters, each would break the graph of the whole.
+    is_hooked = unit != MODEL and bool(fully_shard.sharded_groups(model))
+    is_worth_it = unit == LAYER or is_hooked or any(len(group) >= _ENOUGH for group in groups)
     return (*groups, *sharded) if is_worth_it else ()
 
 

@@ -39,7 +39,8 @@ def plan_line(
     """A line about the model, its device, compiler and plan."""
     device = next(model.parameters()).device.type if target is None else target.name
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
-    layers = len({call.layer for call in tape.calls if call.layer})
+    # Not what is sharded by itself, and in no list.
+    layers = len({call.layer for call in tape.calls if call.layer.rpartition(".")[2].isdigit()})
     runs = f" for {layers} layers, compiled once for equal ones" if layers else ""
     counted = f"{len(graphs)} graphs" if len(graphs) > 1 else "1 graph"
     pieces = f", in {counted}{runs}" if layers or len(graphs) > 1 else ""

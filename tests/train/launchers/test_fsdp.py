@@ -1,0 +1,91 @@
+"""FSDP2 with layers as the unit, on two ranks: losses and weights are bitwise those without the package.
+
+Of the launches `make test` takes the first one.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rotation import nightly
+from tests.train.launchers.launching import launcher, run_jobs
+from tests.train.launchers.test_zero3 import DEPTH, LAYERS, SAVED, differing
+from tests.train.launchers.worker import Job
+from tests.trainer_runs import distance
+
+
+def fsdp(model: str, **config: Any) -> dict[str, Any]:
+    """Arguments of a Trainer."""
+    policy = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": LAYERS[model]}
+    return {"fsdp": True, "fsdp_config": {"version": 2, **policy, **config}}
+
+
+def jobs(
+    name: str,
+    folder: Path,
+    model: str = "llama",
+    plan: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    fsdp_config: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Iterator[Job]:
+    given = {"model": model, "config": {"num_hidden_layers": DEPTH}, **fields}
+    shared = {**fsdp(model, **(fsdp_config or {})), **(arguments or {})}
+    job = functools.partial(Job, **given)
+    yield job(f"{name}-plain", "plain", arguments=shared)
+    # Chunks change the order of sums.
+    ours = {"memory_opt_loss": "plain", **(plan or {"memory_opt_level": 1}), **shared}
+    yield job(f"{name}-ours", "compile", arguments=ours)
+    if shared.get("save_steps"):
+        resume = str(folder / f"{name}-ours-output" / "checkpoint-2")
+        yield job(f"{name}-resumed", "compile", arguments=ours, resume=resume)
+
+
+ACCUMULATION = {"gradient_accumulation_steps": 2}
+TIED = {"num_hidden_layers": DEPTH, "tie_word_embeddings": True}
+LORA = {"adapters": ["q_proj", "down_proj"]}
+CASES: dict[str, dict[str, Any]] = {
+    "level": {"arguments": {**SAVED, **ACCUMULATION}},
+    "budget": {"plan": {"memory_opt_budget": "90%"}},
+    "lora": LORA,
+    "bf16": {"arguments": {"bf16": True, **SAVED}, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "gathered": {"fsdp_config": {"reshard_after_forward": False}, "arguments": ACCUMULATION},
+    "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}},
+    "experts": {"model": "mixtral", "arguments": {"bf16": True}},
+    "tied": {"config": TIED, "arguments": {"eval_strategy": "steps", "eval_steps": 2}},
+    # Accelerate's checkpointing does not know of caches.
+    "checkpointing": {
+        "config": {"num_hidden_layers": DEPTH, "use_cache": False},
+        "plan": {"memory_opt_level": 0},
+        "fsdp_config": {"activation_checkpointing": True},
+    },
+    "all": {**LORA, "arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
+    "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}, "arguments": {"bf16": True}},
+}
+LAUNCHES = ("level budget", "lora bf16 gathered", "config experts tied", "checkpointing all chunked")
+# Chunks change the order of sums.
+ROUNDS = ("chunked",)
+
+
+@pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level budget"]))
+def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
+    wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]
+    done = run_jobs(launcher("torchrun"), tmp_path, wanted)
+    for job in wanted:
+        name, ranks = job.name.partition("-")[0], done.trained(job.name)
+        assert {rank["world_size"] for rank in ranks} == {2}
+        assert len({rank["digest"] for rank in ranks}) == 1
+        weights, plain = done.weights(job.name), done.weights(f"{name}-plain")
+        if name in ROUNDS:
+            assert 0 < distance(weights, plain) < 0.05
+            continue
+        assert differing(weights, plain) == []
+        for rank in ranks if job.engine == "compile" else ():
+            lines, header = rank["lines"], rank["table"]["header"]
+            assert f" for {DEPTH} layers, compiled once for equal ones" in header[0]
+            assert "not exact" not in header[1]
+            assert ("level 1" in header[0]) == (name not in ("budget", "config"))
+            assert not [line for line in lines if "graph break" in line or "NOT " in line or "as a whole" in line]
