@@ -37,6 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
@@ -281,6 +282,8 @@ class Trace:
         assert mode is not None
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if is_without_parts(tensor):
+                return fake_copy(tensor, mode)
             if not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)
             with mode:
