@@ -403,6 +403,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def constant(size: "int | torch.SymInt") -> int | None:
+    """A size that is no symbol of a trace; None: it is one."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
+
+
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
     torch._dynamo.mark_static(tensor, list(dims))
@@ -423,6 +430,11 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
         same = shapes.replacements.get(symbol, symbol)
         texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
     return texts
+
+
+def constant_numbers() -> contextlib.AbstractContextManager[None]:
+    """Within it whole numbers are constants of what is traced, as in any trace but one for all sizes."""
+    return torch._dynamo.config.patch(specialize_int=True)
 
 
 def size_guards() -> list[sympy.Basic]:
