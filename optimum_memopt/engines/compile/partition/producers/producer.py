@@ -71,6 +71,10 @@ class Producer:
         """The rows that are asked for by name."""
         return Matched()
 
+    def knowing(self, candidates: Sequence[Candidate]) -> "Producer":
+        """The same where the candidates of all graphs of a forward are known, which may change what names mean."""
+        return self
+
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The choice for a graph, which is read and not changed.
 

@@ -1,8 +1,8 @@
 """The producers of plans that the user states: a config, a level, a plan file."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
@@ -35,7 +35,13 @@ _HIGHER = 1.02
 
 @dataclass(frozen=True)
 class FromConfig(Producer):
+    """
+    Attributes:
+        rows: with how many candidates each, of all graphs of a forward; empty before they are known.
+    """
+
     config: PlanConfig
+    rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, selection: Selection) -> "FromConfig | None":
@@ -43,7 +49,7 @@ class FromConfig(Producer):
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """Each request with the row that it means; a count of more than there are means all, with a remark."""
-        frequencies = Counter(candidate.row for candidate in candidates)
+        frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
         matched = matching.match(self.config, frequencies, here="engine", translate=translate)
         too_many = (
             f"{request}: there are {frequencies[row]} only, all of them are on"
@@ -51,6 +57,9 @@ class FromConfig(Producer):
             if request.count != ALL and request.count > frequencies[row]
         )
         return replace(matched, remarks=(*matched.remarks, *too_many))
+
+    def knowing(self, candidates: Sequence[Candidate]) -> "FromConfig":
+        return replace(self, rows=Counter(candidate.row for candidate in candidates))
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
