@@ -393,6 +393,8 @@ class TracedForward:
         (*_, latest), analyzed = graph.variants.values(), graph.analyzed
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
+        if latest.partitioned.choice.is_for_all_runs and graph.asked is not None:
+            return latest
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
         with fx_graph.without_dispatch_modes():
             choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))

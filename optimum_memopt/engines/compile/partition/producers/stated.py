@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, TorchDefault, torchs_own
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, torchs_choice
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
@@ -111,6 +111,7 @@ class FromLevel(Producer):
             why=f"level {self.level}",
             candidates=chosen,
             matched=self.match(graph.candidates),
+            is_for_all_runs=True,
         )
         return choice if not chosen else _without_a_higher_peak(graph, choice)
 
@@ -135,7 +136,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
     if peak(simulation) <= _LOW * peak(simulate_everything_saved(problem)):
         return level
-    own, _ = torchs_own(graph)
+    own = torchs_choice(graph)
     by_level, by_torch = simulation.saved, problem.saving(_numbers(graph, own))
     most = _HIGHER * peak(simulate(problem, by_torch))
     layers: list[str] = []
@@ -143,7 +144,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
         layer = _recomputed_at_peak(problem, simulation)
         if not layer or layer in layers:
             why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
-            return replace(own, why=why, matched=level.matched)
+            return replace(own, why=why, matched=level.matched, is_for_all_runs=True)
         layers.append(layer)
         kept = {node for node in by_torch if problem.layers[node] in layers}
         kept |= {node for node in by_level if problem.layers[node] not in layers}
@@ -195,11 +196,11 @@ class FromPlanFile(Producer):
         same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
         if not same and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
-            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+            return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
         if plan.by_torch:
-            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+            return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         if graph.layer:
             plan = replace(plan, layers=tuple(entry for entry in plan.layers if graph.layer in entry.layers))
         nodes = {path: node for node, path in graph.paths.items()}
