@@ -174,7 +174,10 @@ class TracedForward:
         except Exception as error:
             if not self._regions.all or not self.is_first or own_error(error) is not None:
                 raise
-            self._without_regions(line_of(error))
+            self._say_whole(line_of(error))
+            self._regions = Regions((), weak_method(self._compile_alone))
+            self._compiled.clear()
+            self._variants.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
             traced = self._call(call)
@@ -189,23 +192,20 @@ class TracedForward:
         self._has_run, self._chooses = True, False
         return traced
 
-    def _without_regions(self, why: str) -> None:
-        """Trace the whole forward from now on. Raises UnsupportedModelError where that was asked not to be."""
+    def _say_whole(self, why: str) -> None:
+        """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
         if self._spec.unit == LAYER:
             raise UnsupportedModelError(
                 f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
                 "leave the flag out",
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
-        self._regions = Regions((), weak_method(self._compile_alone))
-        self._compiled.clear()
-        self._variants.clear()
 
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
-            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
+            self._say_whole("modules in them have hooks")
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
