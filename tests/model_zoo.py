@@ -17,6 +17,7 @@ STEPS = 16
 # Gemma 3's tokens around and in place of an image, which are beside the vocabulary.
 IMAGE_TOKENS, IMAGE_TOKEN, IMAGE_BEGINS, IMAGE_ENDS = 4, 2, 3, 4
 
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": PAD}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -131,6 +132,8 @@ class Case:
     labels: str = "labels"
     # How many its forward is traced into.
     graphs: int = 1
+    # Where layers are compiled by themselves, the gradients of what several of them read are summed in another order.
+    rounds_by_layer: bool = False
 
     @property
     def one_layer(self) -> dict[str, int]:
@@ -140,6 +143,14 @@ class Case:
         """
         keys = () if "layer_types" in self.arguments else ("num_hidden_layers", "n_layer", "num_layers")
         return {key: 1 for key in keys if key in self.arguments}
+
+    def deep(self, layers: int) -> dict[str, Any]:
+        """Arguments of the config: so many layers, of each type or in each stage where there are several."""
+        if stages := self.arguments.get("depths"):
+            return {"depths": [layers] * len(stages)}
+        if types := self.arguments.get("layer_types"):
+            return {"layer_types": list(types) * layers, "num_hidden_layers": len(types) * layers}
+        return {key: layers for key in _DEPTHS if key in self.arguments}
 
     @property
     def dropout(self) -> dict[str, float]:
@@ -232,17 +243,29 @@ ZOO: dict[str, Case] = {
         translation,
         # T5 starts from wide weights and does not scale its attention: wider ones saturate the softmax.
         weight_scale=1.0,
+        rounds_by_layer=True,
     ),
     "bart": Case(
         "BartForConditionalGeneration",
         "BartConfig",
         {**_SEQ2SEQ, "max_position_embeddings": 64, "forced_eos_token_id": None},
         translation,
+        rounds_by_layer=True,
     ),
     "vit": Case(
         "ViTForImageClassification",
         "ViTConfig",
         {**_SIZES, **_NO_DROPOUT, "image_size": IMAGE, "patch_size": 8, "num_labels": 3},
+        images,
+    ),
+    # Windows of the image, shifted in every second layer, which are given the image's sizes as numbers.
+    "swin": Case(
+        "SwinForImageClassification",
+        "SwinConfig",
+        {
+            **{"image_size": IMAGE, "patch_size": 2, "window_size": 2, "num_labels": 3},
+            **{"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], **_NO_DROPOUT, "drop_path_rate": 0.0},
+        },
         images,
     ),
     # Convolutions over spans of tokens.
@@ -276,6 +299,7 @@ ZOO: dict[str, Case] = {
         "WhisperConfig",
         {**_SEQ2SEQ, "num_mel_bins": MELS, "max_source_positions": FRAMES, "max_target_positions": 32},
         speech,
+        rounds_by_layer=True,
     ),
     # BatchNorm over a transposed input, and hidden states collected by hooks.
     "segformer": Case(
@@ -295,6 +319,16 @@ ZOO: dict[str, Case] = {
     # A gated DeltaNet, whose backward of a softplus has other strides than are traced, and then attention.
     "qwen3.5": Case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_LLAMA, **_DELTA_NET, "head_dim": 8}, masked_lm),
     "olmo-hybrid": Case("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_LLAMA, **_DELTA_NET}, masked_lm),
+    # The same with experts.
+    "qwen3-next": Case(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **{**_LLAMA, **_DELTA_NET, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1},
+            **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        },
+        masked_lm,
+    ),
     # A loop over the tokens of a layer, experts, and then attention.
     "jamba": Case(
         "JambaForCausalLM",
@@ -341,9 +375,9 @@ SMALL = Case(SmallForSequenceClassification, SmallConfig, {}, classification)
 SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3")
 SDPA += ("vit", "opt", "gemma", "patchtst")
 # Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
-# whose running statistics it would not keep.
-COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "olmo-hybrid", "jamba")
-COMPILE_ONLY += ("gemma3-vision", "patchtst", "qlora")
+# whose running statistics it would not keep, and Swin, whose layers change the sizes of their windows.
+COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "qwen3-next", "olmo-hybrid", "jamba")
+COMPILE_ONLY += ("swin", "gemma3-vision", "patchtst", "qlora")
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {

@@ -24,7 +24,7 @@ from tests.trainer_runs import collate, distance, log_lines, make, weights
 
 ROW = "Loss+:1:-1"
 # Those with a language model's loss whose graph is one, for all sizes.
-OTHERS = ("vit", "segformer", "patchtst", "gemma3-vision", "jamba")
+OTHERS = ("vit", "swin", "segformer", "patchtst", "gemma3-vision", "jamba")
 MODELS = sorted(name for name in ZOO if "classification" not in name and name not in OTHERS)
 VOCABULARY = 997
 

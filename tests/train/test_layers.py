@@ -1,15 +1,14 @@
-"""Equal layers that are compiled once: gradients, plans that differ by layer, and what is predicted of both."""
+"""Equal layers that are compiled once: plans that differ by layer, and what is predicted of them. Gradients of all
+models are in `test_matrix.py`."""
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.predict import step_predictor
@@ -25,25 +24,10 @@ from tests.train.test_step_memory import EXACT, measured
 from tests.trainer_runs import log_lines
 
 LAYERS = 5
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-# What several layers read, and their gradients of it, is summed in another order.
-ROUNDS = ("t5", "bart", "whisper")
-MODELS = (
-    *("roberta-mlm", "llama", "deberta-v2-mlm", "gpt2", "qwen3", "vit", "mixtral", "modernbert-mlm", "convbert-mlm"),
-    *("distilbert-mlm", "opt", "gemma", "qwen3.5", "olmo-hybrid", "patchtst"),
-    *ROUNDS,
-)
-FAST = ("roberta-mlm", "llama")
 
 
 def deep(name: str) -> torch.nn.Module:
-    case = ZOO[name]
-    changes: dict[str, Any] = {key: LAYERS for key in _DEPTHS if key in case.arguments}
-    if types := case.arguments.get("layer_types"):
-        changes = {"layer_types": list(types) * LAYERS, "num_hidden_layers": len(types) * LAYERS}
-    if name == "t5":
-        changes["num_decoder_layers"] = LAYERS
-    return case.build(**changes)
+    return ZOO[name].build(**ZOO[name].deep(LAYERS))
 
 
 def attached(model: torch.nn.Module, chosen: Selection, unit: str = LAYER) -> CompileEngine:
@@ -59,25 +43,6 @@ def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
 
 
-@pytest.mark.parametrize("name", nightly(MODELS, but=FAST))
-def test_layers_train_as_plain_pytorch(name: str) -> None:
-    model, case = deep(name), ZOO[name]
-    plain, batches = copy.deepcopy(model), [case.batch(), case.batch(3, 17)]
-    engine = attached(model, selection("level 1"))
-    check = assert_same_step if name in ROUNDS else assert_bitwise_same_step
-    check(model, plain, *batches)
-    header = engine.plans().header[0]
-    assert "compiled once for equal ones" in header
-    count = sum(map(len, layer_groups(model)))
-    assert f" for {count} layers" in header and count >= LAYERS - 1
-    saved, peak = measured(model, batches[0])
-    footprint = engine.predictor.footprint()
-    if not engine.predictor.caveat:
-        assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
-        assert footprint.activations == pytest.approx(peak, **EXACT)
-    engine.detach()
-
-
 @pytest.mark.parametrize("count", [1, 3, -1])
 def test_a_count_is_of_layers(count: int) -> None:
     model, batch = deep("roberta-mlm"), ZOO["roberta-mlm"].batch()
@@ -89,6 +54,17 @@ def test_a_count_is_of_layers(count: int) -> None:
     saved, peak = measured(model, batch)
     assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
     assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+def test_a_name_means_the_same_row_in_all_graphs() -> None:
+    """The graph behind GPT-2's layers has a normalization that the name would mean if there were none in them."""
+    model, batch = deep("gpt2"), ZOO["gpt2"].batch()
+    engine = attached(model, selection("LayerNormalization+Reshape+:1:-1"))
+    accumulate(model, [batch])
+    assert [(row.config, row.applied_count) for row in engine.plans().enabled] == [
+        ("LayerNormalization+Reshape+:1:-1", 2 * LAYERS)
+    ]
     engine.detach()
 
 
@@ -108,7 +84,7 @@ def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp
     model, batch = deep(name), case.batch(8, 48)
     plain = copy.deepcopy(model)
     engine, budget = within(model, batch, 0.7)
-    check = assert_same_step if name in ROUNDS else assert_bitwise_same_step
+    check = assert_same_step if case.rounds_by_layer else assert_bitwise_same_step
     check(model, plain, batch)
     predicted = engine.predictor.footprint()
     _, peak = measured(model, batch)

@@ -1,6 +1,7 @@
 """Every engine, model and plan: loss and gradients are those of plain PyTorch, bitwise on the compile engine.
 
-A new engine is a line in `OPTIONS` and its models in the parameters of a test, a new model a line in `model_zoo.py`.
+The compile engine compiles a forward as one graph, and again with equal layers compiled by themselves. A new way is a
+line in `WAYS` and its models in the parameters of a test, a new model a line in `model_zoo.py`.
 """
 
 import copy
@@ -18,8 +19,10 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
@@ -30,8 +33,14 @@ from tests.compiled import Split, recorded
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 from tests.rotation import nightly
+from tests.train.test_step_memory import EXACT, measured
 
-OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
+_AOT_EAGER = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+WAYS: dict[str, dict[str, Any]] = {
+    "ort": {"memory_opt_engine": "ort", "ort_fallback": False},
+    "compile": {**_AOT_EAGER, "memory_opt_unit": "model"},
+    "layers": {**_AOT_EAGER, "memory_opt_unit": "layer"},
+}
 PLANS = ("none", "one", "level 1", "level 2", "random")
 # After "level 1", whose graph it goes on with.
 ONE_ROW = "one row"
@@ -44,6 +53,10 @@ EVERY_PLAN = FAST
 # Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
 # where a graph has none of the plan's; and one that is traced again for each length.
 LEVEL_ONLY = ("gemma3-vision", "jamba")
+# By layers a model has so many, of each type where there are several: T5's first one has positions of its own.
+DEPTH = 3
+# Without equal layers.
+NO_LAYERS = ("albert-mlm", "segformer")
 
 
 @dataclass
@@ -56,6 +69,7 @@ class Pair:
     plain: torch.nn.Module
     engine: Engine
     folder: Path
+    way: str
     selection: Selection = field(default=Selection())
     # Training graphs that were made for the selection, where the engine is compile.
     partitions: list[Split] = field(default_factory=list)
@@ -83,7 +97,10 @@ class Pair:
         # As the engine does by itself. Caches lay keys and values out anew (GPT-2, T5), and products with them end in
         # other last bits.
         batches = tuple(without_key_value_cache(self.plain, (), batch) for batch in batches)
-        assert_bitwise_same_step(self.model, self.plain, *batches)
+        if self.way == "layers" and self.case.rounds_by_layer:
+            assert_same_step(self.model, self.plain, *batches, tolerance=1e-6)
+        else:
+            assert_bitwise_same_step(self.model, self.plain, *batches)
 
     def check_evaluation(self, batch: Batch) -> None:
         for model in (self.model, self.plain):
@@ -102,22 +119,23 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    engine_name, name, attention = request.param
+    way, name, attention = request.param
     case = ZOO[name]
     # ONNX Runtime draws masks of its own. With dropout a CPU has no fused attention.
-    model = case.build(attention, **(case.dropout if (engine_name, attention) == ("compile", "eager") else {}))
+    dropout = case.dropout if way != "ort" and attention == "eager" else {}
+    model = case.build(attention, **dropout, **(case.deep(DEPTH) if way == "layers" else {}))
     plain = copy.deepcopy(model)
     if case.rounds_when_traced:
         plain.compile(backend="aot_eager")
     folder = tmp_path_factory.mktemp(name)
-    options = dict(OPTIONS[engine_name])
-    if engine_name == "ort":
+    options = dict(WAYS[way])
+    if way == "ort":
         options["ort_save_onnx"] = str(folder)
-    engine = create(resolve(MemOptOptions(memory_opt_engine=engine_name, **options)))
+    engine = create(resolve(MemOptOptions(**options)))
     engine.attach(model)
     assert model.config._attn_implementation == attention
     with recorded() as partitions:
-        yield Pair(f"{name}-{attention}", case, model, plain, engine, folder, partitions=partitions)
+        yield Pair(f"{name}-{attention}", case, model, plain, engine, folder, way, partitions=partitions)
     engine.detach()
 
 
@@ -151,14 +169,34 @@ def check_applied(table: PlanTable, chosen: Selection) -> None:
     assert bool(table.enabled) == bool(chosen.level or chosen.config)
 
 
-def check_partition(partitions: list[Split], table: PlanTable) -> None:
+def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
     """The backward recomputes what the table says and nothing else, and draws no random number."""
-    recomputed: Counter[str] = Counter()
-    for split in partitions:
+    table, recomputed = engine.plans(), Counter()
+    splits = {(split.graph.digest, split.graph.choice.key): split for split in partitions}
+    assert len(engine.predictor.graphs) == len(partitions)
+    for graph, runs in zip(engine.predictor.graphs, engine.predictor.tape.runs, strict=True):
+        split = splits[graph.digest, graph.choice.key]
         assert not any(is_random(node) for node in split.backward.graph.nodes)
         found = (one for one in split.graph.candidates if one.activation.root.name in split.run_in_backward)
-        recomputed.update(one.row for one in found if one.strategy is not Strategy.OFFLOAD)
-    assert not table.enabled or recomputed == {row.config: row.applied_count for row in table.enabled}
+        for one in found:
+            recomputed[one.row] += runs if one.strategy is not Strategy.OFFLOAD else 0
+    assert not table.enabled or +recomputed == {row.config: row.applied_count for row in table.enabled}
+
+
+def check_layers(pair: Pair, batch: Batch) -> None:
+    """Each equal layer runs under a graph that was compiled once, and what they hold together is predicted."""
+    engine, layers = pair.engine, sum(map(len, layer_groups(pair.model)))
+    assert f" graphs for {layers} layers, compiled once for equal ones" in engine.plans().header[0]
+    torch.manual_seed(0)
+    saved, peak = measured(pair.model, batch)
+    # Which may have running statistics.
+    torch.manual_seed(0)
+    accumulate(pair.plain, (batch,))
+    if not engine.predictor.caveat:
+        assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+        # One gradient of a layer's output too many where the graph behind the layers reads one token of it.
+        most = {"rel": 0.05, "abs": 64} if "classification" in pair.name else EXACT
+        assert engine.predictor.activations() == pytest.approx(peak, **most)
 
 
 def check_executed(folder: Path, table: PlanTable) -> None:
@@ -176,9 +214,9 @@ def check_executed(folder: Path, table: PlanTable) -> None:
     assert set(found) == expected
 
 
-def cells(engine: str, attention: str, names: Collection[str], plans: Collection[str] = PLANS) -> list[Any]:
+def cells(way: str, attention: str, names: Collection[str], plans: Collection[str] = PLANS) -> list[Any]:
     """Each model of these names under each plan; a model's plans follow one another and share its `pair`."""
-    models = [(engine, *model) for model in MODELS if model[1] == attention and model[0] in names]
+    models = [(way, *model) for model in MODELS if model[1] == attention and model[0] in names]
     return [
         pytest.param(
             model, plan, id="-".join((*model, plan)), marks=[] if is_fast(*model, plan) else [pytest.mark.nightly]
@@ -188,13 +226,13 @@ def cells(engine: str, attention: str, names: Collection[str], plans: Collection
     ]
 
 
-def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
+def is_fast(way: str, name: str, attention: str, plan: str) -> bool:
     """True for the cells of `make test`: each fast model under a plan, and with ort, the quicker one, every plan.
 
     Random plans of the compile engine are for `test_random_plans.py` there, one row for `test_trainer_compile.py`.
     """
-    every_plan = (engine, name, attention) == ("ort", FAST[0], "eager")
-    every_model = plan == "level 1" and name in FAST and (engine, attention) != ("compile", "sdpa")
+    every_plan = (way, name, attention) == ("ort", FAST[0], "eager")
+    every_model = plan == "level 1" and name in FAST and (way, attention) != ("compile", "sdpa")
     return every_plan or every_model
 
 
@@ -203,9 +241,15 @@ def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
     [
         *cells("ort", "eager", ZOO.keys() - set(COMPILE_ONLY)),
         *cells("ort", "sdpa", ZOO.keys() - set(COMPILE_ONLY)),
-        *cells("compile", "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
-        *cells("compile", "eager", ZOO.keys() - set(EVERY_PLAN) - set(LEVEL_ONLY), ("level 1", "random")),
-        *cells("compile", "eager", LEVEL_ONLY, ("level 1",)),
+        *(
+            cell
+            for way, left_out in (("compile", ()), ("layers", NO_LAYERS))
+            for cell in (
+                *cells(way, "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
+                *cells(way, "eager", ZOO.keys() - {*EVERY_PLAN, *LEVEL_ONLY, *left_out}, ("level 1", "random")),
+                *cells(way, "eager", LEVEL_ONLY, ("level 1",)),
+            )
+        ),
         *cells("compile", "sdpa", ZOO, ("level 1",)),
     ],
     indirect=["pair"],
@@ -231,8 +275,11 @@ def check(pair: Pair, plan: str) -> None:
         if pair.name.startswith("segformer"):
             # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
             del pair.partitions[:-1]
-        assert len(pair.partitions) == case.graphs
-        check_partition(pair.partitions, table)
+        check_partition(pair.partitions, engine)
+        if pair.way == "layers":
+            check_layers(pair, case.batch(4, 12))
+        else:
+            assert len(pair.partitions) == case.graphs
 
     pair.check_step(case.batch(3, 7, seed=1))
     if engine.name == "ort":
@@ -250,12 +297,12 @@ def check_one_row(pair: Pair) -> None:
     before = pair.engine.plans()
     for length in (17, 5):
         pair.check_step(pair.case.batch(1, length, seed=2))
-    alone = pair.engine.plans()
-    assert len(pair.partitions) == 2
+    alone, graphs = pair.engine.plans(), 2 * len(pair.engine.predictor.graphs)
+    assert len(pair.partitions) == graphs
     # DeBERTa repeats its position embeddings for each row: for one row that is nothing to stash.
     assert 2 < len(alone.enabled) <= len(before.enabled)
     pair.check_step(pair.case.batch(2, 6, seed=7))
-    assert len(pair.partitions) == 2
+    assert len(pair.partitions) == graphs
 
 
 # One that cannot be exported and one that is exported and cannot run.

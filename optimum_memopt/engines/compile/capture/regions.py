@@ -153,6 +153,8 @@ class Regions:
         ]
         # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
         self._results: dict[Hashable, Any] = {}
+        # Of what a region's layers are given, see `_constants`.
+        self._constants: dict[Region, list[Any]] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
         closed = [] if only_layers else [layer for group in groups for layer in group.values()]
         self._sharded = ShardedModules(closed, opened)
@@ -209,8 +211,14 @@ class Regions:
     ) -> Any:
         before = self.layer, self._current
         self.layer, self._current = path, region
+        given = list(zip(dynamo.tree_leaves((args, kwargs)), self._constants.get(region, ()), strict=False))
+        for value, constant in given:
+            if isinstance(value, torch.Tensor) and isinstance(constant, list):
+                dynamo.mark_static(value, [dim for dim, size in enumerate(constant) if size is not None])
+        numbers = [constant for value, constant in given if type(value) is int]
         try:
-            return self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
+            with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
+                return self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
         finally:
             self.layer, self._current = before
 
@@ -238,6 +246,8 @@ class Regions:
     ) -> Any:
         """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's."""
         given, structure = dynamo.tree_flatten((args, kwargs))
+        constants = list(map(_constants, given))
+        self._constants[region] = list(map(_common, constants, self._constants.get(region, constants)))
         known = all(isinstance(value, _DESCRIBED) for value in given)
         key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
         if known and key in self._results:
@@ -257,6 +267,20 @@ class Regions:
 
 # Kinds of values of which `_described` says all that results depend on.
 _DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def _constants(value: Any) -> Any:
+    """A number, or the sizes of a tensor; None for each that is a symbol where dynamo traces what is around layers."""
+    if isinstance(value, torch.Tensor):
+        return list(map(dynamo.constant, value.shape))
+    return dynamo.constant(value) if isinstance(value, int | torch.SymInt) else None
+
+
+def _common(one: Any, other: Any) -> Any:
+    """What two layers have in common."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return list(map(_common, one, other))
+    return one if one == other else None
 
 
 def _copied(value: Any) -> Any:

@@ -176,7 +176,10 @@ class TracedForward:
         except Exception as error:
             if not self._regions.all or not self.is_first or own_error(error) is not None:
                 raise
-            self._without_regions(line_of(error))
+            self._say_whole(line_of(error))
+            self._regions = Regions((), weak_method(self._compile_alone))
+            self._compiled.clear()
+            self._variants.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
             traced = self._call(call)
@@ -191,8 +194,8 @@ class TracedForward:
         self._has_run, self._chooses = True, False
         return traced
 
-    def _without_regions(self, why: str) -> None:
-        """Trace the whole forward from now on. Raises UnsupportedModelError where that was asked not to be."""
+    def _say_whole(self, why: str) -> None:
+        """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
         if self._spec.only_layers:
             raise UnsupportedModelError(
                 f"the layers of {self._name}, around which its parameters are gathered, cannot be compiled by "
@@ -205,15 +208,12 @@ class TracedForward:
                 "leave the flag out",
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
-        self._regions = Regions((), weak_method(self._compile_alone))
-        self._compiled.clear()
-        self._variants.clear()
 
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
-            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
+            self._say_whole("modules in them have hooks")
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
@@ -400,6 +400,8 @@ class TracedForward:
         """The variant for this run of the graph."""
         (*_, latest), analyzed = graph.variants.values(), graph.analyzed
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
+            return latest
+        if latest.partitioned.choice.is_for_all_runs and graph.asked is not None:
             return latest
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
         with fx_graph.without_dispatch_modes():

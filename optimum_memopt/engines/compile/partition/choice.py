@@ -21,6 +21,7 @@ class Choice:
         candidates: those that are on, in the order of the graph's candidates.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
+        is_for_all_runs: every run of the graph has the same, and none is asked about.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -30,6 +31,7 @@ class Choice:
     matched: Matched = field(default_factory=Matched)
     mismatch: str = ""
     torchs_graphs: Modules | None = None
+    is_for_all_runs: bool = False
 
     @property
     def recomputed(self) -> tuple[Candidate, ...]:

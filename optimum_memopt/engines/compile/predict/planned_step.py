@@ -161,7 +161,7 @@ class PlannedStep:
                     model,
                     batch,
                     graphs,
-                    show(model, partitioned, graphs[0].tape, batch, resident, producer, spec, run),
+                    show(model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, run),
                     run,
                 )
 

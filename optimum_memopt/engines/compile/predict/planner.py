@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext, step
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.logs import best_effort, get_logger
@@ -102,7 +103,7 @@ class Planner(Generic[_P]):
         return self._spec.producer.bound is not None
 
     def plan(self, attempt: Callable[[], _P], again: Callable[[], None]) -> _P:
-        """Plan until the step is within the budget.
+        """Plan until all graphs of the forward are known, and its step is within the budget.
 
         Args:
             attempt: runs the forward, whose graphs ask `choose`.
@@ -112,7 +113,12 @@ class Planner(Generic[_P]):
             DoesNotFitError: no plan fits.
         """
         if not self.solves:
-            return attempt()
+            planned = attempt()
+            if planned.predictor is not None and self._know(planned.predictor.graphs):
+                del planned
+                again()
+                planned = attempt()
+            return planned
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
@@ -165,6 +171,18 @@ class Planner(Generic[_P]):
                     "graphs that the budget's plan was not solved for run with as little saved as level 1 has"
                 )
         return choice or self.producer.choose(graph, state.choices)
+
+    def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
+        """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
+        if len(graphs) == 1:
+            return False
+        producer = self.producer.knowing([candidate for graph in graphs for candidate in graph.candidates])
+        self._spec = replace(self._spec, producer=producer)
+        return any(
+            {candidate.row for candidate in graph.candidates} & producer.match(graph.candidates).requests.keys()
+            != graph.choice.matched.requests.keys()
+            for graph in graphs
+        )
 
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""

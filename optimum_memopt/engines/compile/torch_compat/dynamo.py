@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
@@ -282,6 +283,8 @@ class Trace:
         assert mode is not None
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if is_without_parts(tensor):
+                return fake_copy(tensor, mode)
             if not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)
             with mode:
@@ -401,6 +404,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def constant(size: "int | torch.SymInt") -> int | None:
+    """A size that is no symbol of a trace; None: it is one."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
+
+
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
     torch._dynamo.mark_static(tensor, list(dims))
@@ -421,6 +431,11 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
         same = shapes.replacements.get(symbol, symbol)
         texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
     return texts
+
+
+def constant_numbers() -> contextlib.AbstractContextManager[None]:
+    """Within it whole numbers are constants of what is traced, as in any trace but one for all sizes."""
+    return torch._dynamo.config.patch(specialize_int=True)
 
 
 def size_guards() -> list[sympy.Basic]:

@@ -152,6 +152,12 @@ def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_
         return copy.deepcopy(value, memo)
 
 
+def is_without_parts(tensor: torch.Tensor) -> bool:
+    """True for one of a subclass that is not made of other tensors, which has no fake tensors of its own."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return not is_plain and not is_traceable_wrapper_subclass(tensor)
+
+
 def fake_model(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
     """A copy of a model whose parameters and buffers have no data, and the mode to run it in.
 

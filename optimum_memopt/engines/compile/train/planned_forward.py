@@ -154,6 +154,7 @@ class PlannedForward:
         self.table: PlanTable | None = None
         self.plan_file: PlanFile | None = None
         self.predictors: Predictors | None = None
+        self._remarks: tuple[str, ...] = ()
 
     @property
     def is_compiled(self) -> bool:
@@ -177,7 +178,7 @@ class PlannedForward:
             MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or the
                 compiled forward fails under a plan that must hold.
         """
-        if self.is_compiled or not self.planner.solves:
+        if self.is_compiled:
             return self._run(call)
         before = ForwardState.of(self._model, with_buffers=True)
 
@@ -189,7 +190,10 @@ class PlannedForward:
             self._traced.choose_again()
             before.restore(self._model)
 
-        return self.planner.plan(attempt, again).outputs
+        outputs = self.planner.plan(attempt, again).outputs
+        for remark in self._remarks:
+            get_logger().warning(remark)
+        return outputs
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
         """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
@@ -278,8 +282,7 @@ class PlannedForward:
         resident = self.planner.resident(self._traced.held)
         earlier = self._traced.held_after if resident == self._traced.held else 0
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, self._spec, runs_before=earlier)
-        for remark in shown.remarks:
-            get_logger().warning(remark)
+        self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)
             self._traced.say(

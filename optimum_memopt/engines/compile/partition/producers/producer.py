@@ -46,7 +46,7 @@ class SolvedForward:
         if saved is None:
             return None
         if saved.is_by_torch:
-            return replace(TorchDefault().choose(graph), why=self.why)
+            return replace(torchs_choice(graph), why=self.why)
         nodes = tuple(graph.joint.nodes[number] for number in saved.saved)
         offloaded = frozenset(graph.joint.nodes[number] for number in saved.offloaded)
         chosen = {*recomputed(graph.candidates, frozenset(nodes))}
@@ -70,6 +70,10 @@ class Producer:
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """The rows that are asked for by name."""
         return Matched()
+
+    def knowing(self, candidates: Sequence[Candidate]) -> "Producer":
+        """The same where the candidates of all graphs of a forward are known, which may change what names mean."""
+        return self
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The choice for a graph, which is read and not changed.
@@ -114,23 +118,28 @@ class TorchDefault(Producer):
         return cls()
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        forward, backward = graph.partition_by_torch()
-        (output,) = forward.graph.find_nodes(op="output")
-        saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
-        # By name: torch's partitioner has copied the graph.
-        names, roots = {node.name for node in saved}, {root(node).name for node in saved}
-        nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
-        return Choice(
-            nodes_to_save=tuple(node for node in nodes if node.name in names),
-            why="no plan: torch's own partition",
-            auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
-            torchs_graphs=(forward, backward),
-        )
+        return replace(torchs_choice(graph), is_for_all_runs=True)
+
+
+def torchs_choice(graph: AnalyzedGraph) -> Choice:
+    """torch's own partition, which takes seconds for a large graph."""
+    forward, backward = graph.partition_by_torch()
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
+    # By name: torch's partitioner has copied the graph.
+    names, roots = {node.name for node in saved}, {root(node).name for node in saved}
+    nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
+    return Choice(
+        nodes_to_save=tuple(node for node in nodes if node.name in names),
+        why="no plan: torch's own partition",
+        auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
+        torchs_graphs=(forward, backward),
+    )
 
 
 def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Schedule]:
     """torch's own partition, and what its two graphs hold."""
-    choice = TorchDefault().choose(graph)
+    choice = torchs_choice(graph)
     assert choice.torchs_graphs is not None
     parameters = frozenset(node.name for node in graph.static_inputs)
     return choice, schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, parameters, graph.cuda)

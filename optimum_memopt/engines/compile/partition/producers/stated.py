@@ -1,8 +1,8 @@
 """The producers of plans that the user states: a config, a level, a plan file."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, TorchDefault, torchs_own
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, torchs_choice
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
@@ -35,7 +35,13 @@ _HIGHER = 1.02
 
 @dataclass(frozen=True)
 class FromConfig(Producer):
+    """
+    Attributes:
+        rows: with how many candidates each, of all graphs of a forward; empty before they are known.
+    """
+
     config: PlanConfig
+    rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, selection: Selection) -> "FromConfig | None":
@@ -43,7 +49,7 @@ class FromConfig(Producer):
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """Each request with the row that it means; a count of more than there are means all, with a remark."""
-        frequencies = Counter(candidate.row for candidate in candidates)
+        frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
         matched = matching.match(self.config, frequencies, here="engine", translate=translate)
         too_many = (
             f"{request}: there are {frequencies[row]} only, all of them are on"
@@ -51,6 +57,9 @@ class FromConfig(Producer):
             if request.count != ALL and request.count > frequencies[row]
         )
         return replace(matched, remarks=(*matched.remarks, *too_many))
+
+    def knowing(self, candidates: Sequence[Candidate]) -> "FromConfig":
+        return replace(self, rows=Counter(candidate.row for candidate in candidates))
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
@@ -102,6 +111,7 @@ class FromLevel(Producer):
             why=f"level {self.level}",
             candidates=chosen,
             matched=self.match(graph.candidates),
+            is_for_all_runs=True,
         )
         return choice if not chosen else _without_a_higher_peak(graph, choice)
 
@@ -126,7 +136,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
     if peak(simulation) <= _LOW * peak(simulate_everything_saved(problem)):
         return level
-    own, _ = torchs_own(graph)
+    own = torchs_choice(graph)
     by_level, by_torch = simulation.saved, problem.saving(_numbers(graph, own))
     most = _HIGHER * peak(simulate(problem, by_torch))
     layers: list[str] = []
@@ -134,7 +144,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
         layer = _recomputed_at_peak(problem, simulation)
         if not layer or layer in layers:
             why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
-            return replace(own, why=why, matched=level.matched)
+            return replace(own, why=why, matched=level.matched, is_for_all_runs=True)
         layers.append(layer)
         kept = {node for node in by_torch if problem.layers[node] in layers}
         kept |= {node for node in by_level if problem.layers[node] not in layers}
@@ -186,11 +196,11 @@ class FromPlanFile(Producer):
         same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
         if not same and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
-            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+            return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
         if plan.by_torch:
-            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+            return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         if graph.layer:
             plan = replace(plan, layers=tuple(entry for entry in plan.layers if graph.layer in entry.layers))
         nodes = {path: node for node, path in graph.paths.items()}
