@@ -154,6 +154,13 @@ def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
     return lambda: setattr(plugin, "activation_checkpointing", True)
 
 
+def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The norm that accelerate shards together with the head (1.15); None: it finds none."""
+    find = getattr(importlib.import_module("accelerate.utils.fsdp_utils"), "_find_final_norm", None)
+    norm: torch.nn.Module | None = None if find is None else find(model)
+    return norm
+
+
 def world_size() -> int:
     """Processes in torch's process group; 1 without one."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()

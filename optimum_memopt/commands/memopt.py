@@ -268,6 +268,13 @@ class PlanCommand(BaseOptimumCLICommand):
             help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
         )
         parser.add_argument(
+            "--fsdp",
+            type=int,
+            metavar="RANKS",
+            help="Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer "
+            "under FSDP2 shards them (default: 1, not sharded).",
+        )
+        parser.add_argument(
             "--trainable",
             metavar="PATTERN[,PATTERN]",
             help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "

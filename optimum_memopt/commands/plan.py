@@ -29,7 +29,7 @@ from optimum_memopt.report.data import of_estimate, of_way
 from optimum_memopt.report.page import render
 
 # What only a prediction has.
-_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss")
+_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss", "fsdp")
 PLAIN_WAYS = "plain"
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 
@@ -123,7 +123,7 @@ def autocast_of(args: Any) -> str:
 
 def _check(args: Any) -> None:
     """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    for name in ("steps", "max_runs", "gradient_accumulation_steps"):
+    for name in ("steps", "max_runs", "gradient_accumulation_steps", "fsdp"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
     if args.max_runs is not None and not args.measure:
@@ -157,7 +157,7 @@ def _check(args: Any) -> None:
 
 def _check_plain(args: Any) -> None:
     """Refuse what plain PyTorch does not have. Raises MemOptError."""
-    for flag in ("config", "level", "budget", "plan", "loss", "compiler", "budget_curve", "output", "measure"):
+    for flag in ("config", "level", "budget", "plan", "loss", "compiler", "budget_curve", "output", "measure", "fsdp"):
         if getattr(args, flag):
             raise MemOptError(f"--{flag} with --ways plain: is the engine's; leave one of the two out")
     if args.symbolic or "," in args.batch_size:
@@ -223,9 +223,12 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         args.optim or DEFAULT,
         args.gradient_accumulation_steps or 1,
         args.loss or AUTO,
+        fsdp=args.fsdp or 1,
     )
     engine = factory(resolved.engine)
-    plain = engine.plain_ways(workload, spec, args.keep_outputs) if len(sizes) == 1 else ()
+    # Plain PyTorch is simulated on one device.
+    has_plain = len(sizes) == 1 and spec.fsdp == 1
+    plain = engine.plain_ways(workload, spec, args.keep_outputs) if has_plain else ()
     header = _header(workload, spec)
     if args.ways == PLAIN_WAYS:
         return PlanOutput({"ways": to_dict(plain)}, to_text(plain, header), "", ways=plain)

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Beyond as many rows or tokens torch's operators index with more than 32 bits.
+_MOST_RANKS = 2**20
 _SIZE = Annotated[int | None, Numbers(1, 2**31)]
 
 
@@ -57,6 +58,7 @@ def plan(
     peft: str | None = None,
     padding: bool = True,
     keep_outputs: bool = False,
+    fsdp: int = 1,
 ) -> "Estimate":
     """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
 
@@ -81,6 +83,8 @@ def plan(
         peft: PEFT's adapter as `r=16,target=all-linear`, or the path of an adapter_config.json; None: none.
         padding: rows are of different lengths, so that models have masks.
         keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
+        fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the
+            step is that of one of them. 1: not sharded.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
@@ -113,6 +117,7 @@ def plan(
     options.check()
     device = None if device is None else fspath(device)
     spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps, loss)
+    spec = replace(spec, fsdp=checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)]))
     return Estimate(engine, workload, resolve(options).selection, spec, checked("keep_outputs", keep_outputs, bool))
 
 
@@ -234,6 +239,8 @@ class Estimate:
     def ways(self) -> tuple[Way, ...]:
         """The ways to train side by side: plain PyTorch, Trainer's checkpointing, the engine without a plan, level 1,
         and what is selected; takes some seconds at the first call."""
+        if self._spec.fsdp > 1:
+            raise MemOptError("ways together with fsdp: plain PyTorch is simulated on one device; leave fsdp out")
         plain = factory(self._engine).plain_ways(self._workload, self._spec, self._keeps_outputs)
         return (*plain, *self._ask(self._selection, with_ways=True).ways)
 

@@ -27,6 +27,8 @@ class StepSpec:
         autocast: `bfloat16` or `float16`; empty: float32.
         loss: `auto`, `plain` or `chunked`, as the engine computes it.
         unit: `auto`, `layer` or `model`, as the engine compiles it.
+        fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; 1: not
+            sharded.
     """
 
     device: str | None = None
@@ -36,6 +38,7 @@ class StepSpec:
     gradient_accumulation_steps: int = 1
     loss: str = AUTO
     unit: str = AUTO
+    fsdp: int = 1
 
 
 THIS_MACHINE = StepSpec()

@@ -33,7 +33,7 @@ from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph
 from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -225,7 +225,7 @@ class TracedForward:
         self._ran = {}
         self._turns.clear()
         self._choices.clear()
-        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs)))
+        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs, fully_shard.gathered(self._model))))
         try:
             with (
                 configured(compiles=is_first),

@@ -118,13 +118,14 @@ def footprint_of(
 
 
 def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:
-    """Parameters that get a gradient, and with it states of the optimizer.
+    """Parameters that get a gradient, and with it states of the optimizer; of sharded ones this rank's share.
 
     Args:
         untrained: names of those that require one and get none; see `without_gradient`.
     """
     parameters = parameters_of(model).items()
-    return [parameter for name, parameter in parameters if parameter.requires_grad and name not in untrained]
+    trainable = (each for name, each in parameters if each.requires_grad and name not in untrained)
+    return list(map(fully_shard.local, trainable))
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -149,7 +150,7 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of these tensors, each counted once."""
-    return sum(fully_shard.bytes_here(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(fully_shard.local(tensor).nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -158,11 +159,11 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
-        return [fully_shard.bytes_here(tensor) for tensor in parameters for _ in range(2)]
+        return [tensor.nbytes for tensor in parameters for _ in range(2)]
     states = (value for state in optimizer.state.values() for value in state.values())
     # The step count of each parameter, a scalar, is left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
-    return [fully_shard.bytes_here(tensor) for tensor in tensors.values()]
+    return [fully_shard.local(tensor).nbytes for tensor in tensors.values()]
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
@@ -180,7 +181,7 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
         return 0
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
         return tensor_bytes(parameters)
-    return 2 * max(map(fully_shard.bytes_here, parameters))
+    return 2 * max(tensor.nbytes for tensor in parameters)
 
 
 def step_timeline(

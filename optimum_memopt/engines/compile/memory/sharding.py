@@ -6,9 +6,8 @@ gathered meanwhile. The gradients of a group are held until its reduce-scatter h
 next group's.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -88,62 +87,6 @@ def sharding_of(model: torch.nn.Module, opened: frozenset[str]) -> Sharding | No
 
     root = next((group(state) for state in states if "" in state.modules), None)
     return Sharding(tuple(group(state) for state in states if "" not in state.modules), root, states[0].ranks)
-
-
-def planned_sharding(
-    model: torch.nn.Module,
-    units: Sequence[Collection[str]],
-    opened: Collection[str],
-    ranks: int,
-    gathered: torch.dtype | None = None,
-    reduced: torch.dtype | None = None,
-    reshards: bool = True,
-) -> Sharding:
-    """That of a model which FSDP2 is going to shard along the first dimension.
-
-    Args:
-        units: paths of the modules that are sharded together, by group.
-        opened: paths of open modules, which are not gathered again.
-        gathered: the type that parameters are gathered in, `param_dtype` of its policy; None: their own.
-        reduced: that gradients are reduced in, `reduce_dtype`; None: that of the parameters.
-    """
-    inputs = getattr(model, "get_input_embeddings", lambda: None)()
-    seen: set[torch.nn.Parameter] = set()
-
-    def group(modules: Collection[str], own: Sequence[torch.nn.Parameter]) -> ShardedGroup:
-        shares = [math.ceil(each.shape[0] / ranks) * each[0].numel() if each.dim() else 1 for each in own]
-        # Of each: elements of a share, and bytes of one as it is gathered, reduced and kept.
-        sizes = [
-            (
-                share,
-                (gathered or each.dtype).itemsize,
-                (reduced or gathered or each.dtype).itemsize,
-                each.dtype.itemsize,
-            )
-            for share, each in zip(shares, own, strict=True)
-        ]
-        trained = [size for size, each in zip(sizes, own, strict=True) if each.requires_grad]
-        is_open = not set(opened).isdisjoint(modules)
-        return ShardedGroup(
-            tuple(modules),
-            ranks * sum(share * width for share, width, _, _ in sizes),
-            sum(share * width for share, width, _, kept in sizes if width != kept),
-            ranks * sum(share * width for share, _, width, _ in trained),
-            sum(share * kept for share, _, _, kept in trained),
-            reshards and not is_open,
-            is_open,
-            not any(model.get_submodule(path) is inputs for path in modules),
-        )
-
-    groups: list[ShardedGroup] = []
-    for modules in units:
-        held = [p for path in modules for p in model.get_submodule(path).parameters() if p not in seen]
-        seen.update(held)
-        if held:
-            groups.append(group(modules, list(dict.fromkeys(held))))
-    rest = [parameter for parameter in model.parameters() if parameter not in seen]
-    root = replace(group(("",), rest), reshards=False) if rest else None
-    return Sharding(tuple(groups), root, ranks)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,10 @@ class TapeRecorder:
 
     def _number(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, torch.nn.Parameter):
-            return self._parameters.setdefault(id(tensor), next(self._numbers))
+            number = self._parameters.setdefault(id(tensor), next(self._numbers))
+            # FSDP2 gives a layer views of those that it is called with.
+            self._storages[dynamo.storage_id(tensor)] = dynamo.StorageWeakRef(tensor.untyped_storage()), number
+            return number
         address = dynamo.storage_id(tensor)
         known = self._storages.get(address)
         if known is None or known[0].expired():

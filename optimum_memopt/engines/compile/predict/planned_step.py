@@ -1,5 +1,6 @@
 """A training step that is traced on fake tensors, for a device that may not be here."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpe
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.device_standin import stand_in_place, traced_for
+from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks, shard
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
@@ -113,6 +115,10 @@ class PlannedStep:
         return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
+    def is_sharded(self) -> bool:
+        return self.spec.fsdp > 1
+
+    @property
     def capacity(self) -> Capacity:
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
@@ -137,9 +143,16 @@ class PlannedStep:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
         """
         # What a workload draws is none of the caller's random numbers.
-        forked = torch.random.fork_rng(devices=[])
-        with forked, traced_for(self.target, self.autocast_dtype, self.here.type), dynamo.fake_tensors():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            mesh = stack.enter_context(planned_ranks(self.spec.fsdp, self.here.type)) if self.is_sharded else None
+            # Accelerate gathers half precision where it would else cast.
+            autocast = None if self.is_sharded else self.autocast_dtype
+            stack.enter_context(traced_for(self.target, autocast, self.here.type))
+            stack.enter_context(dynamo.fake_tensors())
             model, batch = build(self.workload, self.here)
+            if mesh is not None:
+                shard(model, mesh, self.autocast_dtype)
             selection = self._selection_for(model)
             config, loss = loss_mode(selection, self.spec.loss)
             producer = producer_for(replace(selection, config=config))

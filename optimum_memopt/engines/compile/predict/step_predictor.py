@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
     footprint_of,
+    parameters_of,
     state_sizes,
     step_timeline,
     tensor_bytes,
@@ -30,6 +31,7 @@ from optimum_memopt.engines.compile.memory.inductor_programs import program_even
 from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, bytes_left_by, compose, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fully_shard import local
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 
@@ -352,7 +354,7 @@ class StepMemoryPredictor:
         if not self._is_on_cuda:
             return None
         model = self._living_model()
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [*map(local, parameters_of(model).values()), *model.buffers()]
         return allocator_peak(
             [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
             step.events,

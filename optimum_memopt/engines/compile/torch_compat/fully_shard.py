@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def sharded_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -94,6 +95,18 @@ def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def gathered(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of a sharded model that are whole; none of any other model."""
+    parameters: list[torch.Tensor] = list(model.parameters())
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    return whole if len(whole) < len(parameters) else []
+
+
+def fake_group(ranks: int) -> None:
+    """Make a process group whose collectives move nothing; this process is its first rank."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
 def is_sharded(module: torch.nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
@@ -121,6 +134,6 @@ def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype if is_sharded(module) else None  # type: ignore[operator]
 
 
-def bytes_here(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor on this rank."""
-    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

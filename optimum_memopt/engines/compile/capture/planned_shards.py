@@ -1,0 +1,65 @@
+"""A model that is sharded as a Trainer under FSDP2 shards it, in one process that stands for one rank of several.
+
+FSDP2 itself runs, on fake tensors, in a process group that moves nothing.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from optimum_memopt.compat import final_norm
+from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
+from optimum_memopt.errors import MemOptError
+
+
+@contextlib.contextmanager
+def planned_ranks(ranks: int, device: str) -> Iterator[DeviceMesh]:
+    """A process group of which this process is the first rank.
+
+    Raises:
+        MemOptError: this process is in one already.
+    """
+    if torch.distributed.is_initialized():
+        raise MemOptError("steps of several ranks are predicted in a process that is not itself one of several")
+    # torch puts the rank in front of each line of a traceback from then on.
+    before = sys.excepthook
+    fake_group(ranks)
+    try:
+        yield init_device_mesh(device, (ranks,))
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = before
+
+
+def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
+    """Shard a model as accelerate does (1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`): each layer, embeddings,
+    the last norm with the head, and the rest.
+
+    Args:
+        half: of its mixed precision; None: none.
+    """
+    policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
+    if half is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    equal = {layer for group in layer_groups(model) for layer in group.values()}
+    for module in reversed(list(model.modules())):
+        is_layer = type(module).__name__ in names if names else module in equal
+        if is_layer and module is not model:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    inside = {inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()}
+    embeddings, head = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
+    is_tied = head is not None and getattr(embeddings, "weight", None) is head.weight
+    if embeddings is not None and not is_tied and embeddings not in inside:
+        fully_shard(embeddings, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    last = (final_norm(model), *((embeddings,) if is_tied else ()), head)
+    if tail := [module for module in last if module is not None and module not in inside]:
+        fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,108 @@
+"""FSDP2: a rank's step is predicted to the byte. torch's `fake` process group moves nothing and allocates nothing, so
+that what is measured in one process is what a rank itself allocates."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from optimum_memopt import MemOptError, optimize, plan
+from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from tests.rotation import nightly
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+# Of each: what is sharded beside layers and the model, and how; what is planned.
+CASES: dict[str, dict[str, Any]] = {
+    "no_plan": {"units": ["embed", "tail"]},
+    "level": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}},
+    "root": {"plan": {"memory_opt_level": 1}},
+    "gathered": {
+        "units": ["embed", "tail"],
+        "plan": {"memory_opt_level": 1},
+        "shard": {"reshard_after_forward": False},
+    },
+    "frozen": {"trained": "q_proj", "plan": {"memory_opt_level": 1}},
+    "half": {"units": ["embed", "tail"], "shard": {"mp_policy": HALF}},
+    "many": {"units": ["tail"], "plan": {"memory_opt_level": 1}, "ranks": 1024},
+}
+
+
+@contextlib.contextmanager
+def sharded(
+    units: tuple[str, ...] = (), shard: dict[str, Any] | None = None, trained: str = "", ranks: int = 8
+) -> Iterator[LlamaForCausalLM]:
+    model = LlamaForCausalLM(CONFIG)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    more = shard or {}
+    with planned_ranks(ranks, "cpu") as mesh:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, **more)
+        if "embed" in units:
+            fully_shard(model.model.embed_tokens, mesh=mesh, **more)
+        if "tail" in units:
+            fully_shard([model.model.norm, model.lm_head], mesh=mesh, **{**more, "reshard_after_forward": False})
+        more.pop("reshard_after_forward", None)
+        fully_shard(model, mesh=mesh, **more)
+        yield model
+
+
+@pytest.mark.parametrize("name", nightly(CASES, but=["level", "frozen"]))
+def test_a_step_is_predicted_to_the_byte(name: str) -> None:
+    case = dict(CASES[name])
+    wanted = case.pop("plan", {})
+    ids = torch.randint(3, 512, (4, 64))
+    mask = torch.ones_like(ids)
+    mask[0, 50:] = 0
+    with sharded(**case) as model:
+        engine = optimize(
+            model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain", **wanted
+        )
+
+        def step() -> tuple[int, int]:
+            model.zero_grad(set_to_none=True)
+            up, saved, loss = allocated(lambda: model(input_ids=ids, attention_mask=mask, labels=ids).loss)
+            down, _, _ = allocated(loss.backward)
+            return saved, max(up, saved + down)
+
+        step()
+        saved, peak = step()
+        assert isinstance(engine, CompileEngine) and engine.predictor is not None
+        footprint = engine.predictor.footprint()
+        parameters = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        assert footprint.parameters == parameters
+        # The loss itself.
+        assert abs(engine.predictor.saved() - saved) <= 64
+        assert abs(footprint.activations - peak) <= 64
+
+
+def test_a_rank_is_planned_without_any() -> None:
+    whole, rank, level = (
+        plan(CONFIG, "text-generation", batch_size=4, seq_len=64, device="h100", compiler="aot_eager", **more)
+        for more in ({}, {"fsdp": 8}, {"fsdp": 8, "level": 1})
+    )
+    assert "FSDP2 on 8 ranks" in rank.table.header[0] and "ranks" not in whole.table.header[0]
+    assert whole.breakdown["optimizer"] == 8 * rank.breakdown["optimizer"]
+    assert level.peak < rank.peak < whole.peak
+    excepthook = sys.excepthook
+    budget = (level.peak + 2 * rank.peak) // 3 // 2**20
+    within = plan(CONFIG, "text-generation", batch_size=4, seq_len=64, device="h100", fsdp=8, budget=f"{budget}MiB")
+    assert within.peak <= budget * 2**20
+    assert sys.excepthook is excepthook and not torch.distributed.is_initialized()
+
+
+def test_plain_pytorch_is_not_simulated_on_ranks() -> None:
+    estimate = plan(CONFIG, "text-generation", batch_size=4, seq_len=64, device="h100", fsdp=2)
+    with pytest.raises(MemOptError, match="ways together with fsdp: plain PyTorch is simulated on one device"):
+        _ = estimate.ways
+    with planned_ranks(2, "cpu"), pytest.raises(MemOptError, match="in a process that is not itself one of several"):
+        plan(CONFIG, "text-generation", batch_size=4, seq_len=64, fsdp=2)
