@@ -112,7 +112,7 @@ def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequen
 def sizes_of_runs(
     graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
 ) -> tuple[Tape, Sequence[SymbolValues]]:
-    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problem_of`."""
+    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problems_of_runs`."""
     tape = graphs[0].tape
     partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
     schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
@@ -125,14 +125,13 @@ def sizes_of_runs(
     return resized(tape, schedules, [graph.sizes for graph in graphs], named)
 
 
-def problem_of(
-    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
-) -> TapeProblem:
-    """The graphs of a forward as one problem.
+def problems_of_runs(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
+) -> tuple[Tape, tuple[Problem, ...]]:
+    """The tape for a batch, and the problem of each of its calls.
 
     Args:
         sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
-        accumulates: see `compose`.
     """
     tape, of_runs = sizes_of_runs(graphs, sizes)
     problems: dict[object, Problem] = {}
@@ -142,7 +141,14 @@ def problem_of(
         if key not in problems:
             problems[key] = graphs[call.graph].problem_at(values)
         runs.append(problems[key])
-    return problem_of_tape(tape, runs, accumulates)
+    return tape, tuple(runs)
+
+
+def problem_of(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
+) -> TapeProblem:
+    """The graphs of a forward as one problem; see `problems_of_runs` and `compose`."""
+    return problem_of_tape(*problems_of_runs(graphs, sizes), accumulates)
 
 
 def forward_solver(
@@ -158,7 +164,7 @@ def forward_solver(
 
 
 def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
-    """The solver for a batch of these sizes; see `problem_of`."""
+    """The solver for a batch of these sizes; see `problems_of_runs`."""
     forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
     return ForwardSolver(forward, host_of(graphs, forward, step))
 
