@@ -7,6 +7,9 @@ import pytest
 
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs.costs import Costs, roofline
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory.sharding import planned_sharding
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import compose
@@ -25,12 +28,17 @@ MODELS = ["roberta-mlm", "llama", "deberta-v2-mlm", "t5", "gpt2"]
 _CHANGES = {"t5": {"num_layers": 3, "num_decoder_layers": 3}}
 
 
-def captured(name: str) -> tuple[CapturedGraph, ...]:
+def captured(name: str, *sizes: int, **changes: int) -> tuple[CapturedGraph, ...]:
     case = ZOO[name]
-    mode, model = fake_model(case.build(**_CHANGES.get(name, {})))
+    mode, model = fake_model(case.build(**_CHANGES.get(name, changes)))
     spec = TraceSpec("aot_eager", unit=LAYER)
     with mode:
-        return Capture(model, (), fake_copy(dict(case.batch()), mode), spec, chosen_by(FromLevel(1))).run()
+        batch = fake_copy(dict(case.batch(*sizes)), mode)
+        return Capture(model, (), batch, spec, chosen_by(FromLevel(1))).run(estimated)
+
+
+def estimated(graph: AnalyzedGraph) -> Costs:
+    return roofline(graph.joint, graph.size_hints, DEVICES["H100"], fused=True)
 
 
 def sharded(name: str, graphs: tuple[CapturedGraph, ...]) -> tuple[CapturedGraph, ...]:
@@ -68,3 +76,12 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, is_sharde
         for problem, nodes in zip(forward.runs, forward.of_runs(plan.saved), strict=True)
     ]
     assert compose(tape, events).peak() == plan.peak
+
+
+def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
+    """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
+    graphs = captured("llama", 32, 48, num_hidden_layers=5)
+    solver = ForwardSolver(problem_of(graphs, [graph.sizes for graph in graphs]))
+    plan = solver.cheapest(solver.lowest)
+    assert plan.peak == solver.lowest
+    assert plan.extra_seconds < 0.95 * solver.solver.plan(solver.solver.lowest).extra_seconds
