@@ -9,7 +9,7 @@ from budget_graphs import Shape, forward
 from shared import to_markdown
 
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, problem_of, saved_by_run
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, problem_of
 from optimum_memopt.memory.peak_monitor import MIB
 
 SHAPES = {
@@ -22,20 +22,19 @@ QUICK = {"RoBERTa": Shape("roberta", 4, 64, 4, 32)}
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 
 
-def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, tuple[int, ...], dict[str, float]]:
-    """A model's forward, the graph of each of its runs, and CPU seconds of tracing and of what is solved once."""
+def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, dict[str, float]]:
+    """A model's forward, and CPU seconds of tracing and of what is solved once."""
     begin = time.process_time()
     graphs = forward(shape, unit)
     traced = time.process_time()
     solver = ForwardSolver(problem_of(graphs, [graph.sizes for graph in graphs]))
     solver.solver.prepare()
-    runs = tuple(call.graph for call in graphs[0].tape.calls)
-    return solver, runs, {"tracing": traced - begin, "preparing": time.process_time() - traced}
+    return solver, {"tracing": traced - begin, "preparing": time.process_time() - traced}
 
 
 def compared(shape: Shape) -> dict[str, Any]:
     """Extra seconds of both units' plans at the same budgets."""
-    (model, _, of_model), (layer, runs, of_layer) = (solved(shape, unit) for unit in (MODEL, LAYER))
+    (model, of_model), (layer, of_layer) = (solved(shape, unit) for unit in (MODEL, LAYER))
     low, high = max(model.lowest, layer.lowest), model.everything
     base = model.solver.seconds
     budgets = []
@@ -44,16 +43,14 @@ def compared(shape: Shape) -> dict[str, Any]:
         begin = time.process_time()
         whole = model.cheapest(budget)
         between = time.process_time()
-        plan = layer.cheapest(budget)
-        merged = layer.saving(saved_by_run(layer, plan, budget, runs))
-        assert max(whole.peak, merged.peak) <= budget
+        by_layer = layer.cheapest(budget)
+        assert max(whole.peak, by_layer.peak) <= budget
         budgets.append(
             {
                 "share": share,
                 "budget": budget,
                 "model": whole.extra_seconds,
-                "layer": merged.extra_seconds,
-                "any": plan.extra_seconds,
+                "layer": by_layer.extra_seconds,
                 "solving": (between - begin, time.process_time() - between),
             }
         )
@@ -86,7 +83,6 @@ def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "budget MiB": f"{at['budget'] / MIB:.0f}",
                 **more,
                 "more, of the step": f"{(at[LAYER] - at[MODEL]) / found['seconds']:+.2%}",
-                "with any number of variants": f"{(at['any'] - at[MODEL]) / found['seconds']:+.2%}",
                 "CPU-s": " / ".join(f"{seconds:.2f}" for seconds in at["solving"]),
             }
 

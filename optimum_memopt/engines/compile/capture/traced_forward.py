@@ -425,9 +425,7 @@ class TracedForward:
         untrained = without_gradient([*(earlier.gradients for earlier in self._ran), gradients])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, tuple(self._choices), untrained, self._progress, is_all)
-        regions = self._regions
-        turn, at_once = self._turn(analyzed), regions.layers_at_once
-        return replace(analyzed, layer=regions.layer, turn=turn, layers_at_once=at_once), state
+        return replace(analyzed, layer=self._regions.layer, turn=self._turn(analyzed)), state
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
@@ -452,6 +450,7 @@ class TracedForward:
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         cuda = spec.target.cuda if spec.target is not None else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), traced.layer)
+        graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph
         choice = self._choose(*self._question(traced, graph, gradients))
