@@ -12,6 +12,7 @@ Parts:
   estimated for an H100.
 - `steps`: step times of models that a CPU trains, against the solver's at the same peak.
 - `solver`: against all subsets of a layer's activations, and how long it takes.
+- `units`: where layers are compiled by themselves, against the whole forward.
 - `ragged`: one plan for the largest of many batches of real text.
 
 What is in --json is not repeated, so that the parts may run in pieces. Needs matplotlib for the plot (the extra
@@ -33,6 +34,7 @@ import budget_cases
 import budget_ragged
 import budget_solver
 import budget_steps
+import budget_units
 from shared import fill
 
 from optimum_memopt.compat import installed_version
@@ -43,6 +45,7 @@ PARTS: dict[str, Any] = {
     "baselines": budget_baselines,
     "steps": budget_steps,
     "solver": budget_solver,
+    "units": budget_units,
     "ragged": budget_ragged,
 }
 

@@ -1,6 +1,7 @@
 """Joint graphs of models that are too large for this machine, traced on fake tensors, for budget.py."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, n
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
-from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
@@ -88,7 +90,9 @@ def make_config(shape: Shape) -> Any:
         # With dropout within attention a CPU has no fused attention.
         return transformers.RobertaConfig(**sizes, vocab_size=50_265, attention_probs_dropout_prob=0.0)
     if shape.kind == "llama":
-        config = transformers.LlamaConfig(**sizes, vocab_size=128_256, num_key_value_heads=8, tie_word_embeddings=True)
+        config = transformers.LlamaConfig(
+            **sizes, vocab_size=128_256, num_key_value_heads=math.gcd(shape.hidden // 64, 8), tie_word_embeddings=True
+        )
         config.use_cache = False
         return config
     return transformers.DebertaV2Config(
@@ -135,14 +139,14 @@ def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
     return engine
 
 
-def trace(
-    shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Any:
-    """The result of `look` for a model's joint graph, as a Trainer would train it.
+def forward(
+    shape: Shape, unit: str = MODEL, dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[CapturedGraph, ...]:
+    """The graphs of a model as a Trainer would train it, with the times that the device is estimated to need.
 
     Args:
         shape: of the model.
-        look: called once.
+        unit: compiled as one, of `options.UNITS`.
         dynamic: sizes of the batch stay symbols.
         dtype: of autocast; float32: without.
     """
@@ -155,14 +159,26 @@ def trace(
     with dynamo.fake_tensors(), no_init_weights(), autocast:
         model, batch = build(shape)
         model.tie_weights()
-        (graph,) = Capture(model, (), batch, TraceSpec("aot_eager", dynamic), everything_saved).run()
-        assert graph.analyzed is not None
-        return look(graph.analyzed)
+        spec = TraceSpec("aot_eager", dynamic, unit=unit)
+        return Capture(model, (), batch, spec, everything_saved).run(_roofline)
+
+
+def trace(
+    shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """The result of `look`, which is called once, for the joint graph of a model that is one; see `forward`."""
+    (graph,) = forward(shape, MODEL, dynamic, dtype)
+    assert graph.analyzed is not None
+    return look(graph.analyzed)
+
+
+def _roofline(graph: AnalyzedGraph) -> Costs:
+    return roofline(graph.joint, graph.size_hints, DEVICE, fused=True)
 
 
 def estimated(graph: AnalyzedGraph) -> Problem:
     """With the times that the device is estimated to need, as `--device` of `optimum-cli memopt plan` has them."""
-    return problem_of(graph, roofline(graph.joint, graph.size_hints, DEVICE, fused=True).seconds)
+    return problem_of(graph, _roofline(graph).seconds)
 
 
 def saved_by_torch(graph: AnalyzedGraph, budget: float) -> frozenset[str]:

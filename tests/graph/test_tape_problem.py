@@ -10,6 +10,9 @@ from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs.costs import Costs, roofline
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.options import LAYER
@@ -27,22 +30,27 @@ MODELS = ["roberta-mlm", "llama", "deberta-v2-mlm", "t5", "gpt2"]
 _CHANGES = {"t5": {"num_layers": 3, "num_decoder_layers": 3}}
 
 
-def captured(name: str, ranks: int = 1) -> tuple[CapturedGraph, ...]:
+def captured(name: str, *sizes: int, ranks: int = 1, **changes: int) -> tuple[CapturedGraph, ...]:
     case = ZOO[name]
-    mode, model = fake_model(case.build(**_CHANGES.get(name, {})))
+    mode, model = fake_model(case.build(**_CHANGES.get(name, changes)))
     spec = TraceSpec("aot_eager", unit=LAYER)
     with planned_ranks(ranks, "cpu") if ranks > 1 else contextlib.nullcontext() as mesh, mode:
         if mesh is not None:
             for layer in [layer for group in layer_groups(model) for layer in group.values()]:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        return Capture(model, (), fake_copy(dict(case.batch()), mode), spec, chosen_by(FromLevel(1))).run()
+        batch = fake_copy(dict(case.batch(*sizes)), mode)
+        return Capture(model, (), batch, spec, chosen_by(FromLevel(1))).run(estimated)
+
+
+def estimated(graph: AnalyzedGraph) -> Costs:
+    return roofline(graph.joint, graph.size_hints, DEVICES["H100"], fused=True)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm", "llama"]))
 def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, is_sharded: bool) -> None:
-    graphs = captured(name, 8 if is_sharded else 1)
+    graphs = captured(name, ranks=8 if is_sharded else 1)
     tape = graphs[0].tape
     assert len(tape.calls) > len(graphs) > 1
     forward = problem_of(graphs, [graph.sizes for graph in graphs])
@@ -64,3 +72,12 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, is_sharde
         for problem, nodes in zip(forward.runs, forward.of_runs(plan.saved), strict=True)
     ]
     assert 0 <= plan.peak - compose(tape, events).peak() <= (0.05 * plan.peak if name == "t5" else 0)
+
+
+def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
+    """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
+    graphs = captured("llama", 32, 48, num_hidden_layers=5)
+    solver = ForwardSolver(problem_of(graphs, [graph.sizes for graph in graphs]))
+    plan = solver.cheapest(solver.lowest)
+    assert plan.peak == solver.lowest
+    assert plan.extra_seconds < 0.95 * solver.solver.plan(solver.solver.lowest).extra_seconds

@@ -10,12 +10,14 @@ from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.predict.steps import of_workload
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload
-from optimum_memopt.sizes import parse_budget
+from optimum_memopt.sizes import Budget, parse_budget
 from tests.saved_configs import save
 
 BIG = {"vocab_size": 3000, "n_layer": 2, "n_embd": 64, "n_positions": 64}
@@ -64,9 +66,9 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
 def test_without_a_plan_no_product_is_computed_twice(steps):
     """As torch's own partition has it, which saves views."""
     for graph in steps.graphs.values():
-        problem, found = graph._problem(24), graph._simulation("no plan", 24)
+        problem, found = graph._batch(24, False).problem, graph._simulation("no plan", 24, False)
         assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
-        assert found.peak <= graph._solver(24).everything.peak
+        assert found.peak <= graph._batch(24, False).solver.everything
 
 
 def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
@@ -104,7 +106,8 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 def test_work_follows_from_that_of_two_batches(steps):
     for graph in steps.graphs.values():
-        analyzed, sizes = graph._graph.analyzed, partial(graph._graph.sizes_of, tokens=LENGTH)
+        (one,) = graph._graphs
+        analyzed, sizes = one.analyzed, partial(one.sizes_of, tokens=LENGTH)
         found = times.estimated(analyzed, sizes, DEVICES["H100"])(240)
         exact = [times._on(DEVICES["H100"], work) for work in works(analyzed.joint, sizes(240))]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
@@ -112,7 +115,7 @@ def test_work_follows_from_that_of_two_batches(steps):
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    graph = steps.graphs[False]._graph
+    (graph,) = steps.graphs[False]._graphs
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
@@ -123,7 +126,7 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    graph = steps.graphs[False]._graph
+    (graph,) = steps.graphs[False]._graphs
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     asked = []
 
@@ -152,7 +155,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
     graph = steps.graphs[False]
-    floor = graph._footprint(rows, False, graph._solver(rows).layers_recomputed.peak).peak
+    floor = graph._footprint(rows, False, graph._batch(rows, False).solver.solver.layers_recomputed.peak).peak
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")
     assert within.fits(chosen, rows, False)
@@ -171,3 +174,64 @@ def test_checkpointing_of_any_batch_takes_what_it_takes_by_itself(steps, folder,
     workload = Workload(folder, "text-generation", rows, LENGTH)
     live = plain_step(workload, StepSpec("h100", "aot_eager"), Training(every))
     assert steps.step(plan(steps, name), rows, False).peak == live.peak
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("deep"), "gpt2", **{**BIG, "n_layer": 6})
+
+
+@pytest.fixture(scope="module")
+def by_unit(deep_folder):
+    workload = Workload(deep_folder, "text-generation", seq_len=LENGTH)
+    return {
+        unit: of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager", unit=unit))
+        for unit in (LAYER, MODEL)
+    }
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", ["no plan", "level 1"])
+def test_layers_take_what_their_plan_is_predicted_to_take(by_unit, deep_folder, name, accumulates):
+    """With a batch of other rows than the traced ones."""
+    steps = by_unit[LAYER]
+    assert len(steps.graphs[True]._graphs) > 1
+    spec = StepSpec("h100", "aot_eager", unit=LAYER, gradient_accumulation_steps=1 + accumulates)
+    selection = Selection(level=1) if name == "level 1" else Selection()
+    expected = estimate(Workload(deep_folder, "text-generation", 24, LENGTH), selection, spec)
+    found = steps.step(plan(steps, name, True), 24, accumulates)
+    assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
+
+
+def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
+    level, free = (by_unit[LAYER].step(plan(by_unit[LAYER], name, True), 24, False) for name in ("level 1", "no plan"))
+    budget = (level.peak + free.peak) // 2
+    found = {
+        unit: steps.within(budget).step(plan(steps.within(budget), "budget", True), 24, False)
+        for unit, steps in by_unit.items()
+    }
+    spec = StepSpec("h100", "aot_eager", unit=LAYER)
+    workload = Workload(deep_folder, "text-generation", 24, LENGTH)
+    expected = estimate(workload, Selection(budget=Budget(f"{budget} bytes", budget)), spec)
+    assert found[LAYER].peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
+    assert found[LAYER].peak <= budget
+    # As good as that of the whole forward.
+    assert found[LAYER].recomputing <= 1.2 * found[MODEL].recomputing
+
+
+def test_layers_are_traced_once(by_unit):
+    operators = {
+        unit: sum(len(graph.analyzed.joint.nodes) for graph in steps.graphs[True]._graphs)
+        for unit, steps in by_unit.items()
+    }
+    assert operators[LAYER] < 0.5 * operators[MODEL]
+
+
+def test_checkpointed_layers_recompute_as_much_by_themselves(by_unit):
+    for name in ("every layer", "every 2 layers"):
+        layer, model = (
+            steps.step(plan(steps, f"Trainer's checkpointing, {name}"), 24, False).recomputing
+            for steps in by_unit.values()
+        )
+        # Each layer casts its own mask.
+        assert layer == pytest.approx(model, rel=0.2)

@@ -7,6 +7,7 @@ this torch is known to be new enough.
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,6 +131,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
         budget = options.budget
         assert budget is not None
+        spec = replace(spec, unit=options.memory_opt_unit)
         if isinstance(workload, ModelOfRun):
             may_chunk = options.memory_opt_loss != PLAIN and not workload.reads_logits
             return of_model(workload.model, workload.make_batch, budget, spec, workload.tokens, may_chunk)

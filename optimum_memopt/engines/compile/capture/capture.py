@@ -10,6 +10,7 @@ from optimum_memopt.compat import fsdp_version
 from optimum_memopt.engines.compile.capture.traced_forward import (
     Choose,
     ForwardArgs,
+    GraphChoices,
     GraphInForward,
     TracedCall,
     TracedForward,
@@ -95,11 +96,12 @@ class Capture:
         check_model(model)
         self._model, self._args, self._inputs, self._reader = model, args, inputs, reader
         self._place = training_forward(model)
-        self._traced = TracedForward(model, self._place.plain_forward, replace(spec, is_run=False), choose)
+        self._traced = TracedForward(model, self._place.plain_forward, replace(spec, is_run=False))
+        self._choices = GraphChoices(choose)
 
     def choose_again(self) -> None:
         """Ask in the next run what is chosen for each graph; none is traced again."""
-        self._traced.choose_again()
+        self._choices = GraphChoices(self._choices.choose)
 
     def run(
         self, costs_of: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
@@ -139,7 +141,8 @@ class Capture:
 
         def train(*args: Any, **kwargs: Any) -> Any:
             kwargs = without_key_value_cache(self._model, args, kwargs)
-            calls.append(self._traced(ForwardArgs(args, kwargs, not self._reader, self._reader)))
+            given = ForwardArgs(args, kwargs, not self._reader, self._reader)
+            calls.append(self._traced(given, self._choices))
             return calls[-1].outputs
 
         checkpointing = Checkpointing(self._model)

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Var
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
-from optimum_memopt.engines.compile.graph.symbols import input_sizes
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes
 from optimum_memopt.engines.compile.loss.decide import (
     LossDecision,
     LossMode,
@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.loss.decide import (
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.sharding import Sharding, sharding_of
-from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
+from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
@@ -49,7 +49,6 @@ class TraceSpec:
 
     Attributes:
         strict: what is asked for and is not in the graphs is an error.
-        purpose: for which batches, for log lines; empty: for all.
         target: the device that it is planned for; None: where the model lies.
         is_run: programs are compiled and run; False: the graphs are only looked at.
         unit: what is compiled as one, of `options.UNITS`.
@@ -61,7 +60,6 @@ class TraceSpec:
     loss: LossMode = field(default_factory=LossMode)
     strict: bool = True
     smoothing: LabelSmoothing | None = None
-    purpose: str = ""
     target: Device | None = None
     is_run: bool = True
     unit: str = MODEL
@@ -103,12 +101,34 @@ class GraphInForward:
 Choose = Callable[[AnalyzedGraph, GraphInForward], Choice]
 
 
+@dataclass(eq=False)
+class GraphChoices:
+    """What is chosen for the graphs of a forward, once for each; other batches may have choices of their own.
+
+    Attributes:
+        purpose: for which batches, for log lines; empty: for all.
+        has_run: a forward has run with them.
+        sizes: of each graph in its first run with them.
+        variants: by graph, layer and turn.
+        partitions: the same by graph and the key of the choice.
+        seen: graphs that have run with them.
+    """
+
+    choose: Choose
+    purpose: str = ""
+    has_run: bool = False
+    sizes: dict[TracedGraph, SymbolValues] = field(default_factory=dict)
+    variants: dict[tuple[TracedGraph, str, int], Variant] = field(default_factory=dict)
+    partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
+    seen: set[PartitionedGraph] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class TracedCall:
     """One call of a forward.
 
     Attributes:
-        graphs: those of `ran` that had not run in an earlier call.
+        graphs: those of `ran` that had not run in an earlier call with the same choices.
         ran: graphs in the order of their first runs, and in `analyzed` their joint graphs.
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
@@ -125,16 +145,17 @@ class TracedCall:
 
 
 class TracedForward:
-    """Compiles at its first call, and again for arguments of another kind.
+    """Traces at its first call, and again for arguments of another kind; partitions what was traced for all choices.
 
     Attributes:
+        spec: how.
         held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
             same forward.
-        is_first: the last call was the first with its kind of arguments.
+        is_first: the last call was the first with its kind of arguments, or with its choices.
     """
 
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec, choose: Choose) -> None:
-        self._model, self._forward, self._spec, self._choose = model, forward, spec, choose
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
+        self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model)
         # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
@@ -145,77 +166,75 @@ class TracedForward:
         groups = regions_of(model, spec.unit)
         opened = opened_modules(model) if groups else ()
         self._regions = Regions(groups, weak_method(self._compile_alone), opened, spec.only_layers)
-        # By graph, layer and turn.
-        self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
-        # Of the current call: how often each graph has run for a layer, the choice of each run, its keyword arguments,
-        # who reads its outputs, the graphs that have run, and the one that was partitioned last.
+        # Of the current call: its choices, how often each graph has run for a layer, the choice of each run, its
+        # keyword arguments, who reads its outputs, the graphs that have run, and the one that was partitioned last.
+        self._chosen: GraphChoices | None = None
         self._turns: Counter[tuple[str, str]] = Counter()
         self._choices: list[Choice] = []
         self._inputs: Mapping[str, Any] = {}
         self._reader = ""
         self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
-        # Of all calls.
-        self._seen: set[PartitionedGraph] = set()
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
         self._sharding: Sharding | None = None
-        self._has_run = self._chooses = False
+        self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
 
-    def __call__(self, call: ForwardArgs) -> TracedCall:
-        """Run the forward. Where it raises in a first call, random generators and buffers are as they were before.
+    def __call__(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall:
+        """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
+        first call, random generators and buffers are as they were before.
 
         Raises:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
+        self._chosen = choices
         try:
-            traced = self._call(call)
+            traced = self._call(call, choices)
         except Exception as error:
             if not self._regions.all or not self.is_first or own_error(error) is not None:
                 raise
             self._say_whole(line_of(error))
             self._regions = Regions((), weak_method(self._compile_alone))
             self._compiled.clear()
-            self._variants.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
-            traced = self._call(call)
+            traced = self._call(call, choices)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
             self.say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._compiled.clear()
             self._has_run = True
-            traced = self._call(call)
+            traced = self._call(call, choices)
             assert traced is not None
-        self._has_run, self._chooses = True, False
+        self._has_run = choices.has_run = True
         return traced
 
     def _say_whole(self, why: str) -> None:
         """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
-        if self._spec.only_layers:
+        if self.spec.only_layers:
             raise UnsupportedModelError(
                 f"the layers of {self._name}, around which its parameters are gathered, cannot be compiled by "
                 f"themselves ({why})",
                 "use ZeRO stage 0, 1 or 2",
             )
-        if self._spec.unit == LAYER:
+        if self.spec.unit == LAYER:
             raise UnsupportedModelError(
                 f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
                 "leave the flag out",
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
-    def _call(self, call: ForwardArgs) -> TracedCall | None:
+    def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them have hooks")
-        key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
-        self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
+        key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
+        self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
@@ -251,8 +270,8 @@ class TracedForward:
             before.restore(self._model)
             return None
         ran, self._ran = self._ran, {}
-        graphs = tuple(graph for graph in ran if graph not in self._seen)
-        self._seen.update(graphs)
+        graphs = tuple(graph for graph in ran if graph not in choices.seen)
+        choices.seen.update(graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
         if not self._has_run:
             paths = {module: path for path, module in self._model.named_modules()}
@@ -268,14 +287,6 @@ class TracedForward:
     def has_regions(self) -> bool:
         """True where layers are compiled by themselves."""
         return self._regions.are_closed
-
-    def choose_again(self) -> None:
-        """Ask in the next call what each graph is to be compiled for; none is traced again."""
-        for graph, *_ in self._variants:
-            graph.asked = None
-        self._variants.clear()
-        self._seen.clear()
-        self._chooses = True
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -296,25 +307,25 @@ class TracedForward:
             )
             self.say(f"compiling another training graph for other hooks or another caller: {outputs}")
         forward = self._wrapped(call)
-        return forward if self._spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
+        return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
     def _compile_alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._forwards.append(forward)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        return dynamo.compile_alone(forward, weak_method(self._backend), self._spec.dynamic)
+        return dynamo.compile_alone(forward, weak_method(self._backend), self.spec.dynamic)
 
     def _wrapped(self, call: ForwardArgs) -> Callable[..., Any]:
-        forward, smoothing = self._forward, self._spec.smoothing
+        forward, smoothing = self._forward, self.spec.smoothing
         if smoothing is not None:
             forward = smoothing.wrap(forward, functools.partial(cross_entropy, smoothing))
         if call.loss_only:
             forward = with_detached_outputs(forward)
-        return without_logits(forward) if self._spec.loss.drops_logits(call.reader) else forward
+        return without_logits(forward) if self.spec.loss.drops_logits(call.reader) else forward
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
-        losses, reasons = decide_losses(module.graph, self._spec.loss, self._reader)
+        losses, reasons = decide_losses(module.graph, self.spec.loss, self._reader)
         if any(loss.is_chunked for loss in losses):
             module.recompile()
         for reason in reasons:
@@ -359,7 +370,7 @@ class TracedForward:
             tuple(names.get(node.name, "") for node in placeholders),
             losses,
             self._regions.layer,
-            not self._spec.only_layers and any(map(dynamo.is_all_of, self._forwards)),
+            not self.spec.only_layers and any(map(dynamo.is_all_of, self._forwards)),
             trace is None and not self._regions.layer,
             None if traced is None else weakref.ref(traced),
             trace,
@@ -378,11 +389,11 @@ class TracedForward:
         return called
 
     def _run(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
-        layer, turn = self._regions.layer, self._turn(graph.analyzed)
+        choices, layer, turn = self._current, self._regions.layer, self._turn(graph.analyzed)
         key = graph, layer, turn
-        variant = self._variants.get(key)
+        variant = choices.variants.get(key)
         if variant is None:
-            variant = self._variants[key] = self._variant(graph)
+            variant = choices.variants[key] = self._variant(graph, choices, args)
         self._tape.before(variant.programs, args, layer, turn, graph.parameters)
         results = variant.run(*args)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
@@ -396,27 +407,41 @@ class TracedForward:
         """See `Call`; 0 for a graph of which nothing is trained."""
         return 0 if analyzed is None else self._turns[analyzed.digest, self._regions.layer]
 
-    def _variant(self, graph: TracedGraph) -> Variant:
+    def _variant(self, graph: TracedGraph, choices: GraphChoices, args: Sequence[Any]) -> Variant:
         """The variant for this run of the graph."""
         (*_, latest), analyzed = graph.variants.values(), graph.analyzed
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
-        if latest.partitioned.choice.is_for_all_runs and graph.asked is not None:
+        is_asked = graph.asked is not None and graph.asked[0] is choices
+        if is_asked and latest.partitioned.choice.is_for_all_runs:
             return latest
+        partitioned = latest.partitioned
+        if graph not in choices.sizes:
+            now = partitioned.timeline.values(sizes_of(args)) if partitioned.timeline is not None else {}
+            choices.sizes[graph] = {**analyzed.size_hints, **now}
+        analyzed = replace(analyzed, size_hints=choices.sizes[graph])
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
         with fx_graph.without_dispatch_modes():
-            choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))
+            choice = choices.choose(*self._question(graph, analyzed, partitioned.gradients))
+            own = choices.partitions.get((graph, choice.key))
+            if own is not None:
+                return own
             same = graph.variants.get(choice.key)
             if same is None or same.partitioned is None:
                 return self._compile_variant(graph)
-            if same.partitioned.choice.why != choice.why:
-                partitioned = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
-                same = graph.variants[choice.key] = replace(same, partitioned=partitioned, analyzed=analyzed)
-            return same
+            chosen = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
+            own = replace(same, partitioned=chosen.with_sizes(analyzed.size_hints), analyzed=analyzed)
+            choices.partitions[graph, choice.key] = own
+            return own
 
     @property
-    def _place(self) -> tuple[int, str]:
-        return len(self._tape.graphs), self._regions.layer
+    def _current(self) -> GraphChoices:
+        assert self._chosen is not None
+        return self._chosen
+
+    @property
+    def _place(self) -> tuple[GraphChoices, int, str]:
+        return self._current, len(self._tape.graphs), self._regions.layer
 
     def _question(
         self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool]
@@ -425,36 +450,39 @@ class TracedForward:
         untrained = without_gradient([*(earlier.gradients for earlier in self._ran), gradients])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, tuple(self._choices), untrained, self._progress, is_all)
-        regions = self._regions
-        turn, at_once = self._turn(analyzed), regions.layers_at_once
-        return replace(analyzed, layer=regions.layer, turn=turn, layers_at_once=at_once), state
+        return replace(analyzed, layer=self._regions.layer, turn=self._turn(analyzed)), state
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
         partition = functools.partial(weak_method(self._partition), graph)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
-            saw = programs.add if self._spec.is_run else None
-            run = compile_graph(self._spec.compiler, graph.graph, given or graph.inputs, partition, saw, self.say)
+            saw = programs.add if self.spec.is_run else None
+            run = compile_graph(self.spec.compiler, graph.graph, given or graph.inputs, partition, saw, self.say)
         variant, key = Variant(run, programs, None, None), ""
         if self._partitioned is not None:
             analyzed, partitioned = self._partitioned
             key = partitioned.choice.key
             variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed)
         graph.asked, graph.variants[key] = self._place, variant
+        self._current.partitions[graph, key] = variant
         return variant
 
     def _partition(
         self, traced: TracedGraph, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        spec, number = self._spec, len(self._ran) + 1
+        spec, number = self.spec, len(self._ran) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         cuda = spec.target.cuda if spec.target is not None else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), traced.layer)
+        graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph
-        choice = self._choose(*self._question(traced, graph, gradients))
+        # Names were found by the sizes of the batch that it was traced with.
+        sizes = self._current.sizes.setdefault(traced, graph.size_hints)
+        graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
+        choice = self._current.choose(*self._question(traced, graph, gradients))
         partitioned_graph, modules = partitioned(
             graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
         )
@@ -470,9 +498,9 @@ class TracedForward:
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         if not is_first:
             return contextlib.nullcontext(Progress())
-        subject = f"the training graph of {self._name}{self._spec.purpose}"
+        subject = f"the training graph of {self._name}{self._current.purpose}"
         return announced(
-            f"compiling {subject} with {self._spec.compiler}",
+            f"compiling {subject} with {self.spec.compiler}",
             f"compiled {subject} and ran its forward",
             "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
             stage="tracing",

@@ -45,7 +45,7 @@ class TracedGraph:
         trace: None where it is compiled while dynamo traces it.
         analyzed: its joint graph; None where nothing of it is trained.
         variants: by the keys of their choices.
-        asked: for which run of the forward the latest was chosen, and for which layer; None: that is no longer so.
+        asked: with which choices the latest was chosen, for which run of the forward and which layer.
     """
 
     graph: fx.GraphModule
@@ -59,4 +59,4 @@ class TracedGraph:
     trace: dynamo.Trace | None
     analyzed: AnalyzedGraph | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
-    asked: tuple[int, str] | None = None
+    asked: tuple[object, int, str] | None = None

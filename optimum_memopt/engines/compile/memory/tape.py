@@ -147,13 +147,8 @@ class TapeRecorder:
     ) -> None:
         """A graph is about to run; `layer` and `turn` as in `Call`, `parameters` empty for other arguments."""
         self._note_released()
-        sizes: dict[int, tuple[int, ...]] = {}
-        for place, argument in enumerate(arguments):
-            if isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter):
-                sizes[place] = tuple(map(int, argument.shape))
-            elif type(argument) is int:
-                sizes[place] = (argument,)
         names = {place: name for place, name in enumerate(parameters) if name}
+        sizes = sizes_of(arguments)
         call = Call(0, self._numbered(arguments), sizes=sizes, layer=layer, turn=turn, parameters=names)
         self._calls.append((graph, call))
 
@@ -230,6 +225,17 @@ class TapeRecorder:
             known = dynamo.StorageWeakRef(tensor.untyped_storage()), next(self._numbers)
             self._storages[address] = known
         return known[1]
+
+
+def sizes_of(arguments: Sequence[object]) -> dict[int, tuple[int, ...]]:
+    """The sizes of a graph's arguments; see `Call`."""
+    sizes: dict[int, tuple[int, ...]] = {}
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter):
+            sizes[place] = tuple(map(int, argument.shape))
+        elif type(argument) is int:
+            sizes[place] = (argument,)
+    return sizes
 
 
 def _outside(

@@ -23,11 +23,13 @@ class TapeProblem:
     """A tape as one problem.
 
     Attributes:
+        graphs: which graph each run is of.
         places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
     """
 
     problem: Problem
     runs: tuple[Problem, ...]
+    graphs: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
 
     def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
@@ -117,8 +119,9 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         runs: the problem of each call, for its sizes.
         accumulates: see `compose`.
     """
+    graphs = tuple(call.graph for call in tape.calls)
     if len(runs) == 1:
-        return TapeProblem(runs[0], (runs[0],), tuple((0, node) for node in range(len(runs[0].names))))
+        return TapeProblem(runs[0], (runs[0],), graphs, tuple((0, node) for node in range(len(runs[0].names))))
     built = _Builder()
     numbers: list[dict[int, int]] = [{} for _ in runs]
     # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
@@ -246,7 +249,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         constants=frozenset(number[node] for problem, number in pairs for node in problem.constants),
         positions=Positions(),
     )
-    return TapeProblem(whole, tuple(runs), tuple(built.places))
+    return TapeProblem(whole, tuple(runs), graphs, tuple(built.places))
 
 
 class _Moved:

@@ -2,11 +2,9 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from operator import itemgetter
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
@@ -20,6 +18,11 @@ from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.blocks import no_plans
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
+
+# Budgets for which one run of a tape is solved alone.
+_PLANS_OF_RUN = 12
+# Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
+_MOST_VARIANTS = 3
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,33 @@ class ForwardSolver:
         return self.solver.everything.peak
 
     def cheapest(self, allowed: int) -> Plan:
-        """The fastest plan.
+        """The fastest plan of those in which each graph has few partitions.
 
         Raises:
             Infeasible: no plan fits.
         """
         # Small changes to single runs of one graph would be so many graphs to compile.
         runs = self.forward.runs
-        return offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
+        plan = offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
+        return plan if plan.offloaded else self._with_few_variants(plan, allowed)
+
+    def _with_few_variants(self, plan: Plan, allowed: int) -> Plan:
+        """A plan, or the one like it with `_MOST_VARIANTS` partitions of each graph, as far as one fits."""
+        graphs = self.forward.graphs
+        runs = list(self.forward.of_runs(plan.saved))
+        for graph in dict.fromkeys(graphs):
+            own = [run for run, of_run in enumerate(graphs) if of_run == graph]
+            while len(ways := dict.fromkeys(runs[run] for run in own)) > _MOST_VARIANTS:
+                merges = (
+                    [new if run in own and saved == old else saved for run, saved in enumerate(runs)]
+                    for old, new in itertools.permutations(ways, 2)
+                )
+                merged = ((self.saving(merge), merge) for merge in merges)
+                fitting = [pair for pair in merged if pair[0].peak <= allowed]
+                if not fitting:
+                    break
+                plan, runs = min(fitting, key=lambda pair: pair[0].extra_seconds)
+        return plan
 
     def fits(self, allowed: int) -> bool:
         """True where `cheapest` finds a plan."""
@@ -77,42 +99,10 @@ class ForwardSolver:
         return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))
 
 
-# Budgets for which one run of a tape is solved alone.
-_PLANS_OF_RUN = 12
-# Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
-_MOST_VARIANTS = 3
-
-
-def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """The nodes that each run of a forward saves under a plan, or under one like it that needs fewer partitions.
-
-    Args:
-        graphs: of each run.
-    """
-    runs = list(solver.forward.of_runs(plan.saved))
-
-    def cost(saved: Sequence[frozenset[int]]) -> float:
-        changed = solver.saving(saved)
-        return changed.extra_seconds if changed.peak <= allowed else math.inf
-
-    for graph in dict.fromkeys(graphs):
-        own = [run for run, of_run in enumerate(graphs) if of_run == graph]
-        while not plan.offloaded and len(ways := dict.fromkeys(runs[run] for run in own)) > _MOST_VARIANTS:
-            pairs = itertools.permutations(ways, 2)
-            merges = (
-                [new if run in own and saved == old else saved for run, saved in enumerate(runs)] for old, new in pairs
-            )
-            seconds, merged = min(((cost(merge), merge) for merge in merges), key=itemgetter(0))
-            if seconds == math.inf:
-                break
-            runs = merged
-    return tuple(runs)
-
-
 def sizes_of_runs(
     graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
 ) -> tuple[Tape, Sequence[SymbolValues]]:
-    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problem_of`."""
+    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problems_of_runs`."""
     tape = graphs[0].tape
     partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
     schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
@@ -125,14 +115,13 @@ def sizes_of_runs(
     return resized(tape, schedules, [graph.sizes for graph in graphs], named)
 
 
-def problem_of(
-    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
-) -> TapeProblem:
-    """The graphs of a forward as one problem.
+def problems_of_runs(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
+) -> tuple[Tape, tuple[Problem, ...]]:
+    """The tape for a batch, and the problem of each of its calls.
 
     Args:
         sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
-        accumulates: see `compose`.
     """
     tape, of_runs = sizes_of_runs(graphs, sizes)
     problems: dict[object, Problem] = {}
@@ -142,7 +131,14 @@ def problem_of(
         if key not in problems:
             problems[key] = graphs[call.graph].problem_at(values)
         runs.append(problems[key])
-    return problem_of_tape(tape, runs, accumulates)
+    return tape, tuple(runs)
+
+
+def problem_of(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
+) -> TapeProblem:
+    """The graphs of a forward as one problem; see `problems_of_runs` and `compose`."""
+    return problem_of_tape(*problems_of_runs(graphs, sizes), accumulates)
 
 
 def forward_solver(
@@ -158,7 +154,7 @@ def forward_solver(
 
 
 def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
-    """The solver for a batch of these sizes; see `problem_of`."""
+    """The solver for a batch of these sizes; see `problems_of_runs`."""
     forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
     return ForwardSolver(forward, host_of(graphs, forward, step))
 
@@ -175,6 +171,6 @@ def host_of(graphs: Sequence[CapturedGraph], forward: TapeProblem, step: StepCon
     """The host, as a forward may use it in a step; None where there is no link to one."""
     if not step.link:
         return None
-    graph_of = [call.graph for call in graphs[0].tape.calls]
-    allowed = (node for node, (run, local) in enumerate(forward.places) if local in graphs[graph_of[run]].offloadable)
+    places = enumerate(forward.places)
+    allowed = (node for node, (run, local) in places if local in graphs[forward.graphs[run]].offloadable)
     return Host(step.link, step.host, frozenset(allowed))

@@ -80,10 +80,6 @@ class CapturedGraph:
         sizes = larger_sizes(self.sizes, self.names, largest)
         return {**sizes, **{symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}}
 
-    def problem(self, times: int = 1, largest: LargestBatch | None = None) -> Problem:
-        """Its numbers alone; arguments as above."""
-        return self.problem_at(self.sizes_for(times, largest))
-
     def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
         """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
         of_rows = dict.fromkeys(self.row_symbols, rows)

@@ -83,6 +83,11 @@ class PartitionedGraph:
     digest: str = ""
     gradients: Mapping[str, bool] = field(default_factory=dict)
 
+    def with_sizes(self, sizes: Mapping[sympy.Symbol, int]) -> "PartitionedGraph":
+        """The same for another first batch."""
+        prediction = self.timeline.predict(sizes) if self.timeline is not None and self.prediction else None
+        return replace(self, sizes=sizes, prediction=prediction)
+
     @property
     def offloaded_bytes(self) -> list[int]:
         """Sizes of the offloaded activations in the first batch."""

@@ -5,27 +5,28 @@ from dataclasses import dataclass
 
 from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Place, Tensors
 from optimum_memopt.engines.api.predictions import CATEGORIES
-from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import StepEvents, compose
+from optimum_memopt.engines.compile.partition.captured_forward import problems_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 
 
-def step_of(graphs: Sequence[CapturedGraph], problems: Sequence[Problem] = ()) -> StepEvents:
-    """The events of a step under the plans that were applied.
+def step_of(
+    graphs: Sequence[CapturedGraph], times: int = 1, largest: LargestBatch | None = None, accumulates: bool = False
+) -> StepEvents:
+    """The events of a step under the plans that were applied; arguments as in `forward_solver` and `compose`."""
+    tape, problems = problems_of_runs(graphs, [graph.sizes_for(times, largest) for graph in graphs])
 
-    Args:
-        problems: of the graphs, for another batch; empty: for their own.
-    """
-    problems = problems or [graph.problem_at(graph.sizes) for graph in graphs]
-    events = [_events(graph, problem) for graph, problem in zip(graphs, problems, strict=True)]
-    tape = graphs[0].tape
-    return compose(tape, [events[call.graph] for call in tape.calls])
-
-
-def _events(graph: CapturedGraph, problem: Problem) -> GraphEvents:
-    return problem_events(problem, graph.simulated(problem).saved, graph.rows, graph.plans[0].offloaded)
+    events: dict[tuple[int, int], GraphEvents] = {}
+    for call, problem in zip(tape.calls, problems, strict=True):
+        if (key := (call.graph, id(problem))) not in events:
+            graph = graphs[call.graph]
+            saved = graph.simulated(problem).saved
+            events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
+    runs = [events[call.graph, id(problem)] for call, problem in zip(tape.calls, problems, strict=True)]
+    return compose(tape, runs, accumulates)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class Planner(Generic[_P]):
             if number == _MOST_COMPILES:
                 get_logger().warning(f"NOT within the budget: {line}")
                 break
-            self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
+            # More where that was not enough: blocks of the allocator have sizes of their own.
+            self._margin += number * (self._peak(predictor, self.solved_for) - (self._limit or 0))
             get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
             again()

@@ -64,11 +64,12 @@ def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstr
     largest = failed.run.largest_batch()
 
     def activations(times: int) -> int:
-        return step_of(graphs, [graph.problem(times, largest) for graph in graphs]).peak()
+        # Of several micro-batches all but the first have gradients before them.
+        return step_of(graphs, times, largest, times > 1 or failed.run.gradient_accumulation).peak()
 
     calls, is_all = graphs[0].tape.calls, all(g.partitioned and g.partitioned.is_all_of_forward for g in graphs)
     return Reconstruction(
-        step_of(graphs),
+        step_of(graphs, accumulates=failed.accumulated > 0),
         {node: module for graph in graphs for node, module in graph.modules.items()},
         cache(activations),
         [size for graph in graphs for size in graph.rows_with(largest)],
@@ -90,7 +91,6 @@ def of_plain_pytorch(failed: FailedStep) -> Reconstruction:
     trained, largest = run.trained, failed.run.largest_batch()
 
     def activations(times: int) -> int:
-        # Of several micro-batches all but the first have gradients before them.
         accumulated = trained if times > 1 or failed.run.gradient_accumulation else frozenset()
         return live_run(failed, largest, times, accumulated).micro_batch.peak()
 

@@ -184,8 +184,7 @@ class StepMemoryPredictor:
         """Bytes that the first runs of the forward leave."""
         if not runs and self.tape.sharding is None:
             return 0
-        parts = [self._parts[call.graph] for call in self.tape.calls]
-        return bytes_left_by(self.tape, [part.schedule.at(part.graph.sizes) for part in parts], runs)
+        return bytes_left_by(*self._runs(self.first, compiled=False), runs)
 
     @property
     def caveat(self) -> str:

@@ -1,6 +1,6 @@
 """Steps of a model with any micro-batch under the plans that the advice compares, from one trace for each loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import Footprint, tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.memory.live import LiveRun
@@ -25,14 +26,14 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.memory.tape import interpolated
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
-from optimum_memopt.engines.compile.partition.captured_forward import host_of, problem_of
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, host_of, problem_of, sizes_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
-from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
-from optimum_memopt.engines.compile.solver.solver import Plan, Solver
+from optimum_memopt.engines.compile.solver.offload import with_offload
+from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import only_warnings
@@ -59,47 +60,57 @@ _TWO_BATCHES = (2, 6)
 _MakeFake = Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
 
 
-class GraphSteps:
-    """Steps of one traced graph.
+@dataclass(frozen=True)
+class _Batch:
+    """A forward for one batch; `times` are of the nodes of its problem."""
+
+    solver: ForwardSolver
+    times: OperatorTimes
+
+    @property
+    def problem(self) -> Problem:
+        return self.solver.forward.problem
+
+
+class ForwardSteps:
+    """Steps of one traced forward.
 
     Args:
-        graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
-        step: around it, with a batch of one row.
+        graphs: with the loss as the model computes it, or in chunks, each with torch's own choice and that of level 1.
+        step: around them, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
+        times: of each graph, for a batch of n rows.
         checkpointed: see `_checkpointed_activations`.
     """
 
     def __init__(
         self,
-        graph: CapturedGraph,
+        graphs: Sequence[CapturedGraph],
         step: StepContext,
         tokens: int,
-        times: Callable[[int], OperatorTimes],
+        times: Callable[[int], Sequence[OperatorTimes]],
         checkpointed: Callable[[int, int, bool], int],
     ) -> None:
-        self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
-        self._checkpointed = checkpointed
-        self._host = host_of((graph,), problem_of((graph,), (graph.sizes,)), step)
-        self._times = cache(times)
-        self._problem = cache(lambda rows: graph.problem_at(graph.sizes_of(rows, tokens)))
-        self._solver = cache(self._new_solver)
+        self._graphs, self._context, self._tokens = graphs, step, tokens
+        self._times, self._checkpointed = times, checkpointed
+        self._batch = cache(self._new_batch)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
 
-    def within(self, budget: int) -> "GraphSteps":
-        """The same graph with another budget, in bytes."""
+    def within(self, budget: int) -> "ForwardSteps":
+        """The same graphs with another budget, in bytes."""
         step = replace(self._context, limit=budget)
-        return GraphSteps(self._graph, step, self._tokens, self._times_at, self._checkpointed)
+        return ForwardSteps(self._graphs, step, self._tokens, self._times, self._checkpointed)
 
     @property
     def layers(self) -> int:
         """Number of layers in the forward."""
-        return len(_layers_of(self._problem(_REFERENCE)))
+        return len(_layers_of(self._batch(_REFERENCE, False).problem))
 
     @property
     def costs(self) -> str:
         """Where seconds are from."""
-        return self._times(_REFERENCE).source
+        return self._batch(_REFERENCE, False).times.source
 
     def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
         """True where the peak is within the budget."""
@@ -109,26 +120,28 @@ class GraphSteps:
             return True
         if plan != _BUDGET:
             return False
-        is_within = self._is_within(self._solver(rows).lowest.peak, rows, accumulates)
-        return is_within or (self._host is not None and self._within_budget(rows, accumulates) is not None)
+        is_within = self._is_within(self._batch(rows, accumulates).solver.lowest, rows, accumulates)
+        return is_within or (self._context.link > 0 and self._within_budget(rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-        activations = self._solver(1).lowest.peak if plan == _BUDGET else self._activations(plan, 1, accumulates)
+        solver = self._batch(1, accumulates).solver
+        activations = solver.lowest if plan == _BUDGET else self._activations(plan, 1, accumulates)
         return self._footprint(1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
         """A step; level 1 where no plan fits the budget."""
-        times, solved = self._times(rows), self._within_budget(rows, accumulates) if plan == _BUDGET else None
+        batch = self._batch(rows, accumulates)
+        solved = self._within_budget(rows, accumulates) if plan == _BUDGET else None
         if solved is not None:
-            simulation = simulate(self._problem(rows), frozenset(solved.saved))
+            simulation = simulate(batch.problem, frozenset(solved.saved))
             peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
         else:
             plan = _LEVEL_1 if plan == _BUDGET else plan
-            simulation = self._simulation(plan, rows)
+            simulation = self._simulation(plan, rows, accumulates)
             peak, stall, host_bytes = self._activations(plan, rows, accumulates), 0.0, 0
-        seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
-        for bound, more in ((LAUNCHES, times.call), (COPIES, stall)):
+        seconds = batch.times.by_bound((*simulation.forward.order, *simulation.backward.order))
+        for bound, more in ((LAUNCHES, batch.times.call), (COPIES, stall)):
             if more:
                 seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
@@ -136,7 +149,7 @@ class GraphSteps:
             seconds,
             update.accumulating,
             update.optimizer,
-            sum(times.by_bound(simulation.recomputed).values()),
+            sum(batch.times.by_bound(simulation.recomputed).values()),
             host_bytes,
         )
 
@@ -151,27 +164,42 @@ class GraphSteps:
     def _activations(self, plan: str, rows: int, accumulates: bool) -> int:
         if every := _CHECKPOINTING.get(plan):
             return self._checkpointed(every, rows, accumulates)
-        return self._simulation(plan, rows).peak
+        return self._simulation(plan, rows, accumulates).peak
 
     def _solve(self, rows: int, accumulates: bool) -> Plan | None:
-        solver, plain = self._solver(rows), self._simulation(_NO_PLAN, rows)
+        solver, plain = self._batch(rows, accumulates).solver, self._simulation(_NO_PLAN, rows, accumulates)
         if self._is_within(plain.peak, rows, accumulates):
-            return solver.plan(plain)
+            return solver.solver.plan(plain)
         allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
-        if solver.lowest.peak <= allowed:
-            return cheapest(solver, allowed, self._host)
-        return None if self._host is None else with_offload(solver, None, allowed, self._host)
+        if solver.lowest <= allowed:
+            return solver.cheapest(allowed)
+        return None if solver.host is None else with_offload(solver.solver, None, allowed, solver.host)
 
-    def _simulate(self, plan: str, rows: int) -> Simulation:
-        problem = self._problem(rows)
+    def _simulate(self, plan: str, rows: int, accumulates: bool) -> Simulation:
+        forward = self._batch(rows, accumulates).solver.forward
         if every := _CHECKPOINTING.get(plan):
-            return _checkpointed(problem, every)
-        return simulate(problem, problem.saving(self._graph.plans[(_NO_PLAN, _LEVEL_1).index(plan)].saved))
+            return _checkpointed(forward.problem, every)
+        number = (_NO_PLAN, _LEVEL_1).index(plan)
+        return simulate(forward.problem, forward.of_all([self._graphs[g].plans[number].saved for g in forward.graphs]))
 
-    def _new_solver(self, rows: int) -> Solver:
-        problem = self._problem(rows)
-        return Solver(replace(problem, seconds=self._times(rows).seconds[: len(problem.names)]))
+    def _new_batch(self, rows: int, accumulates: bool) -> _Batch:
+        times = self._times(rows)
+        priced = [
+            replace(graph, problem_at=partial(_priced, graph, own.seconds))
+            for graph, own in zip(self._graphs, times, strict=True)
+        ]
+        forward = problem_of(priced, [graph.sizes_of(rows, self._tokens) for graph in priced], accumulates)
+        bounds = tuple(times[forward.graphs[run]].bounds[local] if local >= 0 else "" for run, local in forward.places)
+        calls = sum(times[graph].call for graph in forward.graphs)
+        of_nodes = OperatorTimes(forward.problem.seconds, bounds, times[0].source, calls)
+        return _Batch(ForwardSolver(forward, host_of(priced, forward, self._context)), of_nodes)
+
+
+def _priced(graph: CapturedGraph, seconds: Sequence[float], values: SymbolValues) -> Problem:
+    """A graph's numbers for any sizes, with the seconds of one batch."""
+    problem = graph.problem_at(values)
+    return replace(problem, seconds=tuple(seconds[: len(problem.names)]))
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:
@@ -189,8 +217,10 @@ def _checkpointed(problem: Problem, every: int) -> Simulation:
     `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
     """
     chosen = set(_layers_of(problem)[::every])
-    is_kept = zip(problem.is_kept, problem.layers, strict=True)
-    runs_again = replace(problem, is_kept=tuple(kept and layer not in chosen for kept, layer in is_kept))
+    # What a run of a tape is given by another one is a view, and no draw.
+    is_kept = zip(problem.is_kept, problem.is_view, problem.layers, strict=True)
+    kept = tuple(is_one and (is_given or layer not in chosen) for is_one, is_given, layer in is_kept)
+    runs_again = replace(problem, is_kept=kept)
     saved = {node for node in problem.activations if problem.layers[node] not in chosen}
     return simulate(runs_again, runs_again.closure(saved | problem.boundaries))
 
@@ -209,7 +239,7 @@ class ModelStepPredictor:
     budget: int
     budget_text: str
     tokens: int
-    graphs: Mapping[bool, GraphSteps]
+    graphs: Mapping[bool, ForwardSteps]
     update: UpdateTimes
     compares: bool = True
 
@@ -251,6 +281,7 @@ class _Case:
 
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
+        unit: what is compiled as one, of `options.UNITS`.
     """
 
     compiler: str
@@ -261,6 +292,7 @@ class _Case:
     tokens: int
     may_chunk: bool = True
     compares: bool = True
+    unit: str = AUTO
 
 
 def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStepPredictor:
@@ -277,7 +309,15 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
             return fake, *build(workload.with_rows(rows), planned.here)
 
     _, model, batch = make(_FEW)
-    case = _Case(planned.compiled_by, planned.target, planned.autocast_dtype, budget, spec.optim, workload.tokens)
+    case = _Case(
+        planned.compiled_by,
+        planned.target,
+        planned.autocast_dtype,
+        budget,
+        spec.optim,
+        workload.tokens,
+        unit=spec.unit,
+    )
     return _predictor(case, model, batch, make)
 
 
@@ -306,14 +346,14 @@ def of_model(
         fake, copied = fake_tensors.fake_model(model)
         return fake, copied.train(), fake_tensors.fake_copy(dict(make_batch(rows)), fake)
 
-    case = _Case(compiled_by, None, autocast, budget, optim, tokens, may_chunk, compares=False)
+    case = _Case(compiled_by, None, autocast, budget, optim, tokens, may_chunk, compares=False, unit=spec.unit)
     return _predictor(case, model, make_batch(_FEW), make)
 
 
 def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> ModelStepPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     captured = [_captured(case, make, loss) for loss in losses]
-    untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
+    untrained, target, device = captured[0][0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
     run = Run(PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model)))
     # On a CPU a process holds more once it has traced a model, as in training.
@@ -321,8 +361,10 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
     checkpointed = _checkpointed_activations(case, make)
     graphs = {
-        graph.chunks_loss: GraphSteps(graph, step, case.tokens, _times(case, graph, device, step), checkpointed)
-        for graph in captured
+        any(graph.chunks_loss for graph in forward): ForwardSteps(
+            forward, step, case.tokens, cache(_times(case, forward, device, step)), checkpointed
+        )
+        for forward in captured
     }
     trained = trainable_of(model, untrained)
     if target is None:
@@ -366,12 +408,13 @@ def _checkpointed_activations(case: _Case, make: _MakeFake) -> Callable[[int, in
     return activations
 
 
-def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
+def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[CapturedGraph, ...]:
     rows, other_rows = _ROWS[loss]
     fake, model, batch = make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
         fake, model, batch = make(other_rows)
-    name, spec = type(model).__name__, TraceSpec(case.compiler, loss=LossMode(loss), target=case.target)
+    name = type(model).__name__
+    spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.unit)
     try:
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
             graphs = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
@@ -382,22 +425,30 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
             f"{name} cannot be traced on fake tensors ({line_of(error)}), so that nothing can be predicted for other "
             "batches"
         ) from error
-    if len(graphs) != 1:
+    if not all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in graphs):
+        count = len(graphs)
         raise MemOptError(
-            f"the training forward of {name} is not one graph ({len(graphs)} graphs); advice is for forwards that are"
+            f"what runs in the training forward of {name} beside its {count} graph{'s' * (count > 1)} is not known; "
+            "advice is for forwards whose graphs are all of them"
         )
     if not graphs[0].row_symbols:
         raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
-    return graphs[0]
+    return graphs
 
 
 def _times(
-    case: _Case, graph: CapturedGraph, device: torch.device, step: StepContext
-) -> Callable[[int], OperatorTimes]:
-    assert graph.analyzed is not None
-    sizes = partial(graph.sizes_of, tokens=case.tokens)
-    if case.target is not None:
-        return times.estimated(graph.analyzed, sizes, case.target)
+    case: _Case, graphs: Sequence[CapturedGraph], device: torch.device, step: StepContext
+) -> Callable[[int], Sequence[OperatorTimes]]:
+    """The times of each graph for a batch of n rows, for the sizes of its first run."""
+
+    def sizes_of_batch(rows: int) -> list[SymbolValues]:
+        return [graph.sizes_of(rows, case.tokens) for graph in graphs]
+
+    @cache
+    def first_sizes(rows: int) -> Mapping[int, SymbolValues]:
+        tape, of_runs = sizes_of_runs(graphs, sizes_of_batch(rows))
+        calls = zip(reversed(tape.calls), reversed(of_runs), strict=True)
+        return {call.graph: sizes for call, sizes in calls}
 
     def peak(rows: int) -> int:
         """A step without a plan; the graph is run on parameters of its own, before there is an optimizer."""
@@ -405,10 +456,22 @@ def _times(
         return replace(
             fixed,
             batch=fixed.batch * rows,
-            activations=simulate_everything_saved(graph.problem_at(sizes(rows))).peak,
+            activations=simulate_everything_saved(problem_of(graphs, sizes_of_batch(rows)).problem).peak,
             optimizer=max(fixed.optimizer, fixed.parameters),
         ).peak
 
     # A budget may be more than there is.
-    most = min(step.limit, capacity(device).available)
-    return times.measured(graph.analyzed, sizes, device, case.compiler == "inductor", most, peak)
+    most = step.limit if case.target is not None else min(step.limit, capacity(device).available)
+    of_graphs: list[Callable[[int], OperatorTimes]] = []
+    for number, graph in enumerate(graphs):
+        assert graph.analyzed is not None
+
+        def sizes(rows: int, number: int = number) -> SymbolValues:
+            return first_sizes(rows)[number]
+
+        if case.target is not None:
+            of_graphs.append(times.estimated(graph.analyzed, sizes, case.target))
+        else:
+            fused = case.compiler == "inductor"
+            of_graphs.append(times.measured(graph.analyzed, sizes, device, fused, most, peak))
+    return lambda rows: [of_graph(rows) for of_graph in of_graphs]

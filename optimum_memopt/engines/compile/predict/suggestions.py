@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from optimum_memopt.engines.api.explanations import Suggestion
-from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver
@@ -76,14 +75,9 @@ def suggestions(
             yield 0, suggestion
 
 
-def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> ForwardSolver:
-    """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
-    return forward_solver(graphs, run.step, times, run.step.largest)
-
-
-def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> list[Problem]:
-    """The graphs as numbers; see `solver_of`."""
-    return [graph.problem(times, run.step.largest) for graph in graphs]
+def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun) -> ForwardSolver:
+    """To be solved for the run's largest batch."""
+    return forward_solver(graphs, run.step, largest=run.step.largest)
 
 
 def within_budget(graphs: ForwardSolver, run: FailedRun) -> Iterator[Suggestion]:
@@ -134,7 +128,7 @@ def _loss(planned: Sequence[CapturedGraph], ran: Reconstruction, run: FailedRun)
     if ran.chunks_loss or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
-    activations = step_of(planned, problems_of(planned, run)).peak()
+    activations = step_of(planned, 1, run.step.largest, run.step.fixed.accumulated > 0).peak()
     peak = replace(run.step.fixed, activations=activations).peak
     if peak <= run.allowed:
         yield Suggestion(
@@ -156,11 +150,11 @@ def _smaller_within_budget(
 ) -> Iterator[Suggestion]:
     for times in _parts([size for graph in planned for size in graph.rows_with(run.step.largest)], run):
         deadline.check()
-        step = _micro(run.step.fixed, 0, times)
-        allowed = step.activations_within(run.budget << 20)
-        if (plan := _within(solver_of(planned, run, times), allowed, run)) is None:
+        micro = replace(run.step, fixed=_micro(run.step.fixed, 0, times))
+        solver = forward_solver(planned, micro, times, micro.largest)
+        if (plan := _within(solver, micro.fixed.activations_within(run.budget << 20), run)) is None:
             continue
-        peak = replace(step, activations=plan.peak).peak
+        peak = micro.footprint(plan.peak).peak
         if peak > run.allowed:
             continue
         yield Suggestion(

@@ -69,7 +69,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
     def way(index: int, plan: Technique) -> Way:
         graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
-        events = step_of(graphs)
+        events = step_of(graphs, accumulates=context.fixed.accumulated > 0)
         around = context.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
         return Way(
@@ -94,7 +94,7 @@ def _seconds(step: PlannedStep, graphs: Sequence[CapturedGraph], of_graphs: Sequ
     where a device is named."""
     seconds = 0.0
     for graph, of_nodes in zip(graphs, of_graphs, strict=True):
-        problem = graph.problem()
+        problem = graph.problem_at(graph.sizes)
         simulation = graph.simulated(problem)
         if step.target is None or not of_nodes:
             seconds += graph.runs * sum(run.seconds(problem) for run in (simulation.forward, simulation.backward))

@@ -48,13 +48,13 @@ _Tops = tuple[int, int]
 class DynamicProgram:
     """The measured frontiers of a problem's blocks, for any budget; `tops` are of each with everything saved."""
 
-    problem: Problem
+    blocks: Blocks
     everything: Simulation
     tops: tuple[_Tops, ...]
     frontiers: tuple[_Frontier, ...]
 
-    def choose(self, budget: int) -> tuple[frozenset[int], ...]:
-        """The roots that each block saves in least time with no part above the budget; empty where that is impossible.
+    def choose(self, limits: Sequence[int]) -> tuple[FrontierPoint, ...]:
+        """Each block's way to run in least time with no part above its limit; empty where that is impossible.
 
         Exact but for the rounding of `_STEPS`, and for what blocks share; the caller simulates the result.
         """
@@ -63,12 +63,12 @@ class DynamicProgram:
         step = max(1.0, (most - least) / _STEPS)
         saved_bytes, seconds = np.zeros(1), np.zeros(1)
         history = []
-        for (forward_top, backward_top), points in zip(self.tops, self.frontiers, strict=True):
+        for limit, (forward_top, backward_top), points in zip(limits, self.tops, self.frontiers, strict=True):
             parts = []
             for number, point in enumerate(points):
                 rise = max(forward_top + point.forward_rise, backward_top + point.backward_rise)
                 # Bytes rise from one to the next.
-                fits = np.searchsorted(saved_bytes, budget - rise, side="right")
+                fits = np.searchsorted(saved_bytes, limit - rise, side="right")
                 sums, times = saved_bytes[:fits] + point.saved_bytes, seconds[:fits] + point.seconds
                 parts.append((sums, times, np.arange(fits), np.full(fits, number)))
             sums, times, before, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -80,7 +80,7 @@ class DynamicProgram:
         place = int(np.lexsort((saved_bytes, seconds))[0])
         chosen = []
         for points, (before, numbers) in zip(reversed(self.frontiers), reversed(history), strict=True):
-            chosen.append(points[numbers[place]].saved)
+            chosen.append(points[numbers[place]])
             place = before[place]
         return tuple(reversed(chosen))
 
@@ -91,7 +91,7 @@ class DynamicProgram:
         seen: set[frozenset[int]] = set()
         dropped: frozenset[int] | None = None
         for _ in range(_TRIES):
-            chosen = self.choose(asked)
+            chosen = self.choose(self._all(asked))
             if not chosen and not high:
                 break
             if not chosen:
@@ -119,28 +119,57 @@ class DynamicProgram:
                 times *= 2
         return best
 
+    def solve_by_block(self, budget: int) -> Simulation | None:
+        """The first plan found where each block has a limit of its own, corrected by its simulated top.
+
+        One limit for all finds no plan where what blocks share is over it in some, and another one, as that with the
+        gradient of the embeddings, leaves no room for a correction.
+        """
+        limits = self._all(budget)
+        dropped: frozenset[int] | None = None
+        for _ in range(_TRIES):
+            chosen = self.choose(limits)
+            if not chosen:
+                break
+            if dropped is None:
+                dropped = self._cheap_outside(self.simulate(chosen))
+            simulation = self.simulate(chosen, dropped)
+            if simulation.peak <= budget:
+                return simulation
+            before, expected = 0, []
+            for point, (forward, backward) in zip(chosen, self.tops, strict=True):
+                expected.append(before + max(forward + point.forward_rise, backward + point.backward_rise))
+                before += point.saved_bytes
+            tops = map(max, _tops(self.blocks, simulation))
+            limits = tuple(budget + planned - top for planned, top in zip(expected, tops, strict=True))
+        return None
+
+    def _all(self, limit: int) -> tuple[int, ...]:
+        """One limit for all blocks."""
+        return (limit,) * len(self.tops)
+
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
         low, high = 0, self.everything.peak
         best = self.everything
         while high - low > max(1, self.everything.peak // 10_000):
             middle = (low + high) // 2
-            if chosen := self.choose(middle):
+            if chosen := self.choose(self._all(middle)):
                 high = middle
                 best = min(best, self.simulate(chosen), key=lambda simulation: simulation.peak)
             else:
                 low = middle
         return best
 
-    def simulate(self, chosen: Sequence[frozenset[int]], dropped: Collection[int] = ()) -> Simulation:
+    def simulate(self, chosen: Sequence[FrontierPoint], dropped: Collection[int] = ()) -> Simulation:
         """The graph with what is chosen for each block saved, but for what is `dropped`."""
-        saved = frozenset().union(*chosen).difference(dropped)
-        return simulate(self.problem, self.problem.closure(saved))
+        saved = frozenset().union(*(point.saved for point in chosen)).difference(dropped)
+        return simulate(self.blocks.problem, self.blocks.problem.closure(saved))
 
     def _cheap_outside(self, simulation: Simulation) -> frozenset[int]:
         """Nodes that a plan saves outside of layers for recompute within them, such as an attention mask, that are
         cheaper to recompute than what the plan does: no plan of one block alone shows this."""
-        problem = self.problem
+        problem = self.blocks.problem
         dropped: frozenset[int] = frozenset()
         for node in sorted(simulation.saved - self.everything.saved):
             if problem.layers[node] or problem.is_kept[node]:
@@ -154,7 +183,7 @@ class DynamicProgram:
         return dropped
 
     def _extra_seconds(self, simulation: Simulation) -> float:
-        return simulation.extra_seconds(self.problem)
+        return simulation.extra_seconds(self.blocks.problem)
 
 
 def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray:
@@ -190,7 +219,7 @@ def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, 
             tuple(point._replace(saved=blocks.translated(point.saved, source, index)) for point in measured[source])
             for index, source in enumerate(sources)
         )
-        return DynamicProgram(problem, everything, tops, of_all)
+        return DynamicProgram(blocks, everything, tops, of_all)
 
     return program(with_borders), program(without_borders)
 

@@ -12,7 +12,7 @@ from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
-from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
+from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TracedForward, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.partition.passes import host_copies
@@ -189,7 +189,9 @@ class CompileEngine(in_place.InPlaceEngine):
             self._is_whole = True
             return self._train_forward(*args, **kwargs)
 
-    def _new_forward(self, former: Planner | None, largest: LargestBatch | None, purpose: str) -> PlannedForward:
+    def _new_forward(
+        self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str
+    ) -> PlannedForward:
         # The plan of the largest batches has no purpose of its own.
         with_curve, with_lengths = (
             not purpose and is_wanted for is_wanted in (self._with_frontier, self._most_variants > 1)
@@ -201,7 +203,9 @@ class CompileEngine(in_place.InPlaceEngine):
             with_curve=with_curve,
             with_lengths=with_lengths,
         )
-        planner = Planner(self._model, wanted) if former is None else former.for_another(largest, wanted)
+        if former is not None:
+            planner = former.planner.for_another(largest, wanted)
+            return PlannedForward(self._model, former.traced, planner, purpose)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
@@ -212,11 +216,11 @@ class CompileEngine(in_place.InPlaceEngine):
             self._loss,
             self._selection.strict,
             self._smoothing,
-            purpose,
             unit=unit if self._leafs is None else LAYER,
             only_layers=self._leafs is not None,
         )
-        return PlannedForward(self._model, self._attached.training_forward.plain_forward, spec, planner)
+        traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
+        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 
     def _run_now(self) -> Run:
         return self.run() if self.run is not None else Run()

@@ -4,7 +4,8 @@ Without a budget there is one. With a budget there may be several. That of the l
 whichever batch comes first. Its solver also finds what plans for shorter batches would take, and for which lengths one
 is worth compiling: those that save most of an epoch's time, by the lengths of the run's batches, or where they are not
 known, as if all lengths were as frequent. Each is compiled when the first batch comes that it is made for. From then
-on its predicted peak decides, so that it also runs batches that are longer, but fit.
+on its predicted peak decides, so that it also runs batches that are longer, but fit. None is traced again: a bucket is
+another choice for the same graphs.
 
 A batch over the budget under all of them gets a plan of its own, as the largest so far. The one that was the largest
 stays for shorter batches where the number of buckets allows it.
@@ -21,16 +22,15 @@ from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
-from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.length_buckets import WORTH, ExtraByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 
-# Makes a forward, not compiled yet: the former one whose budget it shares, the largest batch that it is for (None: the
-# run's), and what it is for.
-_NewForward = Callable[[Planner | None, LargestBatch | None, str], PlannedForward]
+# Makes a forward, not compiled yet: the former one whose budget and traces it shares, the largest batch that it is for
+# (None: the run's), and what it is for.
+_NewForward = Callable[[PlannedForward | None, LargestBatch | None, str], PlannedForward]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LengthBuckets:
         if self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
-        self.largest = self._new_forward(planner, planner.largest, "")
+        self.largest = self._new_forward(former, planner.largest, "")
 
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner
@@ -146,7 +146,7 @@ class LengthBuckets:
 
     def _new_bucket(self, batch: LargestBatch, name: str) -> LengthBucket:
         purpose = f" for batches up to {name}={batch.length}"
-        forward = self._new_forward(self.largest.planner, batch, purpose)
+        forward = self._new_forward(self.largest, batch, purpose)
         return LengthBucket(forward, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ import gc
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 
 from optimum_memopt.engines.compile.capture.traced_forward import (
     ForwardArgs,
+    GraphChoices,
     GraphInForward,
     TracedCall,
     TracedForward,
-    TraceSpec,
     no_training_graph,
 )
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
@@ -137,20 +137,24 @@ class _Attempt:
 class PlannedForward:
     """Compiles at its first call, under a budget until the step is within it, and again for arguments of another kind.
 
+    Args:
+        traced: which it may share with those for other batches.
+        purpose: see `GraphChoices`.
+
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
     """
 
     def __init__(
-        self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec, planner: Planner["_Attempt"]
+        self, model: torch.nn.Module, traced: TracedForward, planner: Planner["_Attempt"], purpose: str = ""
     ) -> None:
-        self._model, self._spec, self.planner = model, spec, planner
-        self._traced = TracedForward(model, forward, spec, weak_method(self._choose))
+        self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
         self._recompiles = Recompiles()
         self._is_plain = False
         self._reset()
 
     def _reset(self) -> None:
+        self._choices = GraphChoices(weak_method(self._choose), self._purpose)
         self.table: PlanTable | None = None
         self.plan_file: PlanFile | None = None
         self.predictors: Predictors | None = None
@@ -164,7 +168,7 @@ class PlannedForward:
     @property
     def has_regions(self) -> bool:
         """True where layers are compiled by themselves."""
-        return self._traced.has_regions
+        return self.traced.has_regions
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
@@ -187,7 +191,6 @@ class PlannedForward:
 
         def again() -> None:
             self._reset()
-            self._traced.choose_again()
             before.restore(self._model)
 
         outputs = self.planner.plan(attempt, again).outputs
@@ -226,7 +229,7 @@ class PlannedForward:
 
     def run_plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
-        return _refusing(self._traced.plainly(call), call)
+        return _refusing(self.traced.plainly(call), call)
 
     def give_up(self, why: str, failed: Exception | None = None) -> None:
         """Say that plain PyTorch trains the model from now on; the table has that line alone.
@@ -243,26 +246,26 @@ class PlannedForward:
 
     def _choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         choice = self.planner.choose(graph, state)
-        refuses = self.table is None and self._spec.strict
+        refuses = self.table is None and self.traced.spec.strict
         if refuses and state.is_all:
             choice.matched.check()
         if line := mismatch_line(choice, refuses):
-            self._traced.say(line)
+            self.traced.say(line)
         return choice
 
     def _run(self, call: ForwardArgs) -> Any:
         if self._is_plain:
             return self.run_plainly(call)
         try:
-            traced = self._traced(call)
+            traced = self.traced(call, self._choices)
         except Exception as error:
-            if not self._traced.is_first or own_error(error) is not None:
+            if not self.traced.is_first or own_error(error) is not None:
                 raise
             outputs = self._plain_outputs(call, error)
             self._is_plain = True
             return outputs
         for line in self._recompiles.add(traced.recompiles, dynamo.recompile_limit(), type(self._model).__name__):
-            self._traced.say(line)
+            self.traced.say(line)
         if traced.graphs:
             self._show(traced, call.inputs)
         elif self.table is None:
@@ -277,15 +280,16 @@ class PlannedForward:
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
             for remark in matched_in(producer, graphs).remarks:
-                self._traced.say(f"in the new graph: {remark}")
+                self.traced.say(f"in the new graph: {remark}")
             return
-        resident = self.planner.resident(self._traced.held)
-        earlier = self._traced.held_after if resident == self._traced.held else 0
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, self._spec, runs_before=earlier)
+        resident = self.planner.resident(self.traced.held)
+        earlier = self.traced.held_after if resident == self.traced.held else 0
+        spec = self.traced.spec
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, runs_before=earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)
-            self._traced.say(
+            self.traced.say(
                 f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
             )
         self.table, self.plan_file = shown.table, shown.plan_file

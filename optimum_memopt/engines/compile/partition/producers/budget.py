@@ -16,7 +16,6 @@ from optimum_memopt.engines.compile.partition.captured_forward import (
     ForwardSolver,
     forward_solver,
     problem_of,
-    saved_by_run,
     sizes_of_runs,
 )
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
@@ -82,7 +81,6 @@ class FromBudget(Producer):
         self, graphs: Sequence[CapturedGraph], step: StepContext, solver: ForwardSolver, plan: Plan
     ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
         tape = graphs[0].tape
-        numbers = [call.graph for call in tape.calls]
         keys = [(graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls]
         is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
         sizes = f" for batches up to {step.largest}" if is_larger else ""
@@ -92,10 +90,7 @@ class FromBudget(Producer):
             return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
                 keys, SavedNodes((), is_by_torch=True)
             )
-        saved = saved_by_run(solver, plan, step.allowed, numbers)
-        if any(of_run != own for of_run, own in zip(saved, solver.forward.of_runs(plan.saved), strict=True)):
-            plan = solver.saving(saved)
-        offloaded = solver.forward.of_places(plan.offloaded)
+        saved, offloaded = solver.forward.of_runs(plan.saved), solver.forward.of_places(plan.offloaded)
         nodes = (SavedNodes(tuple(sorted(own)), away) for own, away in zip(saved, offloaded, strict=True))
         return f"{why}{_gain(plan, graphs[0].costs.source)}", dict(zip(keys, nodes, strict=True))
 
