@@ -167,6 +167,16 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if has_group else 1
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """This value of every rank; every rank must call this. A process alone, or one that stands for a rank of several
+    that are not there, has its own."""
+    if world_size() == 1 or torch.distributed.get_backend() == "fake":
+        return [value]
+    values = [None] * world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def store_of_ranks() -> "Store | None":
     """The key-value store that the process group was made with, None for a process alone (torch 2.13)."""
     if world_size() == 1:

@@ -77,6 +77,11 @@ class Replanner:
             raise MemOptError(
                 "--memory_opt_on_oom replan with DeepSpeed: its ranks exchange gradients in the backward; leave it out"
             )
+        if trainer.is_fsdp_enabled:
+            raise MemOptError(
+                "--memory_opt_on_oom replan with FSDP: its ranks gather parameters in the forward; leave it out, and "
+                "give a budget"
+            )
         self._engine = engine
         self._world_size = trainer.args.world_size
         self._budget: int | None = None

@@ -84,6 +84,16 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
         assert abs(engine.predictor.saved() - saved) <= 64
         assert abs(footprint.activations - peak) <= 64
 
+        def accumulate() -> None:
+            model.zero_grad(set_to_none=True)
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)
+                model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+
+        # As gradients are reduced, those of earlier micro-batches go, too.
+        both, whole = allocated(accumulate)[0], engine.predictor.footprint(gradient_accumulation=True)
+        assert both <= whole.accumulated + whole.activations <= 1.1 * both
+
 
 def test_a_rank_is_planned_without_any() -> None:
     whole, rank, level = (

@@ -141,7 +141,7 @@ class EngineOptions:
         EXPLAIN,
         "When a training step runs out of memory. explain: log what was held and what would have fit, write "
         "memory_report.json into --output_dir, and stop with the same error. replan: plan for what there is, run the "
-        "same step again and go on, at most three times; compile engine, not with DeepSpeed.",
+        "same step again and go on, at most three times; compile engine, not with DeepSpeed or FSDP.",
         choices=ON_OOM,
     )
 

@@ -70,6 +70,14 @@ LAUNCHES = ("level budget", "lora bf16 gathered", "config experts tied", "checkp
 ROUNDS = ("chunked",)
 
 
+@pytest.mark.nightly
+def test_ranks_end_together_where_nothing_fits(tmp_path: Path) -> None:
+    arguments = {**fsdp("llama"), "memory_opt_budget": "1%"}
+    job = Job("refused", "compile", model="llama", config={"num_hidden_layers": DEPTH}, arguments=arguments)
+    done = run_jobs(launcher("torchrun"), tmp_path, [job])
+    assert all("budget 1%" in rank["error"] for rank in done.ranks("refused")), done.ranks("refused")
+
+
 @pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level budget"]))
 def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
     wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]

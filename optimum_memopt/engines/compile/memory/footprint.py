@@ -109,7 +109,7 @@ def footprint_of(
         buffers=tensor_bytes(model.buffers()),
         batch=batch,
         optimizer=sum(state_sizes(optimizer, trainable)),
-        accumulated=weights if gradient_accumulation else 0,
+        accumulated=(fully_shard.unreduced_bytes(model) or weights) if gradient_accumulation else 0,
         other_forwards=other_forwards,
         gradients=weights,
         step=step_bytes(optimizer, trainable),

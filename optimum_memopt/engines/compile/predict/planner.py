@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from optimum_memopt.compat import of_all_ranks
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.costs.cache import costs_of
@@ -20,6 +21,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import gib_text
@@ -128,26 +130,46 @@ class Planner(Generic[_P]):
             # It holds what the forward has saved.
             del planned
             again()
-            self._solve(self._graphs)
+            self._solve_again()
             planned = attempt()
         while (predictor := planned.predictor) is not None:
             line = ""
             with best_effort("the predicted peak"):
                 line = self._check(predictor)
-            if not line:
+            if not any(self._of_ranks(line)):
                 break
             if number == _MOST_COMPILES:
-                get_logger().warning(f"NOT within the budget: {line}")
+                if line:
+                    get_logger().warning(f"NOT within the budget: {line}")
                 break
-            # More where that was not enough: blocks of the allocator have sizes of their own.
-            self._margin += number * (self._peak(predictor, self.solved_for) - (self._limit or 0))
-            get_logger().info(f"{line}: solving again with a margin of that size")
+            if line:
+                # More where that was not enough: blocks of the allocator have sizes of their own.
+                self._margin += number * (self._peak(predictor, self.solved_for) - (self._limit or 0))
+                get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
             again()
-            self._solve(self._graphs)
+            self._solve_again()
             planned = attempt()
             number += 1
         return planned
+
+    def _of_ranks(self, line: str) -> list[str]:
+        """A line of each rank with which this one gathers parameters: all run a forward again, or none does."""
+        is_sharded = bool(self._graphs) and self._graphs[0].tape.sharding is not None
+        return of_all_ranks(line) if is_sharded else [line]
+
+    def _solve_again(self) -> None:
+        """Solve for all graphs. Raises MemOptError, on all ranks that gather parameters together."""
+        failed: MemOptError | None = None
+        try:
+            self._solve(self._graphs)
+        except MemOptError as error:
+            failed = error
+        others = self._of_ranks("" if failed is None else str(failed))
+        if failed is not None:
+            raise failed
+        if other := next(filter(None, others), ""):
+            raise MemOptError(f"on another rank: {other}")
 
     def choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         """The choice for a graph.

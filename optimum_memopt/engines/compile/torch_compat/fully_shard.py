@@ -1,6 +1,6 @@
 """FSDP2: the private names of `torch/distributed/fsdp/_fully_shard/` (torch 2.13, there since 2.9)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,15 @@ def group_states(model: torch.nn.Module) -> Iterator[GroupState]:
             yield _group_state(tuple(paths[key]), group)
 
 
+def unreduced_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the gradients of earlier micro-batches, which are reduced with those of the last; 0 for a model that is
+    not sharded."""
+    return sum(group.reduced for group in group_states(model))
+
+
 def _group_state(modules: tuple[str, ...], group: Any) -> GroupState:
     # Before its first forward a parameter's types are not known.
-    ranks = group._all_gather_process_group.size()
+    ranks = group.mesh_info.shard_mesh_size
     sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
     kept = [parameter.sharded_param.dtype.itemsize for parameter in group.fsdp_params]
     gathered = [(parameter.param_dtype or parameter.sharded_param.dtype).itemsize for parameter in group.fsdp_params]
@@ -107,8 +113,9 @@ def fake_group(ranks: int) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
-def is_sharded(module: torch.nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
+def is_sharded(model: torch.nn.Module) -> bool:
+    """True for a model of which FSDP2 shards any part."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def gather(module: torch.nn.Module) -> None:
@@ -118,20 +125,22 @@ def gather(module: torch.nn.Module) -> None:
 
 
 def with_cast_inputs(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward's arguments as FSDP2 gives them to it."""
-    return module._get_fsdp_state()._cast_forward_inputs(args, kwargs) if is_sharded(module) else (args, kwargs)  # type: ignore[operator]
+    if not isinstance(module, FSDPModule):
+        return args, kwargs
+    return module._get_fsdp_state()._cast_forward_inputs(args, kwargs)
 
 
 def with_cast_outputs(module: torch.nn.Module, outputs: Any) -> Any:
     """A forward's outputs as FSDP2 returns them."""
-    return module._get_fsdp_state()._cast_output_dtype(outputs) if is_sharded(module) else outputs  # type: ignore[operator]
+    return module._get_fsdp_state()._cast_output_dtype(outputs) if isinstance(module, FSDPModule) else outputs
 
 
 def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     """The type that FSDP2 gathers a module's parameters in; None: their own."""
-    return module._get_fsdp_state()._mp_policy.param_dtype if is_sharded(module) else None  # type: ignore[operator]
+    return module._get_fsdp_state()._mp_policy.param_dtype if isinstance(module, FSDPModule) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
@@ -170,8 +171,11 @@ class CompileEngine(in_place.InPlaceEngine):
         kwargs = without_key_value_cache(self._model, args, kwargs)
         if self._buckets is None:
             start_libraries(next(self._model.parameters()).device)
-            most = 1 if self._producer.bound is None else self._most_variants
-            self._buckets = LengthBuckets(most, weak_method(self._new_forward))
+            is_sharded = fully_shard.is_sharded(self._model)
+            if is_sharded and self._most_variants > 1:
+                get_logger().warning("one variant: ranks that gather parameters together cannot plan batches alone")
+            most = 1 if self._producer.bound is None or is_sharded else self._most_variants
+            self._buckets = LengthBuckets(most, weak_method(self._new_forward), is_alone=not is_sharded)
         reader = self._loss.reader(self.outputs_read_by)
         call = ForwardArgs(args, kwargs, not reader and self.outputs_read_by is not None, reader)
         if self._is_plain:
@@ -182,7 +186,8 @@ class CompileEngine(in_place.InPlaceEngine):
             self._forget()
             raise
         except DoesNotFitError as error:
-            if self._unit != AUTO or self._is_whole or not self._buckets.largest.has_regions:
+            is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.has_regions
+            if not is_layered or fully_shard.is_sharded(self._model):
                 raise
             get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
             self._forget()

@@ -47,10 +47,14 @@ class LengthBucket:
 
 
 class LengthBuckets:
-    """The compiled forwards of one model."""
+    """The compiled forwards of one model.
 
-    def __init__(self, most: int, new_forward: _NewForward) -> None:
-        self._most, self._new_forward = most, new_forward
+    Args:
+        is_alone: this process may run a forward once more than others do; False where they gather parameters together.
+    """
+
+    def __init__(self, most: int, new_forward: _NewForward, is_alone: bool = True) -> None:
+        self._most, self._new_forward, self._is_alone, self._is_over = most, new_forward, is_alone, False
         # From the cheapest to the dearest.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
@@ -113,8 +117,12 @@ class LengthBuckets:
                 if forward.is_within(inputs) if forward.is_compiled else forward.covers(sizes):
                     return forward
         if line := self.largest.excess(inputs):
-            get_logger().info(line)
-            self._replace_largest()
+            if self._is_alone:
+                get_logger().info(line)
+                self._replace_largest()
+            elif not self._is_over:
+                self._is_over = True
+                get_logger().warning(f"NOT within the budget: {line.partition(':')[0]}, and ranks share parameters")
         return self.largest
 
     def _replace_largest(self) -> None:
