@@ -154,6 +154,12 @@ def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
     return lambda: setattr(plugin, "activation_checkpointing", True)
 
 
+def layer_classes(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the classes of layers that accelerate shards by themselves, where nobody names others; empty: none is
+    known (transformers 5.23)."""
+    return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
 def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     """The norm that accelerate shards together with the head (1.15); None: it finds none."""
     find = getattr(importlib.import_module("accelerate.utils.fsdp_utils"), "_find_final_norm", None)

@@ -21,7 +21,7 @@ from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from tests.model_zoo import ZOO
 
 # Convolutions take workspaces that depend on the processor.
-_CONVOLVES = {"vit", "patchtst", "wav2vec2", "hubert", "segformer"}
+_CONVOLVES = {"vit", "patchtst", "wav2vec2", "hubert", "segformer", "swin", "qwen3-next"}
 _NAMES = sorted(set(ZOO) - _CONVOLVES)
 # An empty tensor here and there, whose storage takes 8 bytes.
 _SLACK = 256

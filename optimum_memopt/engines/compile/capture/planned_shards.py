@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from optimum_memopt.compat import final_norm
+from optimum_memopt.compat import final_norm, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
 from optimum_memopt.errors import MemOptError
@@ -48,7 +48,7 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = layer_classes(model)
     equal = {layer for group in layer_groups(model) for layer in group.values()}
     for module in reversed(list(model.modules())):
         is_layer = type(module).__name__ in names if names else module in equal

@@ -13,9 +13,17 @@ from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.sharding import Reduced, ShardedGroup
 from optimum_memopt.engines.compile.memory.tape import Tape
 
-# Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, sums of
-# gradients, gradients that are added to those of earlier micro-batches, and buffers of collectives that are released.
-_PASSED, _RETURNED, _SUMMED, _ADDED, _RELEASED = "passed", "returned", "summed", "added", "released"
+# Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
+# a graph has returned, sums of gradients, gradients that are added to those of earlier micro-batches, and buffers of
+# collectives that are released.
+_PASSED, _OUTSIDE, _RETURNED, _SUMMED, _ADDED, _RELEASED = (
+    "passed",
+    "outside",
+    "returned",
+    "summed",
+    "added",
+    "released",
+)
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,12 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         for node in range(len(problem.names)):
             if problem.is_backward[node] or node in given:
                 continue
-            position = problem.positions.inputs.get(node, -1)
-            source = made.get(call.inputs.get(position, -1)) if problem.is_input[node] else None
+            storage = call.inputs.get(problem.positions.inputs.get(node, -1)) if problem.is_input[node] else None
+            if storage is not None and storage not in tape.given and storage not in made:
+                # Of a graph in which nothing is trained, as that of frozen embeddings or of a mask.
+                own = {"bytes": problem.bytes[node], "is_view": False, "is_kept": True}
+                made[storage] = built.between(run, problem, (), call.layer, kinds=_OUTSIDE, **own)
+            source = None if storage is None else made.get(storage)
             if source is None:
                 number[node] = built.add(run, call.layer, problem, node, number)
                 continue
