@@ -88,7 +88,8 @@ def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
         assert len({rank["digest"] for rank in ranks}) == 1
         weights, plain = done.weights(job.name), done.weights(f"{name}-plain")
         if name in ROUNDS:
-            assert 0 < distance(weights, plain) < 0.05
+            assert distance(weights, plain) < 0.05
+            assert job.engine == "plain" or "loss in chunks" in ranks[0]["table"]["header"][0]
             continue
         assert differing(weights, plain) == []
         for rank in ranks if job.engine == "compile" else ():
