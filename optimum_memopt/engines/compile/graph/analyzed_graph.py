@@ -66,7 +66,8 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
 
 def digest_of(joint: JointGraph) -> str:
     """The digest of all nodes of a joint graph; that of a signature is of the forward's operators alone."""
-    text = "\n".join(f"{node.name} {operator_name(node)}" for node in joint.nodes)
+    # A size is read of any tensor that has it, so that another trace may number these operators otherwise.
+    text = "\n".join(f"{'' if is_number(node) else node.name} {operator_name(node)}" for node in joint.nodes)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -126,7 +127,8 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
-        digest: of the names and operators of all nodes: the same node has the same number in another graph with it.
+        digest: of the operators of all nodes, and the names of those that are no sizes: the same node has the same
+            number in another graph with it.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
         turn: see `tape.Call`.
         layers_at_once: layers of the forward that hold what they have saved while one of them runs.
