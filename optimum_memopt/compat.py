@@ -160,6 +160,16 @@ def layer_classes(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
+def embeddings(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
+    """transformers' input or output embeddings of a model; None: it has none, or is none of transformers'.
+
+    Args:
+        kind: `input` or `output`.
+    """
+    module: torch.nn.Module | None = getattr(model, f"get_{kind}_embeddings", lambda: None)()
+    return module
+
+
 def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     """The norm that accelerate shards together with the head (1.15); None: it finds none."""
     find = getattr(importlib.import_module("accelerate.utils.fsdp_utils"), "_find_final_norm", None)
@@ -174,8 +184,8 @@ def world_size() -> int:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """This value of every rank; every rank must call this. A process alone, or one that stands for a rank of several
-    that are not there, has its own."""
+    """This value of every rank, in their order; every rank must call this. A process alone, or one that stands for a
+    rank of several that are not there, has its own."""
     if world_size() == 1 or torch.distributed.get_backend() == "fake":
         return [value]
     values = [None] * world_size()

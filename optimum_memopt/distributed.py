@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat import installed_version, of_all_ranks
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
@@ -87,8 +87,8 @@ def check_ranks_agree(own: Mapping[str, str]) -> None:
     Raises:
         MemOptError: on all ranks, where one differs or has failed; it is named with what differs.
     """
-    if len(set(gathered(digest(own)))) > 1:
-        raise MemOptError(describe_difference(gathered(dict(own))))
+    if len(set(of_all_ranks(digest(own)))) > 1:
+        raise MemOptError(describe_difference(of_all_ranks(dict(own))))
 
 
 def digest(own: Mapping[str, str]) -> str:
@@ -112,13 +112,6 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             return f"rank {rank} does not train as rank 0 does: {'; '.join(differences[:3])}{more}"
     return ""
-
-
-def gathered(value: Any) -> list[Any]:
-    """This value of every rank, in their order; every rank must call this."""
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def comparing(

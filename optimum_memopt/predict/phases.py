@@ -84,7 +84,7 @@ class Evaluation:
 
     @property
     def least(self) -> int:
-        """What is held at the end, however rows come together in batches."""
+        """Held at the end, however rows come together in batches."""
         collected = self.batches * (self.logits + self.labels) if self.concatenates else 0
         return self.given + round(collected)
 
@@ -99,7 +99,7 @@ class Evaluation:
 
     @property
     def _is_in_parts(self) -> bool:
-        """What is collected goes to the host more than once."""
+        """Collected results go to the host more than once."""
         return self.accumulation is not None and self.accumulation < self.total_rows / self.rows
 
     @property

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -116,8 +116,9 @@ def plan(
     )
     options.check()
     device = None if device is None else fspath(device)
-    spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps, loss)
-    spec = replace(spec, fsdp=checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)]))
+    ranks = checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)])
+    autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
+    spec = StepSpec(device, compiler, autocast, optim, steps, loss, fsdp=ranks)
     return Estimate(engine, workload, resolve(options).selection, spec, checked("keep_outputs", keep_outputs, bool))
 
 

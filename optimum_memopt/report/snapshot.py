@@ -126,7 +126,7 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
 
 
 def _first_gap(alive: Sequence[tuple[int, Block]], size: int) -> int:
-    """The lowest address with room for so many bytes."""
+    """The lowest address with room for `size` bytes."""
     address = _BASE
     for begin, block in alive:
         if begin - address >= size:

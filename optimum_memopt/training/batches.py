@@ -19,7 +19,6 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
-from optimum_memopt.distributed import gathered
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
 from optimum_memopt.engines.api.run import LargestBatch, StepSpec
 from optimum_memopt.engines.shared.forward_patch import ForwardState
@@ -378,7 +377,7 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
         own: int | str = row.rows
     except MemOptError as error:
         own = str(error)
-    of_ranks = gathered(own) if trainer.args.world_size > 1 else [own]
+    of_ranks = compat.of_all_ranks(own)
     for rank, choice in enumerate(of_ranks):
         if isinstance(choice, str):
             raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{choice}")

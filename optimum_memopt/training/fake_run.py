@@ -269,7 +269,7 @@ class FakeRun:
         yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
 
     def merge(self) -> Iterator[RunPhase]:
-        """Of adapters into the weights, where there are some."""
+        """The phase that merges adapters into the weights; none without adapters."""
         trainer = self.trainer
         base: Any = getattr(trainer.model, "base_model", None)
         if not hasattr(trainer.model, "peft_config") or not hasattr(base, "merge_adapter"):

@@ -1,6 +1,5 @@
 """The graphs of a forward as one problem, against the composition of each graph's own events."""
 
-import contextlib
 import random
 
 import pytest
@@ -34,7 +33,7 @@ def captured(name: str, *sizes: int, ranks: int = 1, **changes: int) -> tuple[Ca
     case = ZOO[name]
     mode, model = fake_model(case.build(**_CHANGES.get(name, changes)))
     spec = TraceSpec("aot_eager", unit=LAYER)
-    with planned_ranks(ranks, "cpu") if ranks > 1 else contextlib.nullcontext() as mesh, mode:
+    with planned_ranks(ranks, "cpu") as mesh, mode:
         if mesh is not None:
             for layer in [layer for group in layer_groups(model) for layer in group.values()]:
                 fully_shard(layer, mesh=mesh)

@@ -3,7 +3,6 @@
 Of the launches `make test` takes the first one.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, run_jobs
-from tests.train.launchers.test_zero3 import DEPTH, LAYERS, SAVED, differing
+from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 
@@ -32,16 +31,10 @@ def jobs(
     fsdp_config: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
-    given = {"model": model, "config": {"num_hidden_layers": DEPTH}, **fields}
     shared = {**fsdp(model, **(fsdp_config or {})), **(arguments or {})}
-    job = functools.partial(Job, **given)
-    yield job(f"{name}-plain", "plain", arguments=shared)
     # Chunks change the order of sums.
     ours = {"memory_opt_loss": "plain", **(plan or {"memory_opt_level": 1}), **shared}
-    yield job(f"{name}-ours", "compile", arguments=ours)
-    if shared.get("save_steps"):
-        resume = str(folder / f"{name}-ours-output" / "checkpoint-2")
-        yield job(f"{name}-resumed", "compile", arguments=ours, resume=resume)
+    return compared(name, folder, shared, ours, model=model, **fields)
 
 
 ACCUMULATION = {"gradient_accumulation_steps": 2}

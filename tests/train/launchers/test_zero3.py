@@ -4,22 +4,17 @@ The comparison has the same leaf modules, as gradients of one are summed over th
 `make test` takes the first one.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, needs_deepspeed, run_jobs
+from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
-
-LAYERS = {"llama": "LlamaDecoderLayer", "roberta-classification": "RobertaLayer", "mixtral": "MixtralDecoderLayer"}
-DEPTH = 3
-SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
 def zero_3(leaf: str = "", bf16: bool = False, **zero: Any) -> dict[str, Any]:
@@ -50,15 +45,10 @@ def jobs(
     zero: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
-    given = {"model": model, "config": {"num_hidden_layers": DEPTH}, **fields}
     shared, zero = {"bf16": bf16, **(arguments or {})}, zero or {}
-    job = functools.partial(Job, **given)
-    yield job(f"{name}-plain", "plain", arguments={"deepspeed": zero_3(LAYERS[model], bf16, **zero), **shared})
+    stock = {"deepspeed": zero_3(LAYERS[model], bf16, **zero), **shared}
     ours = {"deepspeed": zero_3("", bf16, **zero), **(plan or {"memory_opt_level": 1}), **shared}
-    yield job(f"{name}-ours", "compile", arguments=ours)
-    if shared.get("save_steps"):
-        resume = str(folder / f"{name}-ours-output" / "checkpoint-2")
-        yield job(f"{name}-resumed", "compile", arguments=ours, resume=resume)
+    return compared(name, folder, stock, ours, model=model, **fields)
 
 
 # As of a model with more parameters than DeepSpeed leaves gathered: each layer is gathered for its backward again.
@@ -116,8 +106,3 @@ def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
                 assert counts == wanted_counts[name]
             else:
                 assert counts and not any(count % DEPTH for count in counts)
-
-
-def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]

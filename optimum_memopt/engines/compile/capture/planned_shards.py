@@ -11,19 +11,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from optimum_memopt.compat import final_norm, layer_classes
+from optimum_memopt.compat import embeddings, final_norm, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
 from optimum_memopt.errors import MemOptError
 
 
 @contextlib.contextmanager
-def planned_ranks(ranks: int, device: str) -> Iterator[DeviceMesh]:
-    """A process group of which this process is the first rank.
+def planned_ranks(ranks: int, device: str) -> Iterator[DeviceMesh | None]:
+    """A process group of which this process is the first rank; None for a single one.
 
     Raises:
         MemOptError: this process is in one already.
     """
+    if ranks == 1:
+        yield None
+        return
     if torch.distributed.is_initialized():
         raise MemOptError("steps of several ranks are predicted in a process that is not itself one of several")
     # torch puts the rank in front of each line of a traceback from then on.
@@ -55,11 +58,11 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         if is_layer and module is not model:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     inside = {inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()}
-    embeddings, head = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
-    is_tied = head is not None and getattr(embeddings, "weight", None) is head.weight
-    if embeddings is not None and not is_tied and embeddings not in inside:
-        fully_shard(embeddings, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    last = (final_norm(model), *((embeddings,) if is_tied else ()), head)
+    first, head = embeddings(model, "input"), embeddings(model, "output")
+    is_tied = head is not None and getattr(first, "weight", None) is head.weight
+    if first is not None and not is_tied and first not in inside:
+        fully_shard(first, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    last = (final_norm(model), *((first,) if is_tied else ()), head)
     if tail := [module for module in last if module is not None and module not in inside]:
         fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)

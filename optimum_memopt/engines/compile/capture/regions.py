@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.compat import full_shape, hooks_around_forward
+from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
@@ -73,7 +73,7 @@ def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
         )
     sharded = () if unit == MODEL else _sharded_modules(model, groups)
     # Where hooks gather parameters, each would break the graph of the whole.
-    is_hooked = unit != MODEL and bool(fully_shard.sharded_groups(model))
+    is_hooked = unit != MODEL and fully_shard.is_sharded(model)
     is_worth_it = unit == LAYER or is_hooked or any(len(group) >= _ENOUGH for group in groups)
     return (*groups, *sharded) if is_worth_it else ()
 
@@ -82,20 +82,20 @@ def _sharded_modules(model: torch.nn.Module, groups: Sequence[LayerGroup]) -> tu
     """Each module by itself that FSDP2 has sharded by itself, less layers, what is in them and around them, and what
     is open."""
     layers = [path for group in groups for path in group]
-    opened = set(opened_modules(model))
-    modules = {path: model.get_submodule(path) for paths in fully_shard.sharded_groups(model) for path in paths}
+    opened = opened_modules(model)
     return tuple(
-        {path: module}
-        for path, module in modules.items()
-        if module not in opened and not any(_contains(path, layer) or _contains(layer, path) for layer in layers)
+        {path: model.get_submodule(path)}
+        for paths in fully_shard.sharded_groups(model)
+        for path in paths
+        if path not in opened and not any(_contains(path, layer) or _contains(layer, path) for layer in layers)
     )
 
 
-def opened_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The modules that FSDP2 gathers with the one that computes the logits."""
-    compute_logits = getattr(model, "get_output_embeddings", lambda: None)()
-    groups = ([model.get_submodule(path) for path in paths] for paths in fully_shard.sharded_groups(model))
-    return next((tuple(modules) for modules in groups if compute_logits in modules), ())
+def opened_modules(model: torch.nn.Module) -> LayerGroup:
+    """The modules that FSDP2 gathers with the one that computes the logits, by their paths."""
+    computes_logits = embeddings(model, "output")
+    groups = ({path: model.get_submodule(path) for path in paths} for paths in fully_shard.sharded_groups(model))
+    return next((modules for modules in groups if computes_logits in modules.values()), {})
 
 
 def _contains(path: str, inner: str) -> bool:
@@ -277,7 +277,7 @@ def _constants(value: Any) -> Any:
 
 
 def _common(one: Any, other: Any) -> Any:
-    """What two layers have in common."""
+    """The constants that two layers are both given."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return list(map(_common, one, other))
     return one if one == other else None

@@ -103,7 +103,7 @@ Choose = Callable[[AnalyzedGraph, GraphInForward], Choice]
 
 @dataclass(eq=False)
 class GraphChoices:
-    """What is chosen for the graphs of a forward, once for each; other batches may have choices of their own.
+    """The choices for the graphs of a forward, one for each; other batches may have choices of their own.
 
     Attributes:
         purpose: for which batches, for log lines; empty: for all.
@@ -163,9 +163,11 @@ class TracedForward:
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
-        groups = regions_of(model, spec.unit)
-        opened = opened_modules(model) if groups else ()
-        self._regions = Regions(groups, weak_method(self._compile_alone), opened, spec.only_layers)
+        groups, opened = regions_of(model, spec.unit), opened_modules(model)
+        self._regions = Regions(
+            groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
+        )
+        self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         # Of the current call: its choices, how often each graph has run for a layer, the choice of each run, its
         # keyword arguments, who reads its outputs, the graphs that have run, and the one that was partitioned last.
         self._chosen: GraphChoices | None = None
@@ -178,7 +180,7 @@ class TracedForward:
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
-        self._sharding: Sharding | None = None
+        self._sharding = Sharding()
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -192,7 +194,7 @@ class TracedForward:
         """
         self._chosen = choices
         try:
-            traced = self._call(call, choices)
+            traced = self._call(call)
         except Exception as error:
             if not self._regions.all or not self.is_first or own_error(error) is not None:
                 raise
@@ -201,14 +203,14 @@ class TracedForward:
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
-            traced = self._call(call, choices)
+            traced = self._call(call)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
             self.say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._compiled.clear()
             self._has_run = True
-            traced = self._call(call, choices)
+            traced = self._call(call)
             assert traced is not None
         self._has_run = choices.has_run = True
         return traced
@@ -228,9 +230,9 @@ class TracedForward:
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
-    def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
+    def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
-        has_regions = self._regions.are_closed
+        choices, has_regions = self._current, self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them have hooks")
         key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
@@ -244,7 +246,8 @@ class TracedForward:
         self._ran = {}
         self._turns.clear()
         self._choices.clear()
-        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs, fully_shard.gathered(self._model))))
+        gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
+        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs, gathered)))
         try:
             with (
                 configured(compiles=is_first),
@@ -273,11 +276,8 @@ class TracedForward:
         graphs = tuple(graph for graph in ran if graph not in choices.seen)
         choices.seen.update(graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
-        if not self._has_run:
-            paths = {module: path for path, module in self._model.named_modules()}
-            self._sharding = sharding_of(
-                self._model, frozenset(paths[module] for module in opened_modules(self._model))
-            )
+        if self._is_sharded and not self._has_run:
+            self._sharding = sharding_of(self._model, self._opened)
         tape = replace(self._tape.tape([graph.programs for graph in ran]), sharding=self._sharding)
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(watch.recompiles())
@@ -393,7 +393,7 @@ class TracedForward:
         key = graph, layer, turn
         variant = choices.variants.get(key)
         if variant is None:
-            variant = choices.variants[key] = self._variant(graph, choices, args)
+            variant = choices.variants[key] = self._variant(graph, args)
         self._tape.before(variant.programs, args, layer, turn, graph.parameters)
         results = variant.run(*args)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
@@ -407,9 +407,9 @@ class TracedForward:
         """See `Call`; 0 for a graph of which nothing is trained."""
         return 0 if analyzed is None else self._turns[analyzed.digest, self._regions.layer]
 
-    def _variant(self, graph: TracedGraph, choices: GraphChoices, args: Sequence[Any]) -> Variant:
+    def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
         """The variant for this run of the graph."""
-        (*_, latest), analyzed = graph.variants.values(), graph.analyzed
+        (*_, latest), analyzed, choices = graph.variants.values(), graph.analyzed, self._current
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
         is_asked = graph.asked is not None and graph.asked[0] is choices

@@ -129,7 +129,7 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What lies on this rank of a model's parameters, by their names; of sharded ones its share, gathered or not."""
+    """A model's parameters, by their names; of sharded ones this rank's share, gathered or not."""
     return {**dict(model.named_parameters()), **fully_shard.shards(model)}
 
 

@@ -1,4 +1,4 @@
-"""The memory that FSDP2 takes around the graphs of a step: gathered parameters and buffers of its collectives. Pure.
+"""The memory that FSDP2 takes around the graphs of a step: gathered parameters and buffers of its collectives.
 
 As `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` (torch 2.13) allocates and frees. In a forward the flat
 result of an all-gather is held until the next one is copied out; in a backward the parameters of the module before are
@@ -7,55 +7,39 @@ next group's.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from optimum_memopt.compat import embeddings
 from optimum_memopt.engines.api.predictions import GRADIENTS, PARAMETERS, TEMPORARY
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
 
 @dataclass(frozen=True)
-class ShardedGroup:
-    """Parameters that are gathered at once, in bytes.
-
-    Attributes:
-        modules: their paths.
-        gathered: all of them, in the type that they are gathered in.
-        cast: one rank's share in this type, where they are kept in another one.
-        reduced: all trainable ones, in the type that gradients are reduced in.
-        gradient: one rank's share of the gradients.
-        reshards: they are gathered again for the backward.
-        is_open: gathered before the model's forward, and used until that returns; see `capture/sharded_modules.py`.
-        reads_gradients: an input of the first of its modules has a gradient, with which its backward is over.
-    """
-
-    modules: tuple[str, ...]
-    gathered: int
-    cast: int
-    reduced: int
-    gradient: int
-    reshards: bool
-    is_open: bool = False
-    reads_gradients: bool = True
-
-
-@dataclass(frozen=True)
 class Sharding:
-    """A sharded model.
+    """A model as FSDP2 has sharded it; without groups it is not sharded.
 
     Attributes:
         groups: all but that of the model itself.
         root: the parameters that no module inside of the model gathers; None: there are none.
-        ranks: that share the parameters.
     """
 
-    groups: tuple[ShardedGroup, ...]
-    root: ShardedGroup | None
-    ranks: int
+    groups: tuple[ShardedGroup, ...] = ()
+    root: ShardedGroup | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.groups) or self.root is not None
+
+    @property
+    def ranks(self) -> int:
+        """Those that share the parameters."""
+        return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
 
     def of_module(self, path: str) -> ShardedGroup | None:
         """The closed group that runs under the path."""
@@ -69,24 +53,23 @@ class Sharding:
         return max(holders, key=lambda holder: holder[0])[1] if holders else self.root
 
 
-def sharding_of(model: torch.nn.Module, opened: frozenset[str]) -> Sharding | None:
-    """That of a model whose parameters FSDP2 has sharded; None where it has not.
+def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
+    """That of a model that has run.
 
     Args:
         opened: paths of its open modules.
     """
-    states = tuple(fully_shard.group_states(model))
-    if not states:
-        return None
-    inputs = getattr(model, "get_input_embeddings", lambda: None)()
-
-    def group(state: fully_shard.GroupState) -> ShardedGroup:
-        reads_ids = any(model.get_submodule(path) is inputs for path in state.modules)
-        sizes = state.gathered, state.cast, state.reduced, state.gradient, state.reshards
-        return ShardedGroup(state.modules, *sizes, not opened.isdisjoint(state.modules), not reads_ids)
-
-    root = next((group(state) for state in states if "" in state.modules), None)
-    return Sharding(tuple(group(state) for state in states if "" not in state.modules), root, states[0].ranks)
+    reads_ids = embeddings(model, "input")
+    groups = [
+        replace(
+            group,
+            is_open=not set(opened).isdisjoint(group.modules),
+            reads_gradients=not any(model.get_submodule(path) is reads_ids for path in group.modules),
+        )
+        for group in fully_shard.groups_of(model)
+    ]
+    inner = tuple(group for group in groups if "" not in group.modules)
+    return Sharding(inner, next((group for group in groups if "" in group.modules), None))
 
 
 @dataclass(frozen=True)
@@ -147,38 +130,38 @@ def collectives(
     count = len(layers)
     owners = [sharding.of_module(layer) if layer else None for layer in layers]
     opened = [group for group in sharding.groups if group.is_open]
+    # Runs with which a closed module's forward begins, and ends.
+    begins = [
+        owner is not None and (not index or owners[index - 1] is not owner) for index, owner in enumerate(owners)
+    ]
+    ends = [owner is not None and owners[index + 1 : index + 2] != [owner] for index, owner in enumerate(owners)]
     before: list[tuple[Event, ...]] = []
     after: list[tuple[Event, ...]] = []
-    order: list[tuple[ShardedGroup, int]] = []
     for index, owner in enumerate(owners):
         events: list[Event] = []
         if not index:
             events += step.gather(sharding.root, is_forward=True) if sharding.root is not None else ()
             for group in opened:
                 events += step.gather(group, is_forward=False)
-        if owner is not None and (not index or owners[index - 1] is not owner):
+        if owner is not None and begins[index]:
             events += step.gather(owner, is_forward=True)
         before.append(tuple(events))
-        if owner is not None and (index == count - 1 or owners[index + 1] is not owner):
-            order.append((owner, index))
-            after.append(step.reshard(owner) if owner.reshards else ())
-        else:
-            after.append(())
+        after.append(step.reshard(owner) if owner is not None and ends[index] and owner.reshards else ())
     end_of_forward = step.end_of_forward()
-    known = [group for group, _ in order]
+    order = [owner for owner, is_end in zip(owners, ends, strict=True) if is_end]
     # The first hook of the loss is that of an open module, or the model's own.
     has_hook = bool(opened) or sharding.root is not None
-    prefetched = step.prefetch(known[-1]) if known and has_hook else ()
+    prefetched = step.prefetch(order[-1]) if order and has_hook else ()
     last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
     before_backward: list[tuple[Event, ...]] = [()] * count
     reduced: list[tuple[Reduced, ...]] = [()] * count
     deferred: list[ShardedGroup] = []
     for index in reversed(range(count)):
         owner = owners[index]
-        if owner is not None and (index == count - 1 or owners[index + 1] is not owner):
-            at = next(place for place, entry in enumerate(order) if entry == (owner, index))
-            before_backward[index] = step.pre_backward(owner, known[at - 1] if at else None)
-        ended = [owner] if owner is not None and (not index or owners[index - 1] is not owner) else []
+        if owner is not None and ends[index]:
+            order.pop()
+            before_backward[index] = step.pre_backward(owner, order[-1] if order else None)
+        ended = [owner] if owner is not None and begins[index] else []
         if owner is not None and not set(gradients[index]) - parameters[index].keys():
             deferred += ended
             ended = []

@@ -19,9 +19,10 @@ import torch
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
-from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced, ShardedGroup, Sharding, collectives
+from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced, Sharding, collectives
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
+from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,18 @@ class Tape:
         calls: in order.
         given: storages that were there before: the forward's own arguments, and parameters.
         outside: what runs outside of all graphs, in the order of the backward.
-        sharding: of the model; None: its parameters are there all the time.
+        sharding: of the model.
     """
 
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
     outside: tuple[Outside, ...] = ()
-    sharding: Sharding | None = None
+    sharding: Sharding = field(default_factory=Sharding)
 
-    def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives | None:
-        """What is around the runs of a sharded model; see `sharding.collectives`."""
+    def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives:
+        """The events around its calls; see `sharding.collectives`."""
         layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
-        return collectives(self.sharding, layers, parameters, gradients) if self.sharding is not None else None
+        return collectives(self.sharding, layers, parameters, gradients)
 
     @classmethod
     def of_one(cls) -> "Tape":
@@ -419,18 +420,15 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) 
     given = backward.pop(0)
     for index in reversed(range(count - 1)):
         backward += composition.backward(index)
-    if around is not None:
-        forward += around.end_of_forward
-        backward = [*around.prefetched, *backward, *composition.reduced(around.last), *around.end]
-    return StepEvents(tuple(forward), (dropped, given), tuple(backward))
+    backward = [*around.prefetched, *backward, *composition.reduced(around.last), *around.end]
+    return StepEvents((*forward, *around.end_of_forward), (dropped, given), tuple(backward))
 
 
 def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
     """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
     composition = _Composition(tape, runs)
     events = [event for index in range(count) for event in composition.forward(index)]
-    if composition.collectives is not None and count < len(runs):
-        events += composition.collectives.before[count]
+    events += itertools.chain(*composition.collectives.before[count : count + 1])
     return bytes_during(events)[1]
 
 
@@ -482,8 +480,7 @@ class _Composition:
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
         graph, names = self._graphs[index], self._names[index]
-        if self.collectives is not None:
-            yield from self.collectives.before[index]
+        yield from self.collectives.before[index]
         given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
         if not index:
             yield from self._saved_outside(-1)
@@ -499,8 +496,7 @@ class _Composition:
         returned = [self._name(index, name) for name in graph.returned]
         self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
         yield from self._saved_outside(index)
-        if self.collectives is not None:
-            yield from self.collectives.after[index]
+        yield from self.collectives.after[index]
         if index < len(self._calls) - 1:
             passed = set(names.values())
             # What the caller does not get was written back to an input.
@@ -543,8 +539,7 @@ class _Composition:
                 tangents.append(storage._replace(name=names[storage.name]))
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
-        if self.collectives is not None:
-            yield from self.collectives.before_backward[index]
+        yield from self.collectives.before_backward[index]
         for event in graph.backward:
             allocates = tuple(
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
@@ -558,8 +553,7 @@ class _Composition:
         frees = [name for name in unread if self._is_last(index, name)]
         if frees := [*frees, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
-        if self.collectives is not None:
-            yield from self.reduced(self.collectives.reduced[index])
+        yield from self.reduced(self.collectives.reduced[index])
 
     def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
         """The ends of the backwards of sharded groups."""
@@ -593,7 +587,7 @@ class _Composition:
             if not local:
                 continue
             name = names.get(local, f"{index} {local}")
-            owner = self._owner(index, position)
+            owner = None if position is None else self.collectives.owners[index].get(position)
             if number is None and self._accumulates and owner is None:
                 yield name
             if number is None:
@@ -618,10 +612,6 @@ class _Composition:
                     self._passed.append(name)
             elif self._gradients[number] != name and not self._waiting[name]:
                 yield name
-
-    def _owner(self, index: int, position: int | None) -> ShardedGroup | None:
-        """The group of a parameter that is sharded."""
-        return self.collectives.owners[index].get(position) if self.collectives and position is not None else None
 
     def _is_last(self, index: int, name: str) -> bool:
         """True where nobody holds a storage any more when a run's backward is done with it."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.sharding import Reduced, ShardedGroup
+from optimum_memopt.engines.compile.memory.sharding import Reduced
 from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 # Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
 # a graph has returned, sums of gradients, gradients that are added to those of earlier micro-batches, and buffers of
@@ -143,8 +144,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
     for run, (call, problem) in enumerate(zip(tape.calls, runs, strict=True)):
         number, given = numbers[run], set(problem.tangents)
         handed: list[int] = []
-        if around is not None:
-            held += moved.add(run, problem, around.before[run])
+        held += moved.add(run, problem, around.before[run])
         for node in range(len(problem.names)):
             if problem.is_backward[node] or node in given:
                 continue
@@ -182,10 +182,8 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
             storage = None if at is None else call.outputs.get(at)
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 made.setdefault(storage, number[node])
-        if around is not None:
-            held += moved.add(run, problem, around.after[run])
-    if around is not None:
-        held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
+        held += moved.add(run, problem, around.after[run])
+    held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
     tangents: list[int] = []
     outputs: list[int] = []
     # Gradients of sharded parameters.
@@ -208,18 +206,16 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
                 tangents.append(number[node])
             else:
                 number[node] = gradient
-        if around is not None:
-            # The backward begins with the first reader of a gradient.
-            is_first = run == len(runs) - 1
-            prefetched, first = (around.prefetched, tangents[:1]) if is_first else ((), [])
-            outputs += moved.add(run, problem, (*prefetched, *around.before_backward[run]), first)
+        # The backward begins with the first reader of a gradient.
+        prefetched, first = (around.prefetched, tangents[:1]) if run == len(runs) - 1 else ((), [])
+        outputs += moved.add(run, problem, (*prefetched, *around.before_backward[run]), first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = built.add(run, call.layer, problem, node, number)
         added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
             storage = None if at is None else call.inputs.get(at)
-            owner = around.owners[run].get(at) if around is not None and at is not None else None
+            owner = None if at is None else around.owners[run].get(at)
             if owner is not None:
                 sharded.append((owner, number[node]))
             elif accumulates and (storage is None or storage in tape.given):
@@ -240,11 +236,9 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         if added:
             changed = {"kinds": _ADDED, "is_tensor": False, "is_view": False, "is_backward": True}
             outputs.append(built.between(run, problem, added, call.layer, **changed))
-        if around is not None:
-            reduce(run, around.reduced[run])
-    if around is not None:
-        reduce(0, around.last)
-        outputs += moved.add(0, runs[0], around.end, ())
+        reduce(run, around.reduced[run])
+    reduce(0, around.last)
+    outputs += moved.add(0, runs[0], around.end, ())
     outputs += [*gradients.values(), *moved.left]
     read += moved.passed
     released = {storage for call in tape.calls for storage in call.released}

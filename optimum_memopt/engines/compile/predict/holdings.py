@@ -18,14 +18,14 @@ def step_of(
 ) -> StepEvents:
     """The events of a step under the plans that were applied; arguments as in `forward_solver` and `compose`."""
     tape, problems = problems_of_runs(graphs, [graph.sizes_for(times, largest) for graph in graphs])
-
     events: dict[tuple[int, int], GraphEvents] = {}
+    runs: list[GraphEvents] = []
     for call, problem in zip(tape.calls, problems, strict=True):
         if (key := (call.graph, id(problem))) not in events:
             graph = graphs[call.graph]
             saved = graph.simulated(problem).saved
             events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
-    runs = [events[call.graph, id(problem)] for call, problem in zip(tape.calls, problems, strict=True)]
+        runs.append(events[key])
     return compose(tape, runs, accumulates)
 
 

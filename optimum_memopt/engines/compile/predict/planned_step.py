@@ -1,6 +1,5 @@
 """A training step that is traced on fake tensors, for a device that may not be here."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,10 +114,6 @@ class PlannedStep:
         return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
-    def is_sharded(self) -> bool:
-        return self.spec.fsdp > 1
-
-    @property
     def capacity(self) -> Capacity:
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
@@ -143,13 +138,15 @@ class PlannedStep:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
         """
         # What a workload draws is none of the caller's random numbers.
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            mesh = stack.enter_context(planned_ranks(self.spec.fsdp, self.here.type)) if self.is_sharded else None
-            # Accelerate gathers half precision where it would else cast.
-            autocast = None if self.is_sharded else self.autocast_dtype
-            stack.enter_context(traced_for(self.target, autocast, self.here.type))
-            stack.enter_context(dynamo.fake_tensors())
+        forked = torch.random.fork_rng(devices=[])
+        # Accelerate gathers half precision where it would else cast.
+        autocast = self.autocast_dtype if self.spec.fsdp == 1 else None
+        with (
+            forked,
+            planned_ranks(self.spec.fsdp, self.here.type) as mesh,
+            traced_for(self.target, autocast, self.here.type),
+            dynamo.fake_tensors(),
+        ):
             model, batch = build(self.workload, self.here)
             if mesh is not None:
                 shard(model, mesh, self.autocast_dtype)

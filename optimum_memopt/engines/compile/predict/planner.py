@@ -155,7 +155,7 @@ class Planner(Generic[_P]):
 
     def _of_ranks(self, line: str) -> list[str]:
         """A line of each rank with which this one gathers parameters: all run a forward again, or none does."""
-        is_sharded = bool(self._graphs) and self._graphs[0].tape.sharding is not None
+        is_sharded = bool(self._graphs) and self._graphs[0].tape.sharding.is_sharded
         return of_all_ranks(line) if is_sharded else [line]
 
     def _solve_again(self) -> None:

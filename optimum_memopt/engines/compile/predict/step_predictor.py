@@ -182,7 +182,7 @@ class StepMemoryPredictor:
 
     def _left(self, runs: int) -> int:
         """Bytes that the first runs of the forward leave."""
-        if not runs and self.tape.sharding is None:
+        if not runs and not self.tape.sharding.is_sharded:
             return 0
         return bytes_left_by(*self._runs(self.first, compiled=False), runs)
 

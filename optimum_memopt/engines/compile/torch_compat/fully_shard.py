@@ -12,19 +12,39 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 def sharded_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """The paths of modules whose parameters FSDP2 gathers at once, by group; the model itself is not among them."""
-    groups: dict[int, list[str]] = {}
+    groups = (tuple(filter(None, paths)) for paths, _ in _states(model))
+    return tuple(filter(None, groups))
+
+
+def _states(model: torch.nn.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """FSDP2's states, each with the paths of its modules."""
+    paths: dict[Any, list[str]] = {}
     for path, module in model.named_modules():
-        if path and isinstance(module, FSDPModule):
-            groups.setdefault(id(module._get_fsdp_state()), []).append(path)
-    return tuple(map(tuple, groups.values()))
+        if isinstance(module, FSDPModule):
+            paths.setdefault(module._get_fsdp_state(), []).append(path)
+    return [(tuple(modules), state) for state, modules in paths.items()]
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    # Several since torch 2.13.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
 @dataclass(frozen=True)
-class GroupState:
-    """Parameters that FSDP2 gathers at once, in bytes; see `memory.sharding.ShardedGroup`.
+class ShardedGroup:
+    """Parameters that are gathered at once, in bytes.
 
     Attributes:
-        is_gathered: now.
+        modules: their paths.
+        gathered: all of them, in the type that they are gathered in.
+        cast: one rank's share in this type, where they are kept in another one.
+        reduced: all trainable ones, in the type that gradients are reduced in.
+        gradient: one rank's share of the gradients.
+        reshards: they are gathered again for the backward.
+        ranks: that share them.
+        is_open: gathered before the model's forward, and used until that returns; see `capture/sharded_modules.py`.
+        reads_gradients: an input of the first of its modules has a gradient, with which its backward is over.
     """
 
     modules: tuple[str, ...]
@@ -34,30 +54,25 @@ class GroupState:
     gradient: int
     reshards: bool
     ranks: int
-    is_gathered: bool
+    is_open: bool = False
+    reads_gradients: bool = True
 
 
-def group_states(model: torch.nn.Module) -> Iterator[GroupState]:
-    """The groups of a model that has run, its own last, where it has parameters itself."""
-    paths: dict[int, list[str]] = {}
-    states: dict[int, Any] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            states[id(state)] = state
-            paths.setdefault(id(state), []).append(path)
-    for key, state in sorted(states.items(), key=lambda entry: "" in paths[entry[0]]):
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-            yield _group_state(tuple(paths[key]), group)
+def groups_of(model: torch.nn.Module) -> Iterator[ShardedGroup]:
+    """The groups of a model that has run; that of the model itself, where it has parameters of its own, has an empty
+    path."""
+    for paths, state in _states(model):
+        for group in _parameter_groups(state):
+            yield _sharded_group(paths, group)
 
 
 def unreduced_bytes(model: torch.nn.Module) -> int:
     """Bytes of the gradients of earlier micro-batches, which are reduced with those of the last; 0 for a model that is
     not sharded."""
-    return sum(group.reduced for group in group_states(model))
+    return sum(group.reduced for group in groups_of(model))
 
 
-def _group_state(modules: tuple[str, ...], group: Any) -> GroupState:
+def _sharded_group(modules: tuple[str, ...], group: Any) -> ShardedGroup:
     # Before its first forward a parameter's types are not known.
     ranks = group.mesh_info.shard_mesh_size
     sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
@@ -68,7 +83,7 @@ def _group_state(modules: tuple[str, ...], group: Any) -> GroupState:
         for size, parameter, own in zip(sizes, group.fsdp_params, kept, strict=True)
         if parameter.sharded_param.requires_grad
     ]
-    return GroupState(
+    return ShardedGroup(
         modules,
         ranks * sum(size * width for size, width in zip(sizes, gathered, strict=True)),
         sum(size * width for size, width, own in zip(sizes, gathered, kept, strict=True) if width != own),
@@ -76,23 +91,24 @@ def _group_state(modules: tuple[str, ...], group: Any) -> GroupState:
         sum(size * own for size, _, own in trained),
         group._reshard_after_forward,
         ranks,
-        group.is_unsharded,
     )
 
 
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's shares of the sharded parameters, by their names in the model, gathered or not."""
     found: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-                for parameter in group.fsdp_params:
-                    info, share = parameter._module_info, parameter.sharded_param
-                    places = zip(
-                        (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
-                    )
-                    found.update(dict.fromkeys(places, share))
+    parameters = (
+        parameter
+        for _, state in _states(model)
+        for group in _parameter_groups(state)
+        for parameter in group.fsdp_params
+    )
+    for parameter in parameters:
+        info = parameter._module_info
+        places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        found.update(dict.fromkeys(places, parameter.sharded_param))
+    if not found:
+        return {}
     return {
         f"{path}.{name}" if path else name: found[module, name]
         for path, module in model.named_modules()
@@ -102,10 +118,8 @@ def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gathered(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters of a sharded model that are whole; none of any other model."""
-    parameters: list[torch.Tensor] = list(model.parameters())
-    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    return whole if len(whole) < len(parameters) else []
+    """The parameters that are whole."""
+    return [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
 
 
 def fake_group(ranks: int) -> None:
@@ -144,5 +158,5 @@ def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank of a tensor."""
+    """This rank's share of a tensor; of one that is not sharded itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
