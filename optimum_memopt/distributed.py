@@ -22,10 +22,11 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.compat import installed_version, of_all_ranks
+from optimum_memopt.compat import fsdp_version, installed_version, of_all_ranks
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
@@ -143,6 +144,16 @@ def comparing(
         return result
 
     return compute_and_compare
+
+
+def warn_unsharded(trainer: Trainer) -> None:
+    """Say where FSDP is asked for and each process trains the whole model, as accelerate has it on a CPU (1.15,
+    `state.py`)."""
+    if fsdp_version(trainer.args) is not None and trainer.accelerator.distributed_type != "FSDP":
+        get_logger().warning(
+            "NOT sharded: FSDP is asked for, and accelerate shards on accelerators alone; each process holds the whole "
+            "model"
+        )
 
 
 # Set by accelerate's launcher of one process and by none of its others (accelerate/utils/launch.py,

@@ -161,6 +161,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     engine.outputs_read_by = outputs_read_by
     engine.run = _run_of(trainer, chosen.group_by_complexity)
     engine.check_arguments(trainer.args)
+    distributed.warn_unsharded(trainer)
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:

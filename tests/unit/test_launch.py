@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from optimum_memopt import MemOptError, MemOptOptions, PlanRow, PlanTable
+from optimum_memopt import MemOptError, MemOptOptions, PlanRow, PlanTable, attach
 from optimum_memopt import distributed as launch
 from optimum_memopt.compat import installed_version
 from optimum_memopt.distributed import describe_difference, digest, facts, failure
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.plans.plan_file import PlanFile
+from tests.trainer_runs import log_lines
 
 ONE_PROCESS_ONLY = {"ACCELERATE_USE_CPU": "True"}
 
@@ -205,3 +206,17 @@ def test_versions_are_among_the_facts(distributions):
     if found is None:
         pytest.skip(f"none of {', '.join(distributions)} is installed")
     assert OWN[f"version of {found[0]}"] == found[1]
+
+
+def test_fsdp_that_accelerate_leaves_out_is_named(trainer_of, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with log_lines() as lines:
+        attach(trainer_of([]), memory_opt_engine="compile", memory_opt_level=1)
+    assert [line for line in lines if line.startswith("NOT sharded: FSDP is asked for")]
+
+
+def test_nothing_is_said_where_nobody_asks_for_fsdp(trainer_of):
+    with log_lines() as lines:
+        attach(trainer_of([]), memory_opt_engine="compile", memory_opt_level=1)
+    assert not [line for line in lines if "FSDP" in line]

@@ -25,5 +25,6 @@ def material(tmp_path_factory):
         for index, (word, label) in enumerate([("good", 1), ("bad", 0), ("fine", 1), ("poor", 0)] * 8)
         for thing in ("film", "food")
     ]
-    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, written in (("rows", rows), ("texts", [{"text": row["sentence"]} for row in rows])):
+        (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in written))
     return folder

@@ -6,6 +6,7 @@ JOBS.json is a list of objects with the fields of `Job`. Beside it appear, for e
 (what `train` returns) and `NAME.RANK.safetensors` (the weights after it). The exit code is 2 after a refusal.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -20,18 +21,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
 from safetensors.torch import save, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from optimum_memopt import MemOptError, MemOptTrainer
+from optimum_memopt import MemOptError
 from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
+from tests.train.launchers.accelerators import cpus_as_accelerators
 from tests.trainer_runs import ROWS, build, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
@@ -132,17 +133,6 @@ def model_of(job: Job) -> torch.nn.Module:
     return model.train()
 
 
-def on_accelerators(kind: type[Trainer]) -> type[Trainer]:
-    """A Trainer for which these CPUs are accelerators: accelerate 1.15 shards on no others (`state.py`)."""
-
-    class Sharding(kind):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            super().__init__(*args, **kwargs)
-
-    return Sharding
-
-
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Those of all ranks' parts together."""
     if type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
@@ -166,10 +156,14 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     if job.runs_out is not None:
         fails = dict.fromkeys(job.runs_out.get(own, []), "forward")
         kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
-    if "fsdp" in job.arguments:
+    is_sharded = "fsdp" in job.arguments
+    if is_sharded:
         AcceleratorState._reset_state(True)
-        kind = on_accelerators(Trainer if job.engine == "plain" else MemOptTrainer)
-    with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
+    with (
+        log_lines() as lines,
+        mock.patch.dict(os.environ, job.environment.get(own, {})),
+        cpus_as_accelerators() if is_sharded else contextlib.nullcontext(),
+    ):
         try:
             changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
             if job.config or job.adapters or job.sharded_from_start:

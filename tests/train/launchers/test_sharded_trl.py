@@ -1,0 +1,86 @@
+"""TRL's SFTTrainer under FSDP2 and ZeRO 3 on two ranks: by `examples/sft` with the configs beside it, and against a
+stock one."""
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+from transformers import HfArgumentParser
+
+from tests.fresh_process import free_port
+from tests.model_zoo import ZOO
+from tests.train.launchers import accelerators
+from tests.train.launchers.launching import PROGRAMS, ROOT, needs_deepspeed, start
+from tests.trainer_runs import CLOSE, distance
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from trl import SFTConfig
+
+from common.arguments import RowArguments
+from optimum_memopt import MemOptOptions
+from sft import sft as sft_script
+
+EXAMPLE = ROOT / "examples" / "sft"
+CONFIGS = EXAMPLE / "configs"
+
+
+@pytest.mark.parametrize("file, kind", [("accelerate_fsdp2.yaml", "FSDP"), ("accelerate_zero3.yaml", "DEEPSPEED")])
+def test_accelerate_reads_the_configs(file: str, kind: str) -> None:
+    config = load_config_from_file(str(CONFIGS / file))
+    assert (config.distributed_type.value, config.num_processes, config.num_machines) == (kind, 2, 1)
+
+
+def test_the_commands_of_the_readme_can_be_read() -> None:
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    commands = [shlex.split(line) for line in text.splitlines() if "examples/sft/sft.py --" in line]
+    assert len(commands) == 4
+    kinds = (sft_script.ModelArguments, RowArguments, SFTConfig, MemOptOptions)
+    for words in commands:
+        place = words.index("examples/sft/sft.py")
+        parsed = HfArgumentParser(kinds).parse_args([*words[place + 1 :], "--use_cpu", "true", "--bf16", "false"])
+        assert parsed.memory_opt_engine == "compile"
+        assert all((ROOT / word).is_file() for word in words if word.startswith("examples/"))
+
+
+@pytest.fixture(scope="module")
+def llama(material: Path) -> Path:
+    """A tiny Llama for the words of the tokenizer."""
+    model = ZOO["llama"].build(num_hidden_layers=3)
+    shutil.copytree(material / "model", material / "llama", ignore=shutil.ignore_patterns("*.safetensors", "config*"))
+    model.save_pretrained(material / "llama")
+    return material
+
+
+def sft(command: list[Any], material: Path, folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """The summary of three steps of the example, and the weights after them."""
+    rows = {"--model_name_or_path": material / "llama", "--train_file": material / "texts.json"}
+    quick = "--use_cpu true --bf16 false --max_steps 3 --per_device_train_batch_size 4 --report_to none"
+    rounding = "--learning_rate 1e-2 --adam_epsilon 1e-3"
+    own = "--memory_opt_engine compile --memory_opt_level 1 --memory_opt_compiler aot_eager"
+    flags = [*(word for pair in rows.items() for word in pair), *f"{quick} {rounding} {own}".split()]
+    done = start([*command, EXAMPLE / "sft.py", "--output_dir", folder, *flags])
+    assert done.returncode == 0 or "(SIGABRT)" in done.stderr, done.stderr[-4000:]
+    assert "level 1" in done.stdout and " for 3 layers, compiled once for equal ones" in done.stdout
+    assert "NOT " not in done.stderr
+    return done.stdout, load_file(folder / "model.safetensors")
+
+
+def launch(file: str) -> list[Any]:
+    port = f"--main_process_port={free_port()}"
+    return [PROGRAMS / "accelerate", "launch", "--config_file", CONFIGS / file, port]
+
+
+@pytest.mark.nightly
+@needs_deepspeed
+def test_both_configs_of_the_example_train_alike(llama: Path, tmp_path: Path) -> None:
+    summary, fsdp2 = sft([*launch("accelerate_fsdp2.yaml"), accelerators.__file__], llama, tmp_path / "fsdp2")
+    _, zero3 = sft(launch("accelerate_zero3.yaml"), llama, tmp_path / "zero3")
+    assert "FSDP2 on 2 ranks" in summary
+    assert distance(fsdp2, zero3) < CLOSE
