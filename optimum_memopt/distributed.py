@@ -151,8 +151,8 @@ def warn_unsharded(trainer: Trainer) -> None:
     `state.py`)."""
     if fsdp_version(trainer.args) is not None and trainer.accelerator.distributed_type != "FSDP":
         get_logger().warning(
-            "NOT sharded: FSDP is asked for, and accelerate shards on accelerators alone; each process holds the whole "
-            "model"
+            "NOT sharded: FSDP is asked for, and accelerate shards on accelerators alone; each process holds the "
+            "whole model"
         )
 
 

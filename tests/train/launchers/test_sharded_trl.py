@@ -15,7 +15,10 @@ from transformers import HfArgumentParser
 from tests.fresh_process import free_port
 from tests.model_zoo import ZOO
 from tests.train.launchers import accelerators
-from tests.train.launchers.launching import PROGRAMS, ROOT, needs_deepspeed, start
+from tests.train.launchers.launching import PROGRAMS, ROOT, launcher, needs_deepspeed, run_jobs, start
+from tests.train.launchers.sharded_jobs import SAVED, differing
+from tests.train.launchers.test_fsdp import jobs as fsdp2_jobs
+from tests.train.launchers.test_zero3 import jobs as zero3_jobs
 from tests.trainer_runs import CLOSE, distance
 
 pytest.importorskip("trl")
@@ -84,3 +87,42 @@ def test_both_configs_of_the_example_train_alike(llama: Path, tmp_path: Path) ->
     _, zero3 = sft(launch("accelerate_zero3.yaml"), llama, tmp_path / "zero3")
     assert "FSDP2 on 2 ranks" in summary
     assert distance(fsdp2, zero3) < CLOSE
+
+
+ACCUMULATION = {"gradient_accumulation_steps": 2}
+LORA = {"adapters": ["q_proj", "down_proj"]}
+# TRL's default.
+CHECKPOINTING = {"gradient_checkpointing": True}
+FSDP2: dict[str, dict[str, Any]] = {
+    "level": {"arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
+    "lora": LORA,
+    # The loss in chunks is TRL's own.
+    "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}},
+    "budget": {"plan": {"memory_opt_budget": "90%"}},
+    "checkpointing": {"plan": {"memory_opt_level": 0}, "arguments": CHECKPOINTING},
+}
+ZERO3: dict[str, dict[str, Any]] = {
+    "level": {},
+    "lora": {**LORA, "bf16": True, "sharded_from_start": True, "arguments": ACCUMULATION},
+    "checkpointing": {"plan": {"memory_opt_level": 0}, "arguments": CHECKPOINTING},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "make, cases",
+    [(fsdp2_jobs, FSDP2), pytest.param(zero3_jobs, ZERO3, marks=needs_deepspeed)],
+    ids=["fsdp2", "zero3"],
+)
+def test_weights_are_those_of_a_stock_sft_trainer(tmp_path: Path, make: Any, cases: dict[str, Any]) -> None:
+    wanted = [job for name, case in cases.items() for job in make(name, tmp_path, sft=True, **case)]
+    done = run_jobs(launcher("torchrun"), tmp_path, wanted, WITHOUT_SHARED_MEMORY="1")
+    for job in wanted:
+        name, ranks = job.name.partition("-")[0], done.trained(job.name)
+        assert {rank["world_size"] for rank in ranks} == {2} and len({rank["digest"] for rank in ranks}) == 1
+        assert differing(done.weights(job.name), done.weights(f"{name}-plain")) == []
+        if job.engine == "compile":
+            header = ranks[0]["table"]["header"][0]
+            assert "for 3 layers, compiled once for equal ones" in header
+            assert ("level 1" in header) == (name != "budget")
+            assert not [line for line in ranks[0]["lines"] if "NOT " in line or "as a whole" in line]

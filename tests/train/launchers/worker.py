@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,15 +25,16 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import save, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, set_seed
 
-from optimum_memopt import MemOptError
+from optimum_memopt import MemOptError, MemOptOptions, attach
 from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
 from tests.train.launchers.accelerators import cpus_as_accelerators
-from tests.trainer_runs import ROWS, build, log_lines, make, rows, weights
+from tests.train.trainers.harness import tokenizer
+from tests.trainer_runs import ROWS, arguments, build, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
 OPTIMIZERS = {
@@ -42,6 +43,7 @@ OPTIMIZERS = {
     "deepspeed_fused_adam": ("deepspeed.ops.adam", "FusedAdam"),
     "deepspeed_cpu_adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
 }
+_OPTIONS = {option.name for option in fields(MemOptOptions)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Job:
         config: changes to the model's config.
         adapters: train adapters of these modules, and nothing else.
         sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
+        sft: by TRL's SFTTrainer.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)
     adapters: list[str] = field(default_factory=list)
     sharded_from_start: bool = False
+    sft: bool = False
 
 
 class Killed(TrainerCallback):
@@ -133,6 +137,25 @@ def model_of(job: Job) -> torch.nn.Module:
     return model.train()
 
 
+def sft_trainer(job: Job, folder: Path, changes: dict[str, Any]) -> Trainer:
+    trl = importlib.import_module("trl")
+    own = {name: changes.pop(name) for name in [*changes] if name in _OPTIONS}
+    # As a Trainer with a model_init does.
+    set_seed(0)
+    texts = [{"input_ids": row["input_ids"].tolist()} for row in rows(job.model, job.rows)]
+    # By which transformers knows of `zero.Init`.
+    args = arguments(trl.SFTConfig, folder, **{"bf16": False, "gradient_checkpointing": False, **changes})
+    trainer = trl.SFTTrainer(
+        model=model_of(job),
+        args=args,
+        train_dataset=importlib.import_module("datasets").Dataset.from_list(texts),
+        processing_class=tokenizer(),
+    )
+    if own:
+        attach(trainer, **{"memory_opt_compiler": "aot_eager", **own})
+    return trainer
+
+
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Those of all ranks' parts together."""
     if type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
@@ -165,10 +188,14 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         cpus_as_accelerators() if is_sharded else contextlib.nullcontext(),
     ):
         try:
-            changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
-            if job.config or job.adapters or job.sharded_from_start:
-                changes["model_init"] = functools.partial(model_of, job)
-            trainer = make(folder / f"{job.name}-output", job.model, plain=job.engine == "plain", **changes)
+            output = folder / f"{job.name}-output"
+            if job.sft:
+                trainer = sft_trainer(job, output, changes)
+            else:
+                changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+                if job.config or job.adapters or job.sharded_from_start:
+                    changes["model_init"] = functools.partial(model_of, job)
+                trainer = make(output, job.model, plain=job.engine == "plain", **changes)
             reductions.trainer = trainer
             trainer.train(resume_from_checkpoint=job.resume)
         except MemOptError as error:
