@@ -2,6 +2,7 @@
 that what is measured in one process is what a rank itself allocates."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from allocations import allocated
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt import MemOptError, optimize, plan
+from optimum_memopt.engines.compile.capture.capture import check_model
 from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.rotation import nightly
@@ -32,19 +36,30 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frozen": {"trained": "q_proj", "plan": {"memory_opt_level": 1}},
     "half": {"units": ["embed", "tail"], "shard": {"mp_policy": HALF}},
+    # Two replicas of eight shares.
+    "hybrid": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}, "mesh": (2, 8)},
+    "ignored": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}, "ignored": "up_proj"},
     "many": {"units": ["tail"], "plan": {"memory_opt_level": 1}, "ranks": 1024},
 }
 
 
 @contextlib.contextmanager
 def sharded(
-    units: tuple[str, ...] = (), shard: dict[str, Any] | None = None, trained: str = "", ranks: int = 8
+    units: tuple[str, ...] = (),
+    shard: dict[str, Any] | None = None,
+    trained: str = "",
+    ranks: int = 8,
+    mesh: Any = None,
+    ignored: str = "",
 ) -> Iterator[LlamaForCausalLM]:
     model = LlamaForCausalLM(CONFIG)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    more = shard or {}
-    with planned_ranks(ranks, "cpu") as mesh:
+    more = dict(shard or {})
+    if ignored:
+        more["ignored_params"] = {parameter for name, parameter in model.named_parameters() if ignored in name}
+    with planned_ranks(ranks if mesh is None else math.prod(mesh), "cpu") as whole:
+        mesh = whole if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, **more)
         if "embed" in units:
@@ -54,6 +69,10 @@ def sharded(
         more.pop("reshard_after_forward", None)
         fully_shard(model, mesh=mesh, **more)
         yield model
+
+
+def own_bytes(parameter: torch.Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
 @pytest.mark.parametrize("name", nightly(CASES, but=["level", "frozen"]))
@@ -78,7 +97,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
         saved, peak = step()
         assert isinstance(engine, CompileEngine) and engine.predictor is not None
         footprint = engine.predictor.footprint()
-        parameters = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        parameters = sum(map(own_bytes, model.parameters()))
         assert footprint.parameters == parameters
         # The loss itself.
         assert abs(engine.predictor.saved() - saved) <= 64
@@ -118,3 +137,14 @@ def test_plain_pytorch_is_not_simulated_on_ranks() -> None:
         _ = estimate.ways
     with planned_ranks(2, "cpu"), pytest.raises(MemOptError, match="in a process that is not itself one of several"):
         plan(CONFIG, "text-generation", batch_size=4, seq_len=64, fsdp=2)
+
+
+def test_shares_on_the_host_are_refused() -> None:
+    with sharded(shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}) as model:
+        check_model(model)
+        for module in model.modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+                for parameter in group.fsdp_params:
+                    parameter.device = torch.device("cuda")
+        with pytest.raises(MemOptError, match="FSDP2's CPU offload with the compile engine: .*leave it out"):
+            check_model(model)

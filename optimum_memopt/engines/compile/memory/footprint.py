@@ -109,12 +109,18 @@ def footprint_of(
         buffers=tensor_bytes(model.buffers()),
         batch=batch,
         optimizer=sum(state_sizes(optimizer, trainable)),
-        accumulated=(fully_shard.unreduced_bytes(model) or weights) if gradient_accumulation else 0,
+        accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
         gradients=weights,
         step=step_bytes(optimizer, trainable),
         constant=constant,
     )
+
+
+def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> int:
+    """Bytes of the gradients of earlier micro-batches: FSDP2 reduces them with those of the last."""
+    sharded = {id(fully_shard.local(share)) for share in fully_shard.shards(model).values()}
+    return fully_shard.unreduced_bytes(model) + tensor_bytes(each for each in trainable if id(each) not in sharded)
 
 
 def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:

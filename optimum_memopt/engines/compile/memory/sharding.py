@@ -27,10 +27,12 @@ class Sharding:
     Attributes:
         groups: all but that of the model itself.
         root: the parameters that no module inside of the model gathers; None: there are none.
+        whole: names of the parameters that each rank holds, as FSDP2's `ignored_params`.
     """
 
     groups: tuple[ShardedGroup, ...] = ()
     root: ShardedGroup | None = None
+    whole: frozenset[str] = frozenset()
 
     @property
     def is_sharded(self) -> bool:
@@ -69,7 +71,8 @@ def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
         for group in fully_shard.groups_of(model)
     ]
     inner = tuple(group for group in groups if "" not in group.modules)
-    return Sharding(inner, next((group for group in groups if "" in group.modules), None))
+    whole = frozenset(dict(model.named_parameters())) - fully_shard.shards(model).keys() if groups else frozenset()
+    return Sharding(inner, next((group for group in groups if "" in group.modules), None), whole)
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ def collectives(
 
 
 def _owners(sharding: Sharding, own: ShardedGroup | None, names: Mapping[int, str]) -> dict[int, ShardedGroup]:
-    groups = {at: own or sharding.of_parameter(name) for at, name in names.items()}
+    sharded = {at: name for at, name in names.items() if name not in sharding.whole}
+    groups = {at: own or sharding.of_parameter(name) for at, name in sharded.items()}
     return {at: group for at, group in groups.items() if group is not None}
 
 
