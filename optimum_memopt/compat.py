@@ -140,6 +140,16 @@ def fsdp_version(args: Any) -> int | None:
     return int(os.environ.get("FSDP_VERSION", "1"))
 
 
+def parallelisms(args: Any) -> tuple[str, ...]:
+    """What a Trainer's arguments, or accelerate's launcher in the environment, divide a batch or a matrix by: of
+    tensor, context and sequence (accelerate 1.15, `parallelism_config.py`)."""
+    config = getattr(args, "parallelism_config", None)
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        config = importlib.import_module("accelerate").parallelism_config.ParallelismConfig()
+    kinds = {"tensor": "tp", "context": "cp", "sequence": "sp"}
+    return tuple(kind for kind, short in kinds.items() if getattr(config, f"{short}_enabled", False))
+
+
 def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
     """Have accelerate wrap no layer for activation checkpointing, as `activation_checkpointing` of an FSDP config asks
     for (1.15).

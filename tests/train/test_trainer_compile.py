@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
@@ -43,6 +44,26 @@ def test_fsdp_1_by_accelerate_and_several_gpus_in_one_process_are_refused(tmp_pa
     args._n_gpu = 2
     with pytest.raises(MemOptError, match="2 GPUs in one process.*CUDA_VISIBLE_DEVICES=0"):
         check_trainer_arguments(args)
+
+
+def test_trls_offloading_is_refused(tmp_path):
+    trl = pytest.importorskip("trl")
+    args = arguments(trl.SFTConfig, tmp_path, bf16=False, activation_offloading=True)
+    with pytest.raises(MemOptError, match="--activation_offloading with the compile engine: .* leave it out"):
+        check_trainer_arguments(args)
+
+
+@pytest.mark.parametrize("by_launcher", [True, False])
+def test_parallelism_within_a_layer_is_refused(tmp_path, monkeypatch, by_launcher):
+    asked = {}
+    if by_launcher:
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    else:
+        asked["parallelism_config"] = ParallelismConfig(tp_size=2)
+    kind = "context" if by_launcher else "tensor"
+    with pytest.raises(MemOptError, match=f"{kind} parallelism with the compile engine: .*use FSDP2"):
+        check_trainer_arguments(arguments(TrainingArguments, tmp_path, **asked))
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):

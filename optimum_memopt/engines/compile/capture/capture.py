@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import fsdp_version
+from optimum_memopt.compat import fsdp_version, parallelisms
 from optimum_memopt.engines.compile.capture.traced_forward import (
     Choose,
     ForwardArgs,
@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, w
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -34,7 +35,7 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse what would be trained without the plan.
 
     Raises:
-        UnsupportedModelError: no parameters, DataParallel.
+        UnsupportedModelError: no parameters, DataParallel, tensor parallelism, shares that FSDP2 keeps on the host.
     """
     in_place.check_parameters(model)
     if isinstance(model, torch.nn.DataParallel):
@@ -42,20 +43,46 @@ def check_model(model: torch.nn.Module) -> None:
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
             "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
+    if fully_shard.has_other_shards(model):
+        raise UnsupportedModelError(
+            "tensor parallelism with the compile engine: a layer computes with a share of its parameters (DTensor)",
+            _GATHERED,
+        )
+    if fully_shard.is_offloaded(model):
+        raise UnsupportedModelError(
+            "FSDP2's CPU offload with the compile engine: shares of parameters, gradients and optimizer states on the "
+            "host are not predicted",
+            "leave it out (`cpu_offload` in --fsdp_config, `fsdp_offload_params` in accelerate's config); a plan "
+            "offloads activations",
+        )
+
+
+_GATHERED = "use FSDP2, which gathers a layer's parameters before it runs"
 
 
 def check_trainer_arguments(args: "TrainingArguments") -> None:
     """Refuse Trainer arguments that do the engine's work too.
 
     Raises:
-        MemOptError: torch_compile, FSDP 1, several GPUs in one process.
+        MemOptError: torch_compile, TRL's activation offloading, FSDP 1, parallelism within a layer or a row, several
+            GPUs in one process.
     """
     if args.torch_compile:
         raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
+    if getattr(args, "activation_offloading", False):
+        raise MemOptError(
+            "--activation_offloading with the compile engine: what TRL's hooks offload is not predicted; leave it "
+            "out, and have a plan offload (--memory_opt_budget, or strategy 3 in --memory_opt_config)"
+        )
     if fsdp_version(args) == 1:
         raise MemOptError(
             "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor; use FSDP2 (`version: "
             "2` in --fsdp_config, `fsdp_version: 2` in accelerate's config)"
+        )
+    if kinds := parallelisms(args):
+        raise MemOptError(
+            f"{' and '.join(kinds)} parallelism with the compile engine: a process computes a part of each layer; "
+            f"{_GATHERED}"
         )
     if args.n_gpu > 1:
         raise MemOptError(

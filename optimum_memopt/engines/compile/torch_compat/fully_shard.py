@@ -31,6 +31,10 @@ def _parameter_groups(state: Any) -> list[Any]:
     return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
+def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    return (each for _, state in _states(model) for group in _parameter_groups(state) for each in group.fsdp_params)
+
+
 @dataclass(frozen=True)
 class ShardedGroup:
     """Parameters that are gathered at once, in bytes.
@@ -97,13 +101,7 @@ def _sharded_group(modules: tuple[str, ...], group: Any) -> ShardedGroup:
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's shares of the sharded parameters, by their names in the model, gathered or not."""
     found: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
-    parameters = (
-        parameter
-        for _, state in _states(model)
-        for group in _parameter_groups(state)
-        for parameter in group.fsdp_params
-    )
-    for parameter in parameters:
+    for parameter in _sharded_parameters(model):
         info = parameter._module_info
         places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
         found.update(dict.fromkeys(places, parameter.sharded_param))
@@ -130,6 +128,18 @@ def fake_group(ranks: int) -> None:
 def is_sharded(model: torch.nn.Module) -> bool:
     """True for a model of which FSDP2 shards any part."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def has_other_shards(model: torch.nn.Module) -> bool:
+    """True where a forward computes with a share of a parameter: FSDP2 does not gather it, or not whole."""
+    parameters = list(_sharded_parameters(model))
+    own = {id(parameter.sharded_param) for parameter in parameters if not parameter.is_dtensor}
+    return any(isinstance(each, DTensor) and id(each) not in own for each in model.parameters())
+
+
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """True where FSDP2 keeps shares on the host and computes on another device."""
+    return any(each.offload_to_cpu and each.device.type != "cpu" for each in _sharded_parameters(model))
 
 
 def gather(module: torch.nn.Module) -> None:

@@ -170,6 +170,8 @@ class CompileEngine(in_place.InPlaceEngine):
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(self._model, args, kwargs)
         if self._buckets is None:
+            # It may have been sharded since the engine was put on it.
+            check_model(self._model)
             start_libraries(next(self._model.parameters()).device)
             is_sharded = fully_shard.is_sharded(self._model)
             if is_sharded and self._most_variants > 1:

@@ -1,0 +1,106 @@
+"""Each of two processes: steps of a loop of its own on models that `fully_shard` has sharded, without an engine and
+with one.
+
+    sharded_loops.py CASE …
+
+Prints, on rank 0, a line of JSON for each case: parameters that differ in the end, the table's header, or the error.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from optimum_memopt import MemOptError, optimize
+from tests.fresh_process import fork_ranks
+from tests.model_zoo import ZOO
+
+STEPS = 3
+DIMENSIONS = ("replicate", "shard")
+
+
+def sharded(
+    mesh: tuple[int, ...] = (2,), tensor_parallel: bool = False, ignored: str = "", frozen: bool = False, **how: Any
+) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = ZOO["llama"].build(num_hidden_layers=3, use_cache=False)
+    names = DIMENSIONS[-len(mesh) :]
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(ignored not in name)
+    if tensor_parallel:
+        columns, rows = ColwiseParallel(), RowwiseParallel()
+        plan = {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+        for layer in model.model.layers:
+            parallelize_module(layer, device_mesh["shard"], plan)
+        device_mesh = device_mesh["replicate"]
+    if ignored:
+        how["ignored_params"] = {parameter for name, parameter in model.named_parameters() if ignored in name}
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=device_mesh, **how)
+    fully_shard(model, mesh=device_mesh, **how)
+    return model.train()
+
+
+def reduced(model: torch.nn.Module) -> None:
+    """Average the gradients of parameters that FSDP2 leaves alone."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            torch.distributed.all_reduce(parameter.grad)
+
+
+def train(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(STEPS):
+        batch = ZOO["llama"].batch(4, 9, seed=10 * step + torch.distributed.get_rank())
+        model(**batch).loss.backward()
+        reduced(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in state.items()}
+
+
+CASES: dict[str, Callable[[], torch.nn.Module]] = {
+    "replicas": functools.partial(sharded, (2, 1)),
+    "hybrid": functools.partial(sharded, (1, 2)),
+    "offload": functools.partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "ignored": functools.partial(sharded, ignored="mlp.up_proj"),
+    "ignored_frozen": functools.partial(sharded, ignored="mlp.up_proj", frozen=True),
+    "tensor_parallel": functools.partial(sharded, (1, 2), tensor_parallel=True),
+}
+
+
+def compared(case: str) -> dict[str, Any]:
+    model, options = CASES[case](), {"memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
+    try:
+        engine = optimize(model, memory_opt_engine="compile", memory_opt_level=1, **options)
+        found = train(model)
+    except MemOptError as error:
+        return {"error": str(error)}
+    expected = train(CASES[case]())
+    table = engine.plans()
+    assert table is not None
+    differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    return {"differing": differing, "header": table.header}
+
+
+def main() -> None:
+    fork_ranks(2)
+    torch.distributed.init_process_group("gloo")
+    for case in sys.argv[1:]:
+        line = json.dumps({"case": case, **compared(case)})
+        if torch.distributed.get_rank() == 0:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
