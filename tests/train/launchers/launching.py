@@ -45,17 +45,18 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def launcher(name: str, *, zero: int | None = None) -> list[str]:
-    """The command of a launcher up to the script, for two processes; `python` starts one.
+def launcher(name: str, *, zero: int | None = None, processes: int = 2) -> list[str]:
+    """The command of a launcher up to the script; `python` starts one process.
 
     Args:
+        processes: of torchrun.
         zero: the stage, for accelerate, whose launcher is told and not the script.
     """
     if name == "python":
         return [sys.executable]
     kind = "--multi_gpu" if zero is None else f"--use_deepspeed --zero_stage {zero}"
     words = {
-        "torchrun": "--standalone --nproc_per_node 2",
+        "torchrun": f"--standalone --nproc_per_node {processes}",
         "deepspeed": f"--num_accelerators 2 --master_port {fresh_process.free_port()}",
         "accelerate": f"launch {kind} --num_processes 2 --main_process_port={fresh_process.free_port()}",
     }

@@ -13,14 +13,23 @@ import pytest
 
 from tests import fresh_process
 from tests.train.launchers import launching
+from tests.train.launchers.sharded_jobs import DEPTH
+from tests.train.launchers.test_fsdp import fsdp
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 
 SAVED, KILLED, STEPS = 3, 5, 8
 # An epoch has ten steps.
 ROWS = 80
-ARGUMENTS = {"memory_opt_config": "Gelu+:1:-1", "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
-DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
+STEPPED = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
+ARGUMENTS = {"memory_opt_config": "Gelu+:1:-1", **STEPPED}
+TRAINED = Job("steps", rows=ROWS, arguments=ARGUMENTS)
+DYING = replace(TRAINED, name="dying", killed=(1, KILLED))
+SHARDED = {**fsdp("llama", state_dict_type="SHARDED_STATE_DICT"), "memory_opt_level": 1, **STEPPED}
+KINDS = {
+    "ddp": TRAINED,
+    "fsdp2": replace(TRAINED, engine="compile", model="llama", arguments=SHARDED, config={"num_hidden_layers": DEPTH}),
+}
 SOON = 240
 # Until the checkpoint, and until the end.
 BY_THEMSELVES = 400 + SOON
@@ -28,8 +37,9 @@ BY_THEMSELVES = 400 + SOON
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    job = Job("steps", rows=ROWS, arguments=ARGUMENTS)
-    return launching.run_jobs(launching.launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
+    """One run of each kind."""
+    jobs = [replace(job, name=kind) for kind, job in KINDS.items()]
+    return launching.run_jobs(launching.launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), jobs)
 
 
 def wait_for_checkpoint(folder, seconds=400):
@@ -41,22 +51,23 @@ def wait_for_checkpoint(folder, seconds=400):
     return time.monotonic()
 
 
-def resumed(folder, uninterrupted):
+def resumed(folder, kind, uninterrupted):
     """How far the weights of the run that goes on are from those of the run that was never interrupted."""
     checkpoints = {path.name for path in (folder / "dying-output").glob("checkpoint-*")}
     assert checkpoints == {f"checkpoint-{SAVED}"}
     checkpoint = str(folder / "dying-output" / f"checkpoint-{SAVED}")
-    done = launching.run_jobs(
-        launching.launcher("torchrun"), folder / "on", [Job("on", rows=ROWS, arguments=ARGUMENTS, resume=checkpoint)]
-    )
+    job = replace(KINDS[kind], name="on", resume=checkpoint)
+    done = launching.run_jobs(launching.launcher("torchrun"), folder / "on", [job])
     ranks = done.trained("on")
     assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
-    return distance(done.weights("on"), uninterrupted.weights("steps"))
+    return distance(done.weights("on"), uninterrupted.weights(kind))
 
 
 @pytest.mark.nightly
-def test_under_torchrun(tmp_path, uninterrupted):
-    command = [*launching.launcher("torchrun"), launching.WORKER, launching.write_jobs(tmp_path, [DYING])]
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_torchrun(tmp_path, uninterrupted, kind):
+    dying = replace(KINDS[kind], name="dying", killed=DYING.killed)
+    command = [*launching.launcher("torchrun"), launching.WORKER, launching.write_jobs(tmp_path, [dying])]
     process = start_process(command, tmp_path / "log")
     try:
         saved = wait_for_checkpoint(tmp_path / "dying-output")
@@ -67,7 +78,7 @@ def test_under_torchrun(tmp_path, uninterrupted):
     log = (tmp_path / "log").read_text()
     assert "Signal 9 (SIGKILL) received by PID" in log and "rank      : 1" in log
     assert not list(tmp_path.glob("dying.*.json"))
-    assert resumed(tmp_path, uninterrupted) < 1e-5
+    assert resumed(tmp_path, kind, uninterrupted) < 1e-5
 
 
 BY_HAND = """

@@ -13,7 +13,7 @@ from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, run_jobs
 from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, compared, differing
 from tests.train.launchers.worker import Job
-from tests.trainer_runs import distance
+from tests.trainer_runs import CLOSE, distance
 
 
 def fsdp(model: str, **config: Any) -> dict[str, Any]:
@@ -91,3 +91,35 @@ def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
             assert "not exact" not in header[1]
             assert ("level 1" in header[0]) == (name not in ("budget", "config"))
             assert not [line for line in lines if "graph break" in line or "NOT " in line or "as a whole" in line]
+
+
+# Of both numbers of ranks the same rows in each step.
+ROWS, SAVED_AT = 40, 2
+WHOLE, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
+def resumable(kind: str, ranks: int, resume: Path | None = None) -> Job:
+    plan = {"memory_opt_level": 1, "memory_opt_loss": "plain", **SAVED, "per_device_train_batch_size": 8 // ranks}
+    arguments = {**fsdp("llama", state_dict_type=kind), **plan}
+    name = f"{kind}-{'begun' if resume is None else 'resumed'}"
+    whence = None if resume is None else str(resume / f"{kind}-begun-output" / f"checkpoint-{SAVED_AT}")
+    config = {"num_hidden_layers": DEPTH}
+    return Job(name, "compile", model="llama", rows=ROWS, arguments=arguments, resume=whence, config=config)
+
+
+@pytest.mark.nightly
+def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
+    kinds, begun = (WHOLE, SHARDED), {}
+    for ranks in (2, 1):
+        jobs = [resumable(kind, ranks) for kind in kinds]
+        begun[ranks] = run_jobs(launcher("torchrun", processes=ranks), tmp_path / f"begun-{ranks}", jobs)
+    for ranks, before in ((1, begun[2]), (2, begun[1])):
+        jobs = [resumable(kind, ranks, before.folder) for kind in kinds]
+        done = run_jobs(launcher("torchrun", processes=ranks), tmp_path / f"resumed-{ranks}", jobs)
+        for kind in kinds:
+            assert [(rank["world_size"], rank["steps"]) for rank in done.trained(f"{kind}-resumed")] == [
+                (ranks, 5)
+            ] * ranks
+            for undisturbed in begun.values():
+                weights = undisturbed.weights(f"{kind}-begun")
+                assert distance(done.weights(f"{kind}-resumed"), weights) < CLOSE
