@@ -31,7 +31,8 @@ def jobs(
     fsdp_config: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
-    shared = {**fsdp(model, **(fsdp_config or {})), **(arguments or {})}
+    by_trainer = {} if fields.get("distributed") else fsdp(model, **(fsdp_config or {}))
+    shared = {**by_trainer, **(arguments or {})}
     # Chunks change the order of sums.
     ours = {"memory_opt_loss": "plain", **(plan or {"memory_opt_level": 1}), **shared}
     return compared(name, folder, shared, ours, model=model, **fields)
@@ -55,10 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
         "plan": {"memory_opt_level": 0},
         "fsdp_config": {"activation_checkpointing": True},
     },
+    # Sharded by transformers while it loads; replicas, too.
+    "native": {"distributed": {"fsdp_size": 2}, "arguments": {"bf16": True, **ACCUMULATION}},
+    "replicas": {"distributed": {"fsdp_size": 1, "dp_replicate_size": 2}, "plan": {"memory_opt_budget": "90%"}},
+    "tied_lora": {**LORA, "config": TIED},
     "all": {**LORA, "arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
     "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}, "arguments": {"bf16": True}},
 }
-LAUNCHES = ("level budget", "lora bf16 gathered", "config experts tied", "checkpointing all chunked")
+LAUNCHES = ("level budget", "lora bf16 gathered", "config experts tied", "checkpointing all chunked", "native replicas tied_lora")
 # Chunks change the order of sums.
 ROUNDS = ("chunked",)
 
@@ -89,7 +94,7 @@ def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
             lines, header = rank["lines"], rank["table"]["header"]
             assert f" for {DEPTH} layers, compiled once for equal ones" in header[0]
             assert "not exact" not in header[1]
-            assert ("level 1" in header[0]) == (name not in ("budget", "config"))
+            assert ("level 1" in header[0]) == (name not in ("budget", "config", "replicas"))
             assert not [line for line in lines if "graph break" in line or "NOT " in line or "as a whole" in line]
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from safetensors.torch import save, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, set_seed
+from transformers.distributed import DistributedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, attach
+from optimum_memopt.compat import of_all_ranks
 from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
@@ -60,6 +63,7 @@ class Job:
         config: changes to the model's config.
         adapters: train adapters of these modules, and nothing else.
         sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
+        distributed: of a `DistributedConfig`, by which transformers shards the model while it loads.
         sft: by TRL's SFTTrainer.
     """
 
@@ -78,6 +82,7 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)
     adapters: list[str] = field(default_factory=list)
     sharded_from_start: bool = False
+    distributed: dict[str, Any] = field(default_factory=dict)
     sft: bool = False
 
 
@@ -126,6 +131,14 @@ def model_of(job: Job) -> torch.nn.Module:
     model = build(job.model, **job.config)
     if job.sharded_from_start:
         model = type(model)._from_config(model.config)
+    if job.distributed:
+        with tempfile.TemporaryDirectory() as own:
+            # Rank 0 writes.
+            (folder,) = of_all_ranks(own)[:1]
+            model.save_pretrained(folder)
+            torch.distributed.barrier()
+            model = type(model).from_pretrained(folder, distributed_config=DistributedConfig(**job.distributed))
+            torch.distributed.barrier()
     if job.adapters:
         peft = importlib.import_module("peft")
         model = peft.get_peft_model(
@@ -193,7 +206,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
                 trainer = sft_trainer(job, output, changes)
             else:
                 changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
-                if job.config or job.adapters or job.sharded_from_start:
+                if job.config or job.adapters or job.sharded_from_start or job.distributed:
                     changes["model_init"] = functools.partial(model_of, job)
                 trainer = make(output, job.model, plain=job.engine == "plain", **changes)
             reductions.trainer = trainer

@@ -132,9 +132,10 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def has_other_shards(model: torch.nn.Module) -> bool:
     """True where a forward computes with a share of a parameter: FSDP2 does not gather it, or not whole."""
-    parameters = list(_sharded_parameters(model))
-    own = {id(parameter.sharded_param) for parameter in parameters if not parameter.is_dtensor}
-    return any(isinstance(each, DTensor) and id(each) not in own for each in model.parameters())
+    # By name: who loads weights after FSDP2 has sharded them may have put others in their place.
+    own = shards(model).keys()
+    divided = any(parameter.is_dtensor for parameter in _sharded_parameters(model))
+    return divided or any(isinstance(each, DTensor) and name not in own for name, each in model.named_parameters())
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
