@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import allocated
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,36 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
         assert both <= whole.accumulated + whole.activations
         if name == "level":
             assert whole.accumulated + whole.activations < 1.25 * both
+
+
+@pytest.mark.nightly
+def test_closer_than_torchs_tracker() -> None:
+    """torch's counts storages while plain PyTorch runs. Both are compared with what the allocator gave out."""
+    ids = torch.randint(3, 512, (4, 64))
+
+    def peak(model: LlamaForCausalLM) -> int:
+        up, saved, loss = allocated(lambda: model(input_ids=ids, labels=ids).loss)
+        down, _, _ = allocated(loss.backward)
+        model.zero_grad(set_to_none=True)
+        return max(up, saved + down)
+
+    with sharded(("embed", "tail")) as model:
+        peak(model)
+        plain = peak(model)
+        held = sum(map(own_bytes, model.parameters())) + ids.nbytes
+        tracker = FSDPMemTracker(model)
+        tracker.track_inputs((ids,))
+        with tracker:
+            model(input_ids=ids, labels=ids).loss.backward()
+        (tracked,) = (device["Total"] - held for device in tracker.get_tracker_snapshot("peak").values())
+    with sharded(("embed", "tail")) as model:
+        engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain")
+        peak(model)
+        own = peak(model)
+        assert isinstance(engine, CompileEngine) and engine.predictor is not None
+        predicted = engine.predictor.footprint().activations
+    assert abs(tracked - plain) < 0.01 * plain
+    assert abs(predicted - own) <= 64 < abs(tracked - plain)
 
 
 def test_a_rank_is_planned_without_any() -> None:

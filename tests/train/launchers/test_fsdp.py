@@ -63,7 +63,13 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {**LORA, "arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
     "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}, "arguments": {"bf16": True}},
 }
-LAUNCHES = ("level budget", "lora bf16 gathered", "config experts tied", "checkpointing all chunked", "native replicas tied_lora")
+LAUNCHES = (
+    "level budget",
+    "lora bf16 gathered",
+    "config experts tied",
+    "checkpointing all chunked",
+    "native replicas tied_lora",
+)
 # Chunks change the order of sums.
 ROUNDS = ("chunked",)
 
@@ -78,8 +84,17 @@ def test_ranks_end_together_where_nothing_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level budget"]))
 def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
+    compare("torchrun", tmp_path, names)
+
+
+@pytest.mark.nightly
+def test_by_accelerates_launcher(tmp_path: Path) -> None:
+    compare("accelerate", tmp_path, "level budget config lora")
+
+
+def compare(launched_by: str, tmp_path: Path, names: str) -> None:
     wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]
-    done = run_jobs(launcher("torchrun"), tmp_path, wanted)
+    done = run_jobs(launcher(launched_by), tmp_path, wanted)
     for job in wanted:
         name, ranks = job.name.partition("-")[0], done.trained(job.name)
         assert {rank["world_size"] for rank in ranks} == {2}

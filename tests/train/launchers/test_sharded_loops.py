@@ -6,6 +6,7 @@ import pytest
 
 from tests import fresh_process
 from tests.train.launchers.sharded_loops import CASES
+from tests.trainer_runs import CLOSE
 
 SCRIPT = fresh_process.ROOT + "/tests/train/launchers/sharded_loops.py"
 TENSOR_PARALLEL = "tensor parallelism with the compile engine: a layer computes with a share of its parameters"
@@ -13,12 +14,17 @@ TENSOR_PARALLEL = "tensor parallelism with the compile engine: a layer computes 
 
 @pytest.mark.nightly
 def test_weights_are_those_without_an_engine() -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
     done = fresh_process.run(SCRIPT, *CASES, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     found = {line.pop("case"): line for line in lines}
     assert found.keys() == CASES.keys(), done.stderr[-4000:]
     assert found.pop("tensor_parallel")["error"].startswith(TENSOR_PARALLEL)
+    # What bitsandbytes does with shares of packed weights breaks the graph of each layer.
+    broken = found.pop("quantized_sharded")
+    assert broken["distance"] < CLOSE and "not exact" in broken["header"][1]
     for case, result in found.items():
-        assert result["differing"] == [], case
+        assert result["distance"] == 0.0, case
         assert "level 1, in 3 graphs for 3 layers, compiled once for equal ones, FSDP2" in result["header"][0], case
         assert "not exact" not in result["header"][1], case

@@ -83,8 +83,19 @@ ROUNDS = ("router",)
 @needs_deepspeed
 @pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level"]))
 def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
+    compare("torchrun", tmp_path, names)
+
+
+@pytest.mark.nightly
+@needs_deepspeed
+@pytest.mark.parametrize("launched_by", ["accelerate", "deepspeed"])
+def test_by_another_launcher(tmp_path: Path, launched_by: str) -> None:
+    compare(launched_by, tmp_path, "level config lora")
+
+
+def compare(launched_by: str, tmp_path: Path, names: str) -> None:
     wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]
-    done = run_jobs(launcher("torchrun"), tmp_path, wanted, WITHOUT_SHARED_MEMORY="1")
+    done = run_jobs(launcher(launched_by), tmp_path, wanted, WITHOUT_SHARED_MEMORY="1")
     for job in wanted:
         name, ranks = job.name.partition("-")[0], done.trained(job.name)
         assert {rank["world_size"] for rank in ranks} == {2}

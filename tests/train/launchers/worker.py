@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -127,18 +128,24 @@ def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
     return {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0})}
 
 
+@contextlib.contextmanager
+def saved(model: torch.nn.Module) -> Iterator[str]:
+    """A folder with a model of transformers, of which rank 0 writes the weights for all."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = of_all_ranks(own)[0]
+        model.save_pretrained(folder)
+        torch.distributed.barrier()
+        yield folder
+        torch.distributed.barrier()
+
+
 def model_of(job: Job) -> torch.nn.Module:
     model = build(job.model, **job.config)
     if job.sharded_from_start:
         model = type(model)._from_config(model.config)
     if job.distributed:
-        with tempfile.TemporaryDirectory() as own:
-            # Rank 0 writes.
-            (folder,) = of_all_ranks(own)[:1]
-            model.save_pretrained(folder)
-            torch.distributed.barrier()
+        with saved(model) as folder:
             model = type(model).from_pretrained(folder, distributed_config=DistributedConfig(**job.distributed))
-            torch.distributed.barrier()
     if job.adapters:
         peft = importlib.import_module("peft")
         model = peft.get_peft_model(
