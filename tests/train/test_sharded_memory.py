@@ -12,7 +12,13 @@ import torch
 from allocations import allocated
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,6 +174,13 @@ def test_plain_pytorch_is_not_simulated_on_ranks() -> None:
         _ = estimate.ways
     with planned_ranks(2, "cpu"), pytest.raises(MemOptError, match="in a process that is not itself one of several"):
         plan(CONFIG, "text-generation", batch_size=4, seq_len=64, fsdp=2)
+
+
+def test_fsdp_1_in_a_loop_is_refused() -> None:
+    with planned_ranks(2, "cpu"):
+        model = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu")))
+        with pytest.raises(MemOptError, match="FSDP 1 with the compile engine: .*or `fully_shard`"):
+            optimize(model, memory_opt_engine="compile", memory_opt_level=1)
 
 
 def test_shares_on_the_host_are_refused() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optimum_memopt.compat import fsdp_version, parallelisms
 from optimum_memopt.engines.compile.capture.traced_forward import (
@@ -35,7 +36,8 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse what would be trained without the plan.
 
     Raises:
-        UnsupportedModelError: no parameters, DataParallel, tensor parallelism, shares that FSDP2 keeps on the host.
+        UnsupportedModelError: no parameters, DataParallel, FSDP 1, tensor parallelism, shares that FSDP2 keeps on the
+            host.
     """
     in_place.check_parameters(model)
     if isinstance(model, torch.nn.DataParallel):
@@ -43,6 +45,8 @@ def check_model(model: torch.nn.Module) -> None:
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
             "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(*_FSDP_1)
     if fully_shard.has_other_shards(model):
         raise UnsupportedModelError(
             "tensor parallelism with the compile engine: a layer computes with a share of its parameters (DTensor)",
@@ -57,6 +61,10 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
+_FSDP_1 = (
+    "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor",
+    "use FSDP2 (`version: 2` in --fsdp_config, `fsdp_version: 2` in accelerate's config, or `fully_shard`)",
+)
 _GATHERED = "use FSDP2, which gathers a layer's parameters before it runs"
 
 
@@ -75,10 +83,7 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
             "out, and have a plan offload (--memory_opt_budget, or strategy 3 in --memory_opt_config)"
         )
     if fsdp_version(args) == 1:
-        raise MemOptError(
-            "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor; use FSDP2 (`version: "
-            "2` in --fsdp_config, `fsdp_version: 2` in accelerate's config)"
-        )
+        raise MemOptError("; ".join(_FSDP_1))
     if kinds := parallelisms(args):
         raise MemOptError(
             f"{' and '.join(kinds)} parallelism with the compile engine: a process computes a part of each layer; "
