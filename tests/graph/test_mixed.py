@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
+from optimum_memopt.engines.compile.solver.offload import Host, cheapest
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
@@ -91,7 +91,7 @@ def test_what_recompute_cannot_fit(planned, solver: Solver, host: Host) -> None:
     with pytest.raises(DoesNotFitError):
         planned(budget, link=0.0)
     assert planned(budget).prediction.peak <= budget
-    assert fits(solver, budget, host) and not fits(solver, budget, None)
+    assert cheapest(solver, budget, host).offloaded
 
 
 def test_offload_is_used_where_it_is_worth_it_and_there_is_room(solver: Solver, host: Host) -> None:

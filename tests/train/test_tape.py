@@ -1,5 +1,6 @@
 """Forwards in several graphs: what passes between them is held once, and predictions are the allocator's."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
-from optimum_memopt.engines.compile.memory.tape import Call, Tape, TapeRecorder, bytes_left_by, compose
+from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, TapeRecorder, bytes_left_by, compose
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch
@@ -124,3 +125,43 @@ def test_a_recorder_knows_storages_by_identity() -> None:
     assert second.inputs[1] == first.inputs[1]
     assert (first.sizes, second.sizes) == ({0: (3,), 2: (7,)}, {0: (3, 1)})
     assert recorder.tape(("second",)).calls[0].graph == 0
+
+
+# It saves what it is given alone, and each result is the argument of the next one.
+SQUARE = GraphEvents(
+    forward=(Event("square", allocates=(Storage("square", 10),), workspace=2),),
+    backward=(Event("mul", allocates=(Storage("backward mul", 10),), frees=("x", "tangent")),),
+    inputs={0: Storage("x", 10)},
+    outputs=((0, "square"),),
+    saved=(),
+    saved_inputs=frozenset({"x"}),
+    tangents=((0, Storage("tangent", 10)),),
+    gradients=((0, "backward mul"),),
+)
+
+
+def squares(**plans: frozenset[int]) -> StepEvents:
+    """Five runs, of which some have these arguments offloaded or recomputed."""
+    calls = [Call(0, {0: n}, {0: n + 1}, frozenset({n} if n > 1 else ())) for n in range(1, 6)]
+    for kind, runs in plans.items():
+        calls = [replace(call, **{kind: frozenset({0} if n in runs else ())}) for n, call in enumerate(calls)]
+    return compose(Tape(tuple(calls), given=frozenset({1})), [SQUARE] * len(calls))
+
+
+def test_arguments_that_are_recomputed_are_not_held_in_between() -> None:
+    assert (squares().saved_bytes, squares().peak()) == (40, 60)
+    step = squares(recomputed={2, 3})
+    assert step.saved_bytes == 20
+    # The first argument that is held, both results that are recomputed from it, a gradient, and that of the input.
+    assert step.peak() == 10 + 20 + 10 + 10
+    again = [event.allocates[0].name for event in step.backward if event.operator == "square"]
+    assert again == ["storage 3 for 2", "storage 4 for 3"]
+
+
+def test_arguments_that_are_offloaded_are_reloaded_one_run_ahead() -> None:
+    step = squares(offloaded={1, 2, 3})
+    assert step.saved_bytes == 10
+    # Two reloads, a gradient, and that of the input.
+    assert step.peak() == 20 + 10 + 10
+    reloads = [event.allocates[0].name for event in step.backward if event.kind == "reload"]
+    assert reloads == ["storage 4 for 3", "storage 3 for 2", "storage 2 for 1"]

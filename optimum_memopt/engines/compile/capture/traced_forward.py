@@ -14,6 +14,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
+from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, opened_modules, regions_of
 from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -177,7 +178,7 @@ class TracedForward:
         self._reader = ""
         self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
-        self._tape = TapeRecorder()
+        self._tape, self._layer_inputs = TapeRecorder(), LayerInputs()
         self._progress = Progress()
         self._said: set[str] = set()
         self._sharding = Sharding()
@@ -268,6 +269,7 @@ class TracedForward:
                 raise own from None
         finally:
             self._inputs = {}
+            self._layer_inputs.clear()
         if hooks is not None and forward_hook_ids(self._model) != hooks:
             assert before is not None
             before.restore(self._model)
@@ -287,6 +289,11 @@ class TracedForward:
     def has_regions(self) -> bool:
         """True where layers are compiled by themselves."""
         return self._regions.are_closed
+
+    @property
+    def gathers(self) -> bool:
+        """True where hooks gather the parameters of a layer for its forward, and for its backward."""
+        return self._is_sharded or self.spec.only_layers
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -394,8 +401,9 @@ class TracedForward:
         variant = choices.variants.get(key)
         if variant is None:
             variant = choices.variants[key] = self._variant(graph, args)
-        self._tape.before(variant.programs, args, layer, turn, graph.parameters)
-        results = variant.run(*args)
+        plan = self._layer_inputs.possible(variant.inputs, args)
+        self._tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
+        results = variant.run(*args) if plan.is_empty else self._layer_inputs.run(variant.run, args, plan)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
         if variant.partitioned is not None and variant.analyzed is not None:
             self._ran.setdefault(variant.partitioned, variant.analyzed)
@@ -425,14 +433,14 @@ class TracedForward:
             choice = choices.choose(*self._question(graph, analyzed, partitioned.gradients))
             own = choices.partitions.get((graph, choice.key))
             if own is not None:
-                return own
+                return replace(own, inputs=choice.inputs)
             same = graph.variants.get(choice.key)
             if same is None or same.partitioned is None:
                 return self._compile_variant(graph)
             chosen = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
             own = replace(same, partitioned=chosen.with_sizes(analyzed.size_hints), analyzed=analyzed)
             choices.partitions[graph, choice.key] = own
-            return own
+            return replace(own, inputs=choice.inputs)
 
     @property
     def _current(self) -> GraphChoices:
@@ -462,7 +470,8 @@ class TracedForward:
         if self._partitioned is not None:
             analyzed, partitioned = self._partitioned
             key = partitioned.choice.key
-            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed)
+            inputs = partitioned.choice.inputs
+            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs)
         graph.asked, graph.variants[key] = self._place, variant
         self._current.partitions[graph, key] = variant
         return variant

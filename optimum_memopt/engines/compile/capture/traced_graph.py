@@ -11,6 +11,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
@@ -22,12 +23,14 @@ class Variant:
     Attributes:
         partitioned: None where nothing of it is trained, as `analyzed`.
         analyzed: the joint graph that the choice is for, which is traced again for each.
+        inputs: of the choice.
     """
 
     run: Callable[..., Any]
     programs: InductorPrograms
     partitioned: PartitionedGraph | None
     analyzed: AnalyzedGraph | None
+    inputs: InputsPlan = field(default_factory=InputsPlan)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
+from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
 from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced, Sharding, collectives
@@ -38,6 +38,8 @@ class Call:
         layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
         turn: how often the same graph has run for that layer, or for none, earlier in the forward.
         parameters: names of arguments in the model, by position; of equal layers that of the first.
+        offloaded: positions of arguments that wait for its backward on the host.
+        recomputed: those that are computed again for it, by the run that had returned them.
     """
 
     graph: int
@@ -48,6 +50,8 @@ class Call:
     layer: str = ""
     turn: int = 0
     parameters: Mapping[int, str] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
 
 
 class Tensor(NamedTuple):
@@ -145,12 +149,14 @@ class TapeRecorder:
         layer: str = "",
         turn: int = 0,
         parameters: Sequence[str] = (),
+        offloaded: frozenset[int] = frozenset(),
+        recomputed: frozenset[int] = frozenset(),
     ) -> None:
-        """A graph is about to run; `layer` and `turn` as in `Call`, `parameters` empty for other arguments."""
+        """A graph is about to run; arguments as in `Call`, `parameters` empty for other arguments."""
         self._note_released()
         names = {place: name for place, name in enumerate(parameters) if name}
-        sizes = sizes_of(arguments)
-        call = Call(0, self._numbered(arguments), sizes=sizes, layer=layer, turn=turn, parameters=names)
+        numbers, sizes = self._numbered(arguments), sizes_of(arguments)
+        call = Call(0, numbers, {}, frozenset(), sizes, layer, turn, names, offloaded, recomputed)
         self._calls.append((graph, call))
 
     def after(self, results: Sequence[object]) -> None:
@@ -439,12 +445,24 @@ class _Composition:
         self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
+        # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
+        self._later = [self._later_of(index) for index in range(len(self._calls))]
+        self._kept: dict[int, set[str]] = {}
         # Of storages that pass between graphs: runs whose backward needs them.
         self._readers: dict[str, set[int]] = {}
         for index, (graph, names) in enumerate(zip(self._graphs, self._names, strict=True)):
+            names = names | {local: storage.name for local, storage in self._later[index].items()}
             for local in (*(storage.name for storage in graph.saved), *graph.saved_inputs):
                 if local in names:
                     self._readers.setdefault(names[local], set()).add(index)
+            for position in self._calls[index].recomputed:
+                again = self._returned_by(index, position)
+                later = self._later[again]
+                kept = {name for local, name in self._names[again].items() if local not in later}
+                self._kept.setdefault(index, set()).update(kept - self._outputs_of(again))
+        for index, kept in self._kept.items():
+            for name in kept:
+                self._readers.setdefault(name, set()).add(index)
         # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
         self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
         for reader, operator in self._outside:
@@ -476,6 +494,28 @@ class _Composition:
             if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
                 names.setdefault(name, _shared(returned))
         return names
+
+    def _later_of(self, index: int) -> dict[str, Storage]:
+        """The arguments of a run that are offloaded or recomputed, as its backward finds them; by their own names."""
+        call, inputs = self._calls[index], self._graphs[index].inputs
+        places = {
+            place: RECOMPUTED if place in call.recomputed else SAVED for place in call.offloaded | call.recomputed
+        }
+        return {
+            inputs[place].name: inputs[place]._replace(
+                name=f"{_shared(call.inputs[place])} for {index}", category=category, layer=call.layer
+            )
+            for place, category in places.items()
+            if place in inputs
+        }
+
+    def _returned_by(self, index: int, position: int) -> int:
+        """The run that has returned an argument of a later one."""
+        number = self._calls[index].inputs[position]
+        return next(at for at in reversed(range(index)) if number in self._calls[at].outputs.values())
+
+    def _outputs_of(self, index: int) -> set[str]:
+        return set(map(_shared, self._calls[index].outputs.values()))
 
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
@@ -523,6 +563,7 @@ class _Composition:
         graph, call = self._graphs[index], self._calls[index]
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
+        names |= {name: storage.name for name, storage in self._later[index].items()}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
         behind = [entry for entry in self._outside if entry[1].call == index]
         if behind:
@@ -540,6 +581,8 @@ class _Composition:
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
         yield from self.collectives.before_backward[index]
+        yield from self._reloaded(index)
+        yield from self._recomputed(index)
         for event in graph.backward:
             allocates = tuple(
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
@@ -549,11 +592,57 @@ class _Composition:
             done = [name for name in done if self._is_last(index, name)]
             yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))
         returned = {names.get(name, f"{index} {name}") for _, name in graph.gradients}
+        needed += self._kept.get(index, ())
         unread = [name for name in needed if name not in returned and index in self._readers[name]]
         frees = [name for name in unread if self._is_last(index, name)]
         if frees := [*frees, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
         yield from self.reduced(self.collectives.reduced[index])
+
+    def _reloaded(self, index: int) -> Iterator[Event]:
+        """The reloads of what a run's backward reads, and of what the one behind it will."""
+        if not self._calls[index].offloaded:
+            return
+        before = next((at for at in reversed(range(index)) if self._calls[at].offloaded), index)
+        for at in dict.fromkeys((index, before)):
+            places = (self._graphs[at].inputs[place].name for place in self._calls[at].offloaded)
+            storages = [self._later[at][name] for name in places if name in self._later[at]]
+            if new := tuple(storage for storage in storages if storage.name not in self._held):
+                self._held.update(storage.name for storage in new)
+                yield Event(f"{new[0].name} reloaded", "reload", self._calls[at].layer, new)
+
+    def _recomputed(self, index: int) -> Iterator[Event]:
+        """The runs that compute again what a run's backward reads, from the first whose arguments are there."""
+        later = {self._later[index][self._graphs[index].inputs[at].name].name for at in self._calls[index].recomputed}
+        if later <= self._held:
+            return
+        for at in sorted({self._returned_by(index, position) for position in self._calls[index].recomputed}):
+            yield from self._recomputed(at)
+            yield from self._again(at)
+
+    def _again(self, index: int) -> Iterator[Event]:
+        """The forward of a run once more; of its results those are held that backwards read."""
+        graph, call, held = self._graphs[index], self._calls[index], set[str]()
+        numbers = {name: call.outputs.get(place, -1) for place, name in graph.outputs if place is not None}
+        wanted = {
+            name: self._later[at][self._graphs[at].inputs[place].name]
+            for name, number in numbers.items()
+            for at in range(index + 1, len(self._calls))
+            for place in self._calls[at].recomputed
+            if self._calls[at].inputs[place] == number
+        }
+        for event in graph.forward:
+            named = (
+                wanted.get(storage.name) or storage._replace(name=f"{index} again {storage.name}")
+                for storage in event.allocates
+            )
+            allocates = tuple(storage._replace(category=RECOMPUTED, layer=call.layer) for storage in named)
+            frees = tuple(f"{index} again {name}" for name in event.frees)
+            held = held.union(storage.name for storage in allocates).difference(frees)
+            yield event._replace(layer=call.layer, allocates=allocates, frees=frees)
+        left = {storage.name for storage in wanted.values()}
+        self._held |= left
+        yield Event("", frees=tuple(sorted(held - left)))
 
     def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
         """The ends of the backwards of sharded groups."""

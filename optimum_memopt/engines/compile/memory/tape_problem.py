@@ -6,6 +6,7 @@ read there through a view that must not run twice: no backward recomputes past i
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
@@ -32,14 +33,21 @@ class TapeProblem:
     """A tape as one problem.
 
     Attributes:
-        graphs: which graph each run is of.
+        tape: whose calls the runs are.
+        accumulates: see `compose`.
         places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
     """
 
     problem: Problem
     runs: tuple[Problem, ...]
-    graphs: tuple[int, ...]
+    tape: Tape
     places: tuple[tuple[int, int], ...]
+    accumulates: bool = False
+
+    @property
+    def graphs(self) -> tuple[int, ...]:
+        """The graph of each run."""
+        return tuple(call.graph for call in self.tape.calls)
 
     def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
         """The nodes that each run's forward saves where these are saved, by the numbers of its own problem."""
@@ -57,6 +65,18 @@ class TapeProblem:
     def numbers(self, run: int) -> dict[int, int]:
         """The nodes of a run's own problem, and their numbers here."""
         return {local: node for node, (of_run, local) in enumerate(self.places) if of_run == run and local >= 0}
+
+    @cached_property
+    def passed(self) -> frozenset[int]:
+        """The nodes of arguments that nobody but backwards holds once the run has returned."""
+        outside = {tensor.storage for operator in self.tape.outside for tensor in operator.saved}
+        released = {number for call in self.tape.calls for number in call.released} - outside
+        return frozenset(
+            node
+            for node, (run, local) in enumerate(self.places)
+            if not self.problem.is_input[node]
+            and self.tape.calls[run].inputs.get(self.runs[run].positions.inputs.get(local, -1)) in released
+        )
 
     def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
         """The nodes that the forward saves where each run saves these of its own."""
@@ -128,9 +148,10 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         runs: the problem of each call, for its sizes.
         accumulates: see `compose`.
     """
-    graphs = tuple(call.graph for call in tape.calls)
     if len(runs) == 1:
-        return TapeProblem(runs[0], (runs[0],), graphs, tuple((0, node) for node in range(len(runs[0].names))))
+        return TapeProblem(
+            runs[0], (runs[0],), tape, tuple((0, node) for node in range(len(runs[0].names))), accumulates
+        )
     built = _Builder()
     numbers: list[dict[int, int]] = [{} for _ in runs]
     # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
@@ -255,7 +276,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         constants=frozenset(number[node] for problem, number in pairs for node in problem.constants),
         positions=Positions(),
     )
-    return TapeProblem(whole, tuple(runs), graphs, tuple(built.places))
+    return TapeProblem(whole, tuple(runs), tape, tuple(built.places), accumulates)
 
 
 class _Moved:

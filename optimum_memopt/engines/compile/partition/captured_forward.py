@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.blocks import no_plans
 from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.engines.compile.solver.segments import segments_within
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 # Budgets for which one run of a tape is solved alone.
@@ -69,8 +70,39 @@ class ForwardSolver:
         """
         # Small changes to single runs of one graph would be so many graphs to compile.
         runs = self.forward.runs
-        plan = offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
-        return plan if plan.offloaded else self._with_few_variants(plan, allowed)
+        try:
+            plan = offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
+        except Infeasible as infeasible:
+            return self._in_segments(allowed, infeasible)
+        if not plan.offloaded:
+            return self._with_few_variants(plan, allowed)
+        with contextlib.suppress(Infeasible):
+            if allowed < self.lowest:
+                return min(plan, self._in_segments(allowed), key=lambda plan: plan.extra_seconds)
+        return plan
+
+    def _in_segments(self, allowed: int, otherwise: Infeasible | None = None) -> Plan:
+        """The fastest plan in segments of layers.
+
+        Args:
+            otherwise: without segments.
+
+        Raises:
+            Infeasible: none fits.
+        """
+        lowest, holds = (self.lowest, ()) if otherwise is None else (otherwise.peak, otherwise.holds)
+        plans: list[Plan] = []
+        for simulation in dict.fromkeys((self.solver.layers_recomputed, self.solver.lowest)):
+            plan = self._with_few_variants(self.solver.plan(simulation), max(allowed, simulation.peak))
+            segments = segments_within(self.forward, self.forward.of_runs(plan.saved), allowed)
+            if segments is not None and segments.peak <= allowed:
+                extra = plan.extra_seconds + segments.seconds
+                plans.append(replace(plan, peak=segments.peak, extra_seconds=extra, segments=segments.links))
+            elif segments is not None:
+                lowest = min(lowest, segments.peak)
+        if not plans:
+            raise Infeasible(lowest, holds)
+        return min(plans, key=lambda plan: plan.extra_seconds)
 
     def _with_few_variants(self, plan: Plan, allowed: int) -> Plan:
         """A plan, or the one like it with `_MOST_VARIANTS` partitions of each graph, as far as one fits."""
@@ -92,7 +124,14 @@ class ForwardSolver:
 
     def fits(self, allowed: int) -> bool:
         """True where `cheapest` finds a plan."""
-        return offload.fits(self.solver, allowed, self.host)
+        # Whatever fits will do, so that the cheapest is not searched for where something does.
+        if min(self.everything, self.lowest) <= allowed:
+            return True
+        try:
+            self.cheapest(allowed)
+        except Infeasible:
+            return False
+        return True
 
     def saving(self, saved: Sequence[Collection[int]]) -> Plan:
         """The plan in which each run of the forward saves these nodes of its graph."""
@@ -172,5 +211,5 @@ def host_of(graphs: Sequence[CapturedGraph], forward: TapeProblem, step: StepCon
     if not step.link:
         return None
     places = enumerate(forward.places)
-    allowed = (node for node, (run, local) in places if local in graphs[forward.graphs[run]].offloadable)
-    return Host(step.link, step.host, frozenset(allowed))
+    allowed = {node for node, (run, local) in places if local in graphs[forward.graphs[run]].offloadable}
+    return Host(step.link, step.host, frozenset(allowed | forward.passed))

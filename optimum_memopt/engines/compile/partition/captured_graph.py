@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 
 
@@ -25,17 +25,24 @@ class SavedNodes:
 
     Attributes:
         saved: for the backward, offloaded ones included.
+        inputs: of the run.
     """
 
     saved: tuple[int, ...]
     offloaded: frozenset[int] = frozenset()
     is_by_torch: bool = False
+    inputs: InputsPlan = field(default_factory=InputsPlan)
 
     @classmethod
     def of(cls, graph: AnalyzedGraph, choice: Choice) -> "SavedNodes":
         order = graph.joint.order
         offloaded = frozenset(order[candidate.activation.root] for candidate in offloads(choice.candidates))
-        return cls(tuple(order[node] for node in choice.nodes_to_save), offloaded, choice.torchs_graphs is not None)
+        return cls(
+            tuple(order[node] for node in choice.nodes_to_save),
+            offloaded,
+            choice.torchs_graphs is not None,
+            choice.inputs,
+        )
 
 
 @dataclass(frozen=True, eq=False)

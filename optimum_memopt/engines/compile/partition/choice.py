@@ -1,5 +1,7 @@
 """The choice for a joint graph. A producer makes it, everything downstream reads only it."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -8,6 +10,50 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, M
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
+
+
+@dataclass(frozen=True)
+class InputsPlan:
+    """What becomes of arguments of a run that its backward reads, by their positions; others are held.
+
+    Attributes:
+        offloaded: they wait on the host.
+        recomputed: the run that has returned them runs again.
+        is_repeated: this one runs again for another's.
+    """
+
+    offloaded: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
+    is_repeated: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.offloaded or self.recomputed or self.is_repeated)
+
+    @classmethod
+    def split_from(cls, entry: LayerEntry) -> "tuple[InputsPlan, LayerEntry]":
+        """The part of a plan file's entry that is told of arguments, and the rest."""
+        offloaded, offload = _places(entry.offload)
+        recomputed, recompute = _places(path for path in entry.recompute if path != _AGAIN)
+        plan = cls(offloaded, recomputed, _AGAIN in entry.recompute)
+        return plan, replace(entry, recompute=recompute, offload=offload)
+
+    def added_to(self, entry: LayerEntry) -> LayerEntry:
+        """An entry as `split_from` reads it."""
+        again = (_AGAIN,) if self.is_repeated else ()
+        offloaded, recomputed = (tuple(map(_INPUT.format, sorted(p))) for p in (self.offloaded, self.recomputed))
+        return replace(entry, recompute=(*again, *recomputed, *entry.recompute), offload=(*offloaded, *entry.offload))
+
+
+# In a plan file: an argument of a layer's graph, by its position, and that its forward runs again for another layer's.
+_INPUT, _AGAIN = "input {}", "forward"
+_IS_INPUT = re.compile(_INPUT.format(r"(\d+)"))
+
+
+def _places(paths: Iterable[str]) -> tuple[frozenset[int], tuple[str, ...]]:
+    matches = {path: _IS_INPUT.fullmatch(path) for path in paths}
+    places = frozenset(int(match[1]) for match in matches.values() if match)
+    return places, tuple(path for path, match in matches.items() if not match)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +68,7 @@ class Choice:
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
         is_for_all_runs: every run of the graph has the same, and none is asked about.
+        inputs: of the run, beside the partition of its graph.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -32,6 +79,7 @@ class Choice:
     mismatch: str = ""
     torchs_graphs: Modules | None = None
     is_for_all_runs: bool = False
+    inputs: InputsPlan = field(default_factory=InputsPlan)
 
     @property
     def recomputed(self) -> tuple[Candidate, ...]:
@@ -39,7 +87,7 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """The same text for the same choice in every process, whatever text asked for it."""
+        """The same text for the same partition in every process, whatever text asked for it."""
         saved = (node.name for node in self.nodes_to_save)
         chosen = (f"{int(candidate.strategy)}:{candidate.activation.root.name}" for candidate in self.candidates)
         return f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"

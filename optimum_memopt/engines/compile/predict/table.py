@@ -15,9 +15,9 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_si
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
@@ -61,8 +61,17 @@ def host_lines(graphs: Sequence[PartitionedGraph], tape: Tape) -> list[str]:
     """A line about offloaded bytes on the host; none where that is the device, too."""
     runs = [graphs[call.graph] for call in tape.calls]
     sizes = [size for graph in runs if graph.is_for_cuda for size in graph.offloaded_bytes]
+    sizes += [size for call, graph in zip(tape.calls, runs, strict=True) for size in _offloaded_inputs(call, graph)]
     offloaded, pinned = (f"{sum(counted) / MIB:.1f} MiB" for counted in (sizes, map(pinned_bytes, sizes)))
     return [f"Predicted for the host: {offloaded} offloaded, in {pinned} of pinned memory"] if sizes else []
+
+
+def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
+    """The sizes of a run's offloaded arguments in the first batch, in bytes."""
+    if graph.timeline is None or not call.offloaded:
+        return []
+    inputs = graph.timeline.at({**graph.sizes, **graph.timeline.values(call.sizes)}).inputs
+    return [inputs[place].bytes for place in sorted(call.offloaded)]
 
 
 def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
@@ -252,10 +261,14 @@ def plan_file_of(
 
 def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEntry]:
     runs: dict[str, dict[str, GraphEntry]] = {}
+    inputs: dict[tuple[str, str], InputsPlan] = {}
+    recomputed = {call.inputs[place] for call in tape.calls for place in call.recomputed}
     for call in tape.calls:
         entry = graphs[call.graph].plan
         runs.setdefault(entry.signature.digest, {})[call.layer] = entry
-    for entries in runs.values():
+        is_repeated = not recomputed.isdisjoint(call.outputs.values())
+        inputs[entry.signature.digest, call.layer] = InputsPlan(call.offloaded, call.recomputed, is_repeated)
+    for digest, entries in runs.items():
         (first, *_) = entries.values()
         if "" in entries:
             yield first
@@ -263,7 +276,7 @@ def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEn
         layers: dict[LayerEntry, list[str]] = {}
         for layer, entry in entries.items():
             plan = replace(entry.layers[0], layers=()) if entry.layers else LayerEntry(())
-            layers.setdefault(plan, []).append(layer)
+            layers.setdefault(inputs[digest, layer].added_to(plan), []).append(layer)
         alike = tuple(replace(plan, layers=tuple(paths)) for plan, paths in layers.items())
         yield replace(first, layers=() if first.by_torch else alike)
 

@@ -4,10 +4,12 @@ Both directions are one problem: a reload is an offload with time running backwa
 """
 
 import bisect
-from collections import deque
-from collections.abc import Sequence
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from optimum_memopt.engines.compile.graph.problem import Problem
@@ -17,10 +19,16 @@ from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solve
 
 
 class Copy(NamedTuple):
-    """A tensor on its way to the host: begun behind operator `after`, and on the device until it is complete."""
+    """A tensor on its way to the host, and on the device until the copy is complete.
+
+    Attributes:
+        after: the operator behind which it is begun.
+        before: the one that waits for it at the latest; None: whoever comes behind the last.
+    """
 
     after: int
     bytes: int
+    before: int | None = None
 
 
 class Overlap(NamedTuple):
@@ -41,7 +49,8 @@ def overlap(
 ) -> Overlap:
     """Let each copy take its time beside the operators behind it, one copy after the other.
 
-    The device waits for a copy when it is complete, and earlier where the operator at hand would pass the limit.
+    The device waits for a copy when it is complete, and earlier where the operator at hand would pass the limit, or is
+    the last that may wait.
 
     Args:
         held: bytes while each operator runs, of a copied tensor up to the operator `Copy.after` only.
@@ -53,7 +62,11 @@ def overlap(
     now = link_free = stall = 0.0
     in_flight = next_copy = 0
     for operator, size in enumerate(held):
-        while under_way and (under_way[0][0] <= now or size + in_flight > limit):
+        while under_way and (
+            under_way[0][0] <= now
+            or size + in_flight > limit
+            or any(copies[number].before == operator for _, number in under_way)
+        ):
             end, number = under_way.popleft()
             stall += max(0.0, end - now)
             now = max(now, end)
@@ -85,7 +98,7 @@ class Host:
     Attributes:
         bandwidth: of the link, bytes a second in one direction.
         available: bytes that copies may take there.
-        allowed: roots that may be offloaded.
+        allowed: roots that may be offloaded, and arguments of a tape's runs that only one run's backward may read.
     """
 
     bandwidth: float
@@ -111,18 +124,6 @@ def cheapest(solver: Solver, budget: int, host: Host | None, is_final: bool = Tr
     return (host and with_offload(solver, recompute, budget, host)) or recompute
 
 
-def fits(solver: Solver, budget: int, host: Host | None) -> bool:
-    """True where `cheapest` finds a plan."""
-    # Whatever fits will do, so that the cheapest is not searched for where something does.
-    if solver.everything.peak <= budget or solver.lowest.peak <= budget:
-        return True
-    try:
-        cheapest(solver, budget, host)
-    except Infeasible:
-        return False
-    return True
-
-
 def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
     """The fastest plan with offload; None where it gains less than `_WORTH` over that of recompute alone (None: none
     fits), or fits no better."""
@@ -130,23 +131,28 @@ def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host
     alone = float("inf") if recompute is None else recompute.extra_seconds
     if alone <= worth:
         return None
-    larger = solver.lowest.peak if recompute is None else budget
-    moved = host.bandwidth * solver.everything.forward.seconds(solver.problem)
     best: Plan | None = None
-    for share in _SHARES:
-        relaxed = larger + int(share * moved)
-        try:
-            plan = solver.solve(relaxed, is_final=False)
-        except Infeasible:
-            continue
+    for plan in _plans_to_offload(solver, recompute, budget, host):
         offloading = _offloading(solver.problem, plan, budget, host)
         if best is not None and (offloading is None or offloading.extra_seconds > best.extra_seconds):
             # From here on the link is full.
             break
         best = offloading or best
-        if solver.everything.peak <= relaxed:
-            break
     return best if best is not None and best.extra_seconds <= alone - worth else None
+
+
+def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Iterator[Plan]:
+    """Plans that save more and more, for larger budgets; arguments as in `with_offload`."""
+    if recompute is None:
+        yield from map(solver.plan, dict.fromkeys((solver.lowest, solver.layers_recomputed)))
+    larger = solver.lowest.peak if recompute is None else budget
+    moved = host.bandwidth * solver.everything.forward.seconds(solver.problem)
+    for share in _SHARES:
+        relaxed = larger + int(share * moved)
+        with contextlib.suppress(Infeasible):
+            yield solver.solve(relaxed, is_final=False)
+        if solver.everything.peak <= relaxed:
+            return
 
 
 def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan | None:
@@ -154,9 +160,16 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
     simulation = simulate(problem, frozenset(plan.saved))
     forward, backward = simulation.forward, simulation.backward
     # With the backward's time running backwards, an activation is on the host behind its last use in either.
-    sides = _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1])
-    candidates = [node for node in plan.saved if node in host.allowed and problem.bytes[node] >= _SMALLEST]
-    candidates.sort(key=lambda node: (sides[0].last.get(node, 0), node))
+    sides = _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1], 1)
+    roots, sizes = problem.roots, problem.bytes
+    # A storage that two runs save would stay.
+    times = Counter(roots[node] for node in plan.saved)
+    candidates = [
+        node
+        for node in plan.saved
+        if node in host.allowed and sizes[roots[node]] >= _SMALLEST and times[roots[node]] == 1
+    ]
+    candidates.sort(key=lambda node: (sides[0].last.get(roots[node], 0), node))
 
     def peak(count: int) -> int:
         """Bytes with the first candidates on the host, where no copy takes any time."""
@@ -166,7 +179,7 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
         return None
     count = bisect.bisect_left(range(len(candidates)), True, key=lambda count: peak(count) <= budget)
     offloaded = tuple(candidates[:count])
-    host_bytes = sum(pinned_bytes(problem.bytes[node]) for node in offloaded)
+    host_bytes = sum(pinned_bytes(sizes[roots[node]]) for node in offloaded)
     if not offloaded or host_bytes > host.available:
         return None
     limit = peak(count)
@@ -176,18 +189,36 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
 
 
 class _Side:
-    """The forward's run, or the backward's with time running backwards; all saved activations are on the device."""
+    """The forward's run, or the backward's with time running backwards; all saved activations are on the device.
 
-    def __init__(self, problem: Problem, order: Sequence[int], held: Sequence[int]) -> None:
-        self._problem, self._order, self._held = problem, order, held
-        # The index of the last operator that allocates or reads each storage, by its root.
+    Args:
+        ahead: runs of a tape by which the argument of one is there before that: it is reloaded while the backward
+            before its own computes.
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[int], held: Sequence[int], ahead: int = 0) -> None:
+        self._problem, self._order, self._held, self._ahead = problem, order, held, ahead
+        # The index of the last operator that allocates or reads each storage, by its root; and of each run the last.
         self.last: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         for index, node in enumerate(order):
             self.last.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
+            self._ends[problem.runs[node]] = index
 
     def copies(self, nodes: Sequence[int]) -> list[Copy]:
         """In the order in which they may begin."""
-        return sorted(Copy(self.last[node], self._problem.bytes[node]) for node in nodes if node in self.last)
+        return sorted(filter(None, map(self._copy, nodes)), key=attrgetter("after", "bytes"))
+
+    def _copy(self, node: int) -> Copy | None:
+        """None for what is not read here. Copies of what a graph allocates are in that graph, others around it."""
+        root, run = self._problem.roots[node], self._problem.runs[node]
+        if (last := self.last.get(root)) is None:
+            return None
+        size = self._problem.bytes[root]
+        if root == node:
+            end = self._ends[run] + 1
+            return Copy(last, size, end if end < len(self._order) else None)
+        return Copy(self._ends.get(run + self._ahead, last) if self._ahead else last, size)
 
     def held_without(self, nodes: Sequence[int]) -> list[int]:
         """Bytes during each operator without these activations behind their last use."""

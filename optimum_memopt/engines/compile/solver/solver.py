@@ -13,6 +13,7 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at
 from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans, runs_as_blocks
 from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
+from optimum_memopt.engines.compile.solver.segments import Link
 
 # Operators that all simulations of an improvement may run: a quarter of a second.
 _WORK = 100_000
@@ -36,6 +37,7 @@ class Plan:
         offloaded: nodes of `saved` that wait on the host.
         stall: seconds of `extra_seconds` that the device waits for copies.
         host_bytes: of pinned memory.
+        segments: arguments of runs that are recomputed by the runs before them.
     """
 
     saved: tuple[int, ...]
@@ -45,6 +47,7 @@ class Plan:
     offloaded: tuple[int, ...] = ()
     stall: float = 0.0
     host_bytes: int = 0
+    segments: tuple[Link, ...] = ()
 
 
 class Infeasible(Exception):

@@ -12,6 +12,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.tape import compose
+from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.partition.captured_forward import (
     ForwardSolver,
     forward_solver,
@@ -19,7 +20,7 @@ from optimum_memopt.engines.compile.partition.captured_forward import (
     sizes_of_runs,
 )
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward, torchs_own
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
@@ -90,9 +91,9 @@ class FromBudget(Producer):
             return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
                 keys, SavedNodes((), is_by_torch=True)
             )
-        saved, offloaded = solver.forward.of_runs(plan.saved), solver.forward.of_places(plan.offloaded)
-        nodes = (SavedNodes(tuple(sorted(own)), away) for own, away in zip(saved, offloaded, strict=True))
-        return f"{why}{_gain(plan, graphs[0].costs.source)}", dict(zip(keys, nodes, strict=True))
+        return f"{why}{_gain(plan, graphs[0].costs.source)}", dict(
+            zip(keys, saved_nodes(solver.forward, plan), strict=True)
+        )
 
     def _does_not_fit(
         self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
@@ -116,6 +117,21 @@ class FromBudget(Producer):
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}"
         )
+
+
+def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
+    """A plan as the nodes that each run saves."""
+    sources = {link.source for link in plan.segments}
+    nodes: list[SavedNodes] = []
+    for run, (saved, away) in enumerate(
+        zip(forward.of_runs(plan.saved), forward.of_places(plan.offloaded), strict=True)
+    ):
+        inputs = forward.runs[run].positions.inputs
+        offloaded = frozenset(inputs[node] for node in away if node in inputs)
+        recomputed = frozenset(link.place for link in plan.segments if link.run == run)
+        own = InputsPlan(offloaded, recomputed, run in sources)
+        nodes.append(SavedNodes(tuple(sorted(saved)), away - inputs.keys(), inputs=own))
+    return tuple(nodes)
 
 
 def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext) -> str:
@@ -194,4 +210,5 @@ def _gain(plan: Plan, costs: str) -> str:
     if not plan.seconds:
         return ""
     offload = f", {gib_text(plan.host_bytes)} of the host for offload" if plan.offloaded else ""
-    return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}"
+    segments = f", {len(plan.segments)} layers run a third time, for segments of layers" if plan.segments else ""
+    return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}{segments}"

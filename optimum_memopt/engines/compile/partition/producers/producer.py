@@ -51,7 +51,8 @@ class SolvedForward:
         offloaded = frozenset(graph.joint.nodes[number] for number in saved.offloaded)
         chosen = {*recomputed(graph.candidates, frozenset(nodes))}
         chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
-        return Choice(nodes, self.why, tuple(candidate for candidate in graph.candidates if candidate in chosen))
+        candidates = tuple(candidate for candidate in graph.candidates if candidate in chosen)
+        return Choice(nodes, self.why, candidates, inputs=saved.inputs)
 
 
 class Producer:

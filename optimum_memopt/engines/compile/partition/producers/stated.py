@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, offloads, recomputed
+from optimum_memopt.engines.compile.graph.joint import is_tensor
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
@@ -15,13 +16,14 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, torchs_choice
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import GraphEntry, PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 
 # Those of level 1, and what level 2 adds.
 _STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
@@ -201,8 +203,11 @@ class FromPlanFile(Producer):
         mismatch = plan.signature.difference(graph.signature)
         if plan.by_torch:
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
+        inputs = InputsPlan()
         if graph.layer:
-            plan = replace(plan, layers=tuple(entry for entry in plan.layers if graph.layer in entry.layers))
+            own = next((entry for entry in plan.layers if graph.layer in entry.layers), LayerEntry(()))
+            inputs, own = InputsPlan.split_from(own)
+            plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
         offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
@@ -216,6 +221,9 @@ class FromPlanFile(Producer):
         if wrong and not mismatch:
             kind, (layer, path) = wrong[0]
             mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
+        if places := (inputs.offloaded | inputs.recomputed) - _places(graph):
+            mismatch = mismatch or f"{graph.layer} has no input {min(places)}"
+            inputs = InputsPlan()
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         # All but what it recomputes, constants that a budget has saved too.
         saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
@@ -226,7 +234,14 @@ class FromPlanFile(Producer):
             why=why,
             candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
             mismatch=mismatch,
+            inputs=inputs,
         )
+
+
+def _places(graph: AnalyzedGraph) -> set[int]:
+    """The positions of arguments that are tensors of the batch."""
+    given = (node for node in graph.joint.inputs if is_tensor(node) and node not in graph.static_inputs)
+    return {place for node in given if (place := fx_graph.input_position(node)) is not None}
 
 
 _KINDS = ("recompute", "offload", "save")

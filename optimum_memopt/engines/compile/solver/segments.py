@@ -1,0 +1,138 @@
+"""Segments of layers: what one layer hands to the next is recomputed too, from the input of a segment's first layer.
+Pure.
+
+A chain of n layers of which each saves its input holds n of them at its highest; in segments of k about n/k + k, for
+one more forward of each layer whose result is not held (Chen et al. 2016, https://arxiv.org/abs/1604.06174). No other
+byte takes as much time, so that segments are for budgets that nothing else fits.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from optimum_memopt.engines.compile.memory.events import GraphEvents
+from optimum_memopt.engines.compile.memory.simulation import problem_events
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
+from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
+
+# Layers in a segment.
+_SIZES = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+@dataclass(frozen=True)
+class Link:
+    """An argument of a run that an earlier run, `source`, has returned, and nobody but its backward needs later."""
+
+    run: int
+    place: int
+    source: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Links that are recomputed.
+
+    Attributes:
+        peak: bytes of the forward and backward.
+        seconds: of the runs that run again.
+    """
+
+    links: tuple[Link, ...]
+    peak: int
+    seconds: float
+
+
+def links_of(tape: Tape, runs: Sequence[GraphEvents]) -> tuple[Link, ...]:
+    """The links of a forward whose source is a layer, and can run again: it writes to nothing that it is given."""
+    readers = Counter(number for call, events in zip(tape.calls, runs, strict=True) for number in _read(call, events))
+    readers.update(tensor.storage for operator in tape.outside for tensor in operator.saved)
+    released = {number for call in tape.calls for number in call.released}
+    returned: dict[int, int] = {}
+    links: list[Link] = []
+    for index, (call, events) in enumerate(zip(tape.calls, runs, strict=True)):
+        saved = ((at, call.inputs[at]) for at in events.inputs if at in call.inputs and _is_saved(events, at))
+        links += [
+            Link(index, place, returned[number])
+            for place, number in saved
+            if number in returned and number in released and readers[number] == 1
+        ]
+        if call.layer and set(call.inputs.values()).isdisjoint(call.outputs.values()):
+            returned.update(dict.fromkeys(call.outputs.values(), index))
+    return tuple(links)
+
+
+def _is_saved(events: GraphEvents, place: int) -> bool:
+    return events.inputs[place].name in events.saved_inputs
+
+
+def _read(call: Call, events: GraphEvents) -> set[int]:
+    """Storages that pass between runs, and that the backward of this one reads."""
+    saved = {storage.name for storage in events.saved}
+    inputs = {call.inputs[place] for place in events.inputs if place in call.inputs and _is_saved(events, place)}
+    returned = (call.outputs.get(place) for place, name in events.outputs if place is not None and name in saved)
+    return inputs | {number for number in returned if number is not None}
+
+
+def segments_within(forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int) -> Segments | None:
+    """The segments that take least time of those whose peak is within so many bytes; else those with the lowest peak;
+    None where no layer hands anything on. A model that FSDP2 shards has none: its runs would gather parameters again.
+
+    Args:
+        saved: what each run saves, by the numbers of its own problem.
+    """
+    runs = [problem_events(problem, nodes) for problem, nodes in zip(forward.runs, saved, strict=True)]
+    links = () if forward.tape.sharding.is_sharded else links_of(forward.tape, runs)
+    if not links:
+        return None
+    places = _places(links)
+
+    def segments(size: int, count: int) -> Segments:
+        """The first links that are not at the begin of a segment."""
+        chosen = tuple(link for link, place in zip(links, places, strict=True) if place % size)[:count]
+        peak = compose(with_recomputed(forward.tape, chosen), runs, forward.accumulates).peak()
+        sources = {link.source for link in chosen}
+        return Segments(chosen, peak, math.fsum(_forward_seconds(forward, source) for source in sources))
+
+    found: list[Segments] = []
+    for size in (size for size in _SIZES if size <= len(links) + 1):
+        whole = segments(size, len(links))
+        if whole.peak <= allowed:
+            counts = range(len(whole.links))
+            fits = partial(_fits, partial(segments, size), allowed)
+            whole = segments(size, bisect.bisect_left(counts, True, key=fits))
+        found.append(whole)
+    fitting = [each for each in found if each.peak <= allowed]
+    if fitting:
+        return min(fitting, key=lambda each: (each.seconds, each.peak))
+    return min(found, key=lambda each: each.peak)
+
+
+def _fits(segments: Callable[[int], Segments], allowed: int, count: int) -> bool:
+    return segments(count).peak <= allowed
+
+
+def _places(links: Iterable[Link]) -> list[int]:
+    """The place of each link in its chain, from 1 on."""
+    places: dict[int, int] = {}
+    for link in links:
+        places[link.run] = places.get(link.source, 0) + 1
+    return [places[link.run] for link in links]
+
+
+def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
+    """The tape of a forward that recomputes these."""
+    places: dict[int, set[int]] = {}
+    for link in links:
+        places.setdefault(link.run, set()).add(link.place)
+    calls = (replace(call, recomputed=frozenset(places.get(index, ()))) for index, call in enumerate(tape.calls))
+    return replace(tape, calls=tuple(calls))
+
+
+def _forward_seconds(forward: TapeProblem, run: int) -> float:
+    problem = forward.runs[run]
+    return math.fsum(
+        seconds for seconds, is_forward in zip(problem.seconds, problem.is_forward, strict=True) if is_forward
+    )

@@ -1,0 +1,246 @@
+"""What a layer is given, and its backward reads: recomputed in segments of layers, or on the host meanwhile."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory.simulation import problem_events
+from optimum_memopt.engines.compile.memory.tape import compose
+from optimum_memopt.engines.compile.options import LAYER
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver, problem_of
+from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.engines.compile.solver.segments import with_recomputed
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.plan_file import LayerEntry, PlanFile
+from optimum_memopt.sizes import Budget
+from tests.compiled import DROPOUT
+from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same, assert_bitwise_same_step
+from tests.graph.test_tape_problem import captured
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.train.test_step_memory import EXACT, measured
+
+LAYERS = 9
+# Of a generator of the CPU, which a layer with dropout is run again with.
+RANDOM_STATE = 5056
+
+
+def deep(name: str, **changes: float) -> torch.nn.Module:
+    return ZOO[name].build(**ZOO[name].deep(LAYERS), **changes)
+
+
+def attached(model: torch.nn.Module, chosen: Selection) -> CompileEngine:
+    engine = CompileEngine(chosen, "aot_eager", loss="plain", unit=LAYER)
+    engine.attach(model)
+    return engine
+
+
+def hold_still(patch: pytest.MonkeyPatch) -> None:
+    """The process itself grows and shrinks by more than these models take."""
+    for module in (step_context, step_predictor):
+        patch.setattr(module, "constant_of", lambda *held: 2**29)
+
+
+def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -> Selection:
+    """A budget that is by so many inputs of layers less than what recompute inside of layers takes at the least."""
+    engine = attached(model, Selection(budget=Budget("2 GiB", 2**31)))
+    accumulate(model, [batch])
+    planner = engine._planned.planner
+    footprint = engine.predictor.footprint()
+    lowest = forward_solver(planner._graphs, planner.step()).lowest
+    engine.detach()
+    budget = footprint.peak - footprint.activations + lowest - int(inputs * input_bytes(model, batch))
+    return Selection(budget=Budget(f"{budget} bytes", budget))
+
+
+def input_bytes(model: torch.nn.Module, batch: Batch) -> int:
+    """Of the hidden states."""
+    return batch["input_ids"].numel() * model.config.hidden_size * 4
+
+
+def seeded(model: torch.nn.Module, batch: Batch) -> Gradients:
+    torch.manual_seed(1)
+    return accumulate(model, [batch])
+
+
+def recomputed(engine: CompileEngine) -> list[str]:
+    return [call.layer for call in engine.predictor.tape.calls if call.recomputed]
+
+
+CASES = {"llama": {}, "roberta-mlm": DROPOUT, "t5": {}}
+
+
+@pytest.mark.parametrize("name", nightly(list(CASES), but=["roberta-mlm"]))
+def test_a_budget_below_level_1_runs_layers_in_segments(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hold_still(monkeypatch)
+    model, batch = deep(name, **CASES[name]), ZOO[name].batch(8, 48)
+    budget = below_all_plans(model, batch)
+    engine = attached(model, Selection(level=1))
+    expected = seeded(model, batch)
+    engine.detach()
+    engine = attached(model, budget)
+    assert_bitwise_same(seeded(model, batch), expected)
+    predicted, count = engine.predictor.footprint(), len(recomputed(engine))
+    assert count and f"{count} layers run a third time" in engine.plans().header[0]
+    saved, peak = measured(model, batch)
+    states = count * RANDOM_STATE if CASES[name] else 0
+    assert predicted.peak <= budget.budget.bytes
+    assert engine.predictor.saved() + states == pytest.approx(saved, **EXACT)
+    assert predicted.activations + states == pytest.approx(peak, **EXACT)
+    # Another batch, by the sizes of the first one.
+    other = ZOO[name].batch(5, 31)
+    _, peak = measured(model, other)
+    sizes = engine.predictor.sizes_of(other)
+    assert engine.predictor.activations(sizes) + states == pytest.approx(peak, **EXACT)
+    engine.plan_file().save(tmp_path / "plan.json")
+    engine.detach()
+    engine = attached(model, Selection(plan=PlanFile.load(tmp_path / "plan.json")))
+    assert_bitwise_same(seeded(model, batch), expected)
+    assert len(recomputed(engine)) == count
+    assert engine.predictor.footprint().activations == predicted.activations
+    engine.detach()
+
+
+@pytest.fixture(scope="module")
+def segments() -> PlanFile:
+    with pytest.MonkeyPatch.context() as patch:
+        hold_still(patch)
+        model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
+        engine = attached(model, below_all_plans(model, batch))
+        accumulate(model, [batch])
+        plan = engine.plan_file()
+        assert recomputed(engine)
+        engine.detach()
+        return plan
+
+
+def test_a_graph_that_is_kept_is_recomputed_twice(segments: PlanFile) -> None:
+    model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(plan=segments))
+    for each in (model, plain):
+        loss = each(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert recomputed(engine)
+    for (name, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight.grad, other.grad), name
+    engine.detach()
+
+
+def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> None:
+    model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
+    for layer in model.model.layers[::4]:
+        layer.register_forward_hook(lambda module, args, output: 1.5 * output)
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(plan=segments))
+    assert_bitwise_same_step(model, plain, batch)
+    hooked = {f"model.layers.{index + 1}" for index in range(0, LAYERS, 4)}
+    assert recomputed(engine) and hooked.isdisjoint(recomputed(engine))
+    _, peak = measured(model, batch)
+    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+def with_entries(plan: PlanFile, **changes: tuple[str, ...]) -> PlanFile:
+    """The plan with more paths for all layers but the first."""
+
+    def changed(entry: LayerEntry) -> LayerEntry:
+        is_later = any(layer.endswith(tuple("12345678")) for layer in entry.layers)
+        more = {kind: (*getattr(entry, kind), *paths) for kind, paths in changes.items()} if is_later else {}
+        return dataclasses.replace(entry, **more)
+
+    graphs = (dataclasses.replace(graph, layers=tuple(map(changed, graph.layers))) for graph in plan.graphs)
+    return dataclasses.replace(plan, graphs=tuple(graphs))
+
+
+def level_1(model: torch.nn.Module, batch: Batch) -> tuple[PlanFile, int]:
+    """The plan file of level 1, and the position of a layer's hidden states among its arguments."""
+    engine = attached(model, Selection(level=1))
+    accumulate(model, [batch])
+    first, second = [call for call in engine.predictor.tape.calls if call.layer][:2]
+    (place,) = [at for at, number in second.inputs.items() if number in first.outputs.values()]
+    plan = engine.plan_file()
+    engine.detach()
+    return plan, place
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_inputs_of_layers_wait_on_the_host(name: str) -> None:
+    """On a CPU, where the host's memory is the device's: a test of gradients and of what the device holds."""
+    model, batch = deep(name), ZOO[name].batch(8, 48)
+    plan, place = level_1(model, batch)
+    # One entry for all layers: the first one's input, which embeddings have returned, too.
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(plan=with_entries(plan, offload=(f"input {place}",))))
+    assert_bitwise_same_step(model, plain, batch)
+    away = [call for call in engine.predictor.tape.calls if call.offloaded]
+    assert len(away) == LAYERS
+    saved, _ = measured(model, batch)
+    assert engine.predictor.saved() + LAYERS * input_bytes(model, batch) == pytest.approx(saved, **EXACT)
+    engine.detach()
+
+
+def test_an_input_that_a_layer_has_not_is_an_error() -> None:
+    model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
+    plan, _ = level_1(model, batch)
+    engine = attached(model, Selection(plan=with_entries(plan, offload=("input 99",))))
+    with pytest.raises(MemOptError, match=r"layers\.0 has no input 99"):
+        accumulate(model, [batch])
+    engine.detach()
+
+
+@pytest.fixture(scope="module")
+def forward():
+    graphs = captured("llama", 64, 256, num_hidden_layers=12)
+    return graphs, problem_of(graphs, [graph.sizes for graph in graphs])
+
+
+def test_below_what_is_recomputed_inputs_are_offloaded(forward) -> None:
+    graphs, problem = forward
+    offloadable = {
+        node for node, (run, local) in enumerate(problem.places) if local in graphs[problem.graphs[run]].offloadable
+    }
+    assert problem.passed and not problem.passed & offloadable
+    host = Host(DEVICES["H100"].link, 2**40, frozenset(offloadable | problem.passed))
+    alone, offloading = ForwardSolver(problem), ForwardSolver(problem, host)
+    budget = int(0.97 * alone.lowest)
+    segments, plan = alone.cheapest(budget), offloading.cheapest(budget)
+    assert segments.segments and not segments.offloaded and max(segments.peak, plan.peak) <= budget
+    assert plan.offloaded and not plan.segments and plan.extra_seconds < segments.extra_seconds
+    nodes = saved_nodes(problem, plan)
+    assert any(saved.inputs.offloaded for saved in nodes)
+    # The composition of the graphs' own events, with what is offloaded there.
+    tape = problem.tape
+    calls = (
+        dataclasses.replace(call, offloaded=saved.inputs.offloaded)
+        for call, saved in zip(tape.calls, nodes, strict=True)
+    )
+    events = [
+        problem_events(run, frozenset(saved.saved), {}, saved.offloaded)
+        for run, saved in zip(problem.runs, nodes, strict=True)
+    ]
+    assert compose(dataclasses.replace(tape, calls=tuple(calls)), events).peak() <= plan.peak
+
+
+def test_segments_take_no_more_time_than_they_need(forward) -> None:
+    """Each byte less is another layer that runs again, and the peak that is said is that of the composition."""
+    _, problem = forward
+    solver = ForwardSolver(problem)
+    plans = [solver.cheapest(int(share * solver.lowest)) for share in (0.99, 0.98, 0.97)]
+    counts = [len(plan.segments) for plan in plans]
+    assert 0 < counts[0] < counts[1] < counts[2]
+    for plan in plans:
+        events = [problem_events(run, own) for run, own in zip(problem.runs, problem.of_runs(plan.saved), strict=True)]
+        assert compose(with_recomputed(problem.tape, plan.segments), events).peak() == plan.peak
