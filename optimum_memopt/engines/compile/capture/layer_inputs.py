@@ -122,7 +122,7 @@ class _Repeated:
         args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
         with contextlib.nullcontext() if self.random is None else _drawing_again(self.random):
             # Without gradients, so that nothing holds what it saves.
-            results = self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args))
+            results = _listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         for place, result in self.results.items():
             result.value = results[place].detach()
 
@@ -168,8 +168,9 @@ class LayerInputs:
     def run(self, run: Callable[..., Any], args: Sequence[Any], plan: InputsPlan) -> Any:
         """The results of a run."""
         arguments: dict[int, _Argument] = {}
-        for place in sorted(plan.offloaded):
-            given = args[place]
+        # Not in the forward's autograd graph.
+        offloaded = {place: args[place].detach() for place in sorted(plan.offloaded)}
+        for given in offloaded.values():
             self._last = _Offloaded(
                 int(given.storage_offset()), host=offload(given), device=given.device, before=self._last
             )
@@ -192,17 +193,21 @@ class LayerInputs:
         random = _Random.now(args) if plan.is_repeated else None
         with saved_tensors_hooks(pack, _unpacked):
             results = run(*args)
-        for place in plan.offloaded:
-            argument = arguments[dynamo.storage_id(args[place])]
+        for given in offloaded.values():
+            argument = arguments[dynamo.storage_id(given)]
             assert isinstance(argument, _Offloaded)
-            torch.ops.optimum_memopt.wait(argument.host, args[place], [])
+            torch.ops.optimum_memopt.wait(argument.host, given, [])
         if random is not None:
             is_drawn = not random.is_equal(_Random.now(args))
             repeated = _Repeated(run, list(map(unless_held, args)), random if is_drawn else None)
-            for at, result in enumerate(results):
+            for at, result in enumerate(_listed(results)):
                 if isinstance(result, torch.Tensor):
                     self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset())
         return results
+
+
+def _listed(results: Any) -> Sequence[Any]:
+    return results if isinstance(results, tuple | list) else [results]
 
 
 def _unpacked(packed: torch.Tensor | _View) -> torch.Tensor:
