@@ -5,6 +5,8 @@
 A path is a clone of huggingface/peft, a clone of linkedin/Liger-Kernel, or a file of theirs: results of PEFT's method
 comparison (one run, or runs by name with the keys of `PeftRun`), or rows of Liger's benchmarks. Nothing is downloaded.
 
+Liger-Kernel's file has rows of memory and of speed, for PyTorch and for its own kernels; those of PyTorch are read.
+
 PEFT publishes no length of the longest batch, nor the allocated peak: one length is fitted to all runs, for allocated
 and for reserved bytes each.
 """
@@ -28,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, Training
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
 from optimum_memopt.engines.compile.memory.events import Event
@@ -84,18 +87,18 @@ class PeftRun:
 
 @dataclass(frozen=True)
 class LigerRow:
-    """A memory row of Liger's benchmarks, of plain PyTorch.
+    """A row of Liger's benchmarks, of plain PyTorch.
 
     Attributes:
         sizes: as the script's config has them, with the one on the x axis.
-        mib: the median of `max_memory_allocated`.
+        measured: the median of `max_memory_allocated` in MiB, or of the milliseconds.
     """
 
     kernel: str
     mode: str
     sizes: Mapping[str, Any]
     device: str
-    mib: float
+    measured: float
 
 
 def peft_runs(path: Path) -> list[PeftRun]:
@@ -140,8 +143,8 @@ def _published(found: Mapping[str, Any]) -> PeftRun | None:
     )
 
 
-def liger_rows(path: Path) -> list[LigerRow]:
-    """The rows that `BENCHMARKS` can rebuild."""
+def liger_rows(path: Path, metric: str = "memory") -> list[LigerRow]:
+    """The rows of a metric, `memory` or `speed`, that `BENCHMARKS` can rebuild."""
     with (path / _LIGER if path.is_dir() else path).open(encoding="utf-8", newline="") as file:
         return [
             LigerRow(
@@ -153,7 +156,7 @@ def liger_rows(path: Path) -> list[LigerRow]:
             )
             for row in csv.DictReader(file)
             if row["kernel_name"] in BENCHMARKS
-            and row.get("metric_name", "memory") == "memory"
+            and row.get("metric_name", "memory") == metric
             and row.get("kernel_provider", _PLAIN[0]) in _PLAIN
             and row["x_value"].isdecimal()
         ]
@@ -214,7 +217,7 @@ def tokens_a_second(run: PeftRun) -> float:
     """Predicted for steps of the mean length, without what they wait for."""
     step = peft_step(run, BATCH_SIZE, _TIMED_AT)
     assert step.seconds is not None
-    return _REAL_TOKENS / (step.seconds + step.update_seconds)
+    return _REAL_TOKENS / step.seconds
 
 
 def _filled(step: LiveStep) -> CachingAllocator:
@@ -361,6 +364,46 @@ def _iterations(mode: str, module: nn.Module, inputs: Sequence[torch.Tensor], be
         del output
 
 
+def liger_seconds(row: LigerRow) -> float:
+    """Of one iteration, whose gradients are new."""
+    device = device_named(row.device)
+    with eager_standin(device), dynamo.fake_tensors():
+        module, inputs, beside = BENCHMARKS[row.kernel](row.sizes)
+        recorder = LiveRecorder(module, device.cuda)
+        with fake_tensors.run_as_eager(), recorder:
+            recorder.records_work = row.mode != "backward"
+            output = module(*inputs)
+            recorder.records_work = False
+            gradient = None if not output.dim() else beside[0] if beside else torch.empty_like(output)
+            recorder.records_work = row.mode != "forward"
+            output.backward(gradient)
+    return sum(seconds_by_bound(recorder.run().calls, device, fused=False).values())
+
+
+def liger_times(rows: Sequence[LigerRow]) -> str:
+    """A table of the errors of predicted times, by GPU and benchmark."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        name = row.device.removeprefix("NVIDIA "), f"{row.kernel}, {row.mode}"
+        errors.setdefault(name, []).append(1000 * liger_seconds(row) / row.measured - 1)
+    shown = [
+        {
+            "GPU": gpu,
+            "benchmark": name,
+            "figures": len(found),
+            "median error": f"{statistics.median(found):+.1%}",
+            "from": f"{min(found):+.1%}",
+            "to": f"{max(found):+.1%}",
+        }
+        for (gpu, name), found in errors.items()
+    ]
+    lines = [
+        summary(gpu, [error for (of, _), found in errors.items() if of == gpu for error in found])
+        for gpu in dict.fromkeys(gpu for gpu, _ in errors)
+    ]
+    return "\n".join((to_markdown(shown, {}), "", *lines))
+
+
 def liger_row(row: LigerRow) -> dict[str, Any]:
     """A row of the table: what was measured, and the error of what is predicted."""
     sizes = ", ".join(f"{name} {value}" for name, value in row.sizes.items() if isinstance(value, int))
@@ -368,8 +411,8 @@ def liger_row(row: LigerRow) -> dict[str, Any]:
         "benchmark": f"{row.kernel}, {row.mode}",
         "sizes": sizes,
         "GPU": row.device.removeprefix("NVIDIA "),
-        "measured, MiB": row.mib,
-        "peak": liger_peak(row) / MIB / row.mib - 1,
+        "measured, MiB": row.measured,
+        "peak": liger_peak(row) / MIB / row.measured - 1,
     }
 
 
@@ -405,6 +448,8 @@ def main() -> None:
     for path in args.paths:
         if path.suffix == ".csv" or (path / _LIGER).is_file():
             sections["truth-liger"] = table([liger_row(row) for row in liger_rows(path)], ["peak"], 2)
+            if timed := liger_rows(path, "speed"):
+                sections["truth-liger-times"] = liger_times(timed)
         else:
             rows = [peft_row(run) for run in peft_runs(path)]
             sections["truth-peft"] = table(rows, ["peak", "reserved", "after the step", "speed"], 1)

@@ -223,12 +223,13 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         args.optim or DEFAULT,
         args.gradient_accumulation_steps or 1,
         args.loss or AUTO,
+        keeps_outputs=args.keep_outputs,
         fsdp=args.fsdp or 1,
     )
     engine = factory(resolved.engine)
     # Plain PyTorch is simulated on one device.
     has_plain = len(sizes) == 1 and spec.fsdp == 1
-    plain = engine.plain_ways(workload, spec, args.keep_outputs) if has_plain else ()
+    plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
     if args.ways == PLAIN_WAYS:
         return PlanOutput({"ways": to_dict(plain)}, to_text(plain, header), "", ways=plain)

@@ -118,8 +118,9 @@ def plan(
     device = None if device is None else fspath(device)
     ranks = checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)])
     autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
-    spec = StepSpec(device, compiler, autocast, optim, steps, loss, fsdp=ranks)
-    return Estimate(engine, workload, resolve(options).selection, spec, checked("keep_outputs", keep_outputs, bool))
+    keeps_outputs = checked("keep_outputs", keep_outputs, bool)
+    spec = StepSpec(device, compiler, autocast, optim, steps, loss, keeps_outputs=keeps_outputs, fsdp=ranks)
+    return Estimate(engine, workload, resolve(options).selection, spec)
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
@@ -202,7 +203,6 @@ class Estimate:
     _workload: predictions.Workload
     _selection: Selection
     _spec: StepSpec
-    _keeps_outputs: bool = False
     _found: predictions.Estimate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ class Estimate:
         and what is selected; takes some seconds at the first call."""
         if self._spec.fsdp > 1:
             raise MemOptError("ways together with fsdp: plain PyTorch is simulated on one device; leave fsdp out")
-        plain = factory(self._engine).plain_ways(self._workload, self._spec, self._keeps_outputs)
+        plain = factory(self._engine).plain_ways(self._workload, self._spec)
         return (*plain, *self._ask(self._selection, with_ways=True).ways)
 
     @property

@@ -15,14 +15,18 @@ from gpu_truth import (
     device_named,
     liger_peak,
     liger_rows,
+    liger_seconds,
+    liger_times,
     order,
     peft_runs,
     reserved,
     table,
 )
 
+from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 
+MODES = ["forward", "backward", "full"]
 LORA = {"peft_type": "LORA", "r": 8}
 
 
@@ -83,7 +87,8 @@ def test_rows_of_plain_pytorch(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows([row, *({**row, **other} for other in others)])
     sizes = {"M": 2048, "eps": 1e-6, "dtype": "torch.bfloat16", "H": 1024}
-    assert liger_rows(path) == [LigerRow("rms_norm", "full", sizes, "NVIDIA A100-SXM4-80GB", 80)]
+    expected = LigerRow("rms_norm", "full", sizes, "NVIDIA A100-SXM4-80GB", 80)
+    assert liger_rows(path) == liger_rows(path, "speed") == [expected]
 
 
 def test_a_name_of_torch_names_a_device() -> None:
@@ -97,7 +102,24 @@ def test_cross_entropy_holds_five_sets_of_logits() -> None:
     assert liger_peak(row) == pytest.approx(5 * 8 * 256 * 4096 * 4, rel=2e-3)
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward", "full"])
+def test_times_are_those_of_products_where_they_are_large() -> None:
+    sizes = {
+        "bsz": 8,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "hidden_act": "silu",
+        "dtype": "torch.bfloat16",
+    }
+    rows = [LigerRow("swiglu", mode, {**sizes, "T": 1024}, "NVIDIA A100-SXM4-80GB", 1) for mode in MODES]
+    forward, backward, full = map(liger_seconds, rows)
+    products = 3 * 2 * 8 * 1024 * 4096 * 11008 / DEVICES["A100"].product_rate("bfloat16")
+    assert products < forward < 1.2 * products
+    assert 2 * products < backward < 2.4 * products
+    assert full == pytest.approx(forward + backward)
+    assert "A100-SXM4-80GB: 3 figures" in liger_times(rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_mode_holds_what_it_runs(mode: str) -> None:
     sizes = {"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "hidden_act": "silu", "dtype": "torch.bfloat16"}
     row = LigerRow("swiglu", mode, {**sizes, "T": 1024}, "NVIDIA A100-SXM4-80GB", 0)

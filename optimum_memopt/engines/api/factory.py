@@ -129,11 +129,8 @@ class EngineFactory(Generic[Options]):
         """
         raise NotImplementedError
 
-    def plain_ways(self, workload: Workload, spec: StepSpec, keeps_outputs: bool) -> tuple[Way, ...]:
+    def plain_ways(self, workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
         """Predict steps of plain PyTorch, without and with Trainer's checkpointing; only where `predicts`.
-
-        Args:
-            keeps_outputs: see `Training`.
 
         Raises:
             MemOptError: an unknown device or optimizer, or a model that cannot be built or reads its tensors' values.

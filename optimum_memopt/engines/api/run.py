@@ -27,6 +27,7 @@ class StepSpec:
         autocast: `bfloat16` or `float16`; empty: float32.
         loss: `auto`, `plain` or `chunked`, as the engine computes it.
         unit: `auto`, `layer` or `model`, as the engine compiles it.
+        keeps_outputs: plain PyTorch's loop holds the model's outputs, see `Training`.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; 1: not
             sharded.
     """
@@ -38,6 +39,7 @@ class StepSpec:
     gradient_accumulation_steps: int = 1
     loss: str = AUTO
     unit: str = AUTO
+    keeps_outputs: bool = False
     fsdp: int = 1
 
 

@@ -111,10 +111,10 @@ class CompileFactory(EngineFactory[CompileOptions]):
             batch_sizes=batch_sizes,
         )
 
-    def plain_ways(self, workload: Workload, spec: StepSpec, keeps_outputs: bool) -> tuple[Way, ...]:
+    def plain_ways(self, workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
         from optimum_memopt.engines.compile.predict.ways import plain_ways
 
-        return plain_ways(workload, spec, keeps_outputs)
+        return plain_ways(workload, spec)
 
     def simulator(self, device: str | None) -> AbstractContextManager[Simulator]:
         from optimum_memopt.engines.compile.predict.simulator import simulator

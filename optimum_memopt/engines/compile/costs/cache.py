@@ -137,11 +137,11 @@ def costs_of(
 
     Args:
         fused: a compiler fuses what is bound by memory.
-        target: estimate for this device instead, where inductor is the default.
+        target: estimate for this device instead.
         most: bytes that the process may hold while it measures; None: all that is available.
     """
     if target is not None:
-        return roofline(graph.joint, graph.size_hints, target, fused=True)
+        return roofline(graph.joint, graph.size_hints, target, fused)
     path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
     room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
     costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)

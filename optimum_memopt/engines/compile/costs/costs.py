@@ -8,8 +8,9 @@ import contextlib
 import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
@@ -30,12 +32,9 @@ from optimum_memopt.engines.compile.graph.joint import (
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
-# Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
-EFFICIENCY = 0.6
-# Of a data sheet's rates, what eager kernels get of the memory's and of matrix products', and seconds of a launch:
-# one set for 22 runs of PEFT's method comparison on an L40S (Ada; docs/gpu.md), and for devices that nobody published
-# as many figures of.
-_EAGER_BANDWIDTH, _EAGER_FLOPS, _LAUNCH = 0.85, 0.7, 4e-6
+# Seconds that a kernel takes at least, from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
+# decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs); 4 fits PEFT's method comparison (docs/gpu.md).
+_LAUNCH = 4e-6
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02
 # Bytes that are written on a CPU before each repetition, as `triton.testing.do_bench` clears a GPU's cache: in a step
@@ -92,6 +91,11 @@ class Work:
     dtype: str
     is_several: bool = False
 
+    @property
+    def operator(self) -> str:
+        """`aten.mm.default`."""
+        return self.key.partition("(")[0]
+
 
 def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | None, ...]:
     """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers."""
@@ -105,44 +109,46 @@ def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | 
 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
-    """Estimated: the longer one of computing at the device's rate and of moving all operands once. `fused`: a compiler
-    fuses what is bound by memory."""
-    seconds = (0.0 if work is None else sum(rates(work, device, fused)) for work in works(joint, sizes))
+    """Estimated by a device's rates, see `bounded`."""
+    seconds = (0.0 if work is None else bounded(work, device, fused)[0] for work in works(joint, sizes))
     return Costs(tuple(seconds), f"roofline {device.name}")
 
 
-def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
-    """Seconds that an operator computes and that it moves operands; 0 for the shorter one, which the other hides."""
-    moving = work.bytes / device.bandwidth / EFFICIENCY
-    if not work.flops:
-        return 0.0, moving * (FUSED if fused else 1.0)
-    computing = work.flops / device.rate(work.dtype) / EFFICIENCY
-    if work.is_several:
-        return computing, moving
-    return (computing, 0.0) if computing >= moving else (0.0, moving)
+def bounded(work: Work, device: Device, fused: bool) -> tuple[float, str]:
+    """Seconds of an operator on a device, and what bounds it, of `predictions`: the longest of a launch, of computing
+    and of moving all operands once. `fused`: a compiler fuses what is bound by memory."""
+    computing, moving = work.flops / device.product_rate(work.dtype), work.bytes / device.memory_rate
+    launch = _LAUNCH
+    if fused and not work.flops:
+        moving, launch = FUSED * moving, FUSED * launch
+    seconds = computing + moving if work.is_several else max(computing, moving)
+    if seconds < launch:
+        return launch, LAUNCHES
+    return seconds, COMPUTE if computing >= moving else BANDWIDTH
 
 
-def moving_seconds(moved: float, device: Device) -> float:
-    """Seconds in which eager kernels read and write bytes."""
-    return moved / device.bandwidth / _EAGER_BANDWIDTH
+def seconds_by_bound(calls: Iterable[Work], device: Device, fused: bool) -> dict[str, float]:
+    """Seconds of operators that run one after the other on a device, by what bounds them; `fused` as in `bounded`."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for work in calls:
+        seconds, bound = bounded(work, device, fused)
+        totals[bound] += seconds
+    return dict(totals)
 
 
-def eager_seconds(calls: Iterable[Work], device: Device) -> float:
-    """Seconds of operators that run one after the other without a compiler."""
-
-    def seconds(work: Work) -> float:
-        return max(_LAUNCH, moving_seconds(work.bytes, device), work.flops / device.rate(work.dtype) / _EAGER_FLOPS)
-
-    return sum(map(seconds, calls))
-
-
-def compiled_seconds(operators: Iterable[Work], device: Device, fused: bool) -> float:
-    """Seconds of a graph's operators, to be compared with `eager_seconds`: at its rates; `fused` as in `rates`."""
-    if not fused:
-        return eager_seconds(operators, device)
-    pairs = [rates(work, device, fused) for work in operators]
-    computing, moving = (sum(of_bound) for of_bound in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return EFFICIENCY * (computing / _EAGER_FLOPS + moving / _EAGER_BANDWIDTH)
+def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tuple[Work, ...] | None:
+    """The work of operators whose sizes are by a share of the difference larger than those of `low`; the share may be
+    negative or over 1. None where the two are not the same operators."""
+    if [work.operator for work in low] != [work.operator for work in high]:
+        return None
+    return tuple(
+        replace(
+            one,
+            bytes=max(0.0, one.bytes + share * (other.bytes - one.bytes)),
+            flops=max(0.0, one.flops + share * (other.flops - one.flops)),
+        )
+        for one, other in zip(low, high, strict=True)
+    )
 
 
 def measured(

@@ -10,6 +10,8 @@ Dense rates, without sparsity, from the makers' data sheets:
 - MI300X: amd.com, AMD Instinct MI300X data sheet
 
 The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s).
+
+What kernels get of these rates is fitted to published times, one set of numbers a generation (docs/gpu.md).
 """
 
 from collections.abc import Mapping
@@ -36,6 +38,24 @@ _LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
+class Attained:
+    """The share of a data sheet's rates that kernels of PyTorch get.
+
+    Attributes:
+        bandwidth: of the memory's, by kernels that move operands.
+        flops: of matrix products'.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+# H100 and A100: Liger-Kernel's benchmarks of PyTorch. L40S: PEFT's method comparison. GeForce: Liger's on an RTX 4090.
+_HOPPER, _AMPERE = Attained(0.9, 0.65), Attained(0.625, 0.85)
+_ADA, _GEFORCE = Attained(0.85, 0.7), Attained(0.725, 1.0)
+
+
+@dataclass(frozen=True)
 class Device:
     """A device's rates.
 
@@ -44,6 +64,7 @@ class Device:
         bandwidth: of its memory, bytes a second.
         flops: of matrix products a second, by dtype as `bfloat16`.
         link: to the host, bytes a second in one direction.
+        attained: what kernels get of them; of a device that nobody published times of, that of the L40S.
     """
 
     name: str
@@ -53,6 +74,12 @@ class Device:
     link: float
     cuda: Multiprocessors | None = None
     capability: tuple[int, int] = (0, 0)
+    attained: Attained = _ADA
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second that kernels read and write."""
+        return self.attained.bandwidth * self.bandwidth
 
     @property
     def libraries(self) -> int:
@@ -67,9 +94,9 @@ class Device:
         """Bytes a second that copies from and to pinned memory get of the link; not tuned."""
         return 0.8 * self.link
 
-    def rate(self, dtype: str) -> float:
-        """Floating point operations a second; of float32 for a dtype that the device lacks."""
-        return self.flops.get(dtype, self.flops["float32"])
+    def product_rate(self, dtype: str) -> float:
+        """Floating point operations a second of matrix products; of float32 for a dtype that the device lacks."""
+        return self.attained.flops * self.flops.get(dtype, self.flops["float32"])
 
 
 def _device(
@@ -82,23 +109,24 @@ def _device(
     link: float,
     multiprocessors: tuple[int, int] | None = None,
     capability: tuple[int, int] = (0, 0),
+    attained: Attained = _ADA,
 ) -> Device:
     rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
     cuda = None if multiprocessors is None else Multiprocessors(*multiprocessors)
-    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability)
+    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability, attained)
 
 
 # The T4 has no bfloat16: torch computes in float32.
 DEVICES = {
     device.name: device
     for device in (
-        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0)),
-        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0)),
-        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0)),
+        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER),
+        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER),
+        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0), _AMPERE),
         _device("L40S", 48, 864, 91.6, 362, 362, 32, (142, 1536), (8, 9)),
         _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
-        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9)),
-        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6)),
+        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9), _GEFORCE),
+        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6), _GEFORCE),
         _device("T4", 16, 320, 8.1, 8.1, 65, 16, (40, 1024), (7, 5)),
         _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
     )

@@ -8,7 +8,7 @@ import contextlib
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,22 +16,20 @@ import numpy as np
 import torch
 from torch import fx
 
-from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
+from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES, PredictedStep
 from optimum_memopt.engines.compile.costs.cache import costs_of
-from optimum_memopt.engines.compile.costs.costs import FUSED, Work, arguments_of_ones, eager, rates, timed, works
+from optimum_memopt.engines.compile.costs.costs import arguments_of_ones, bounded, eager, timed, work_between, works
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.memory import malloc
+from optimum_memopt.memory.optimizers import PlannedOptimizer
 
 # Times that each batch is run.
 _ROUNDS = 3
-# Of a kernel on a GPU, from Python and without CUDA graphs, in seconds: 4 to 8 microseconds on the hosts of this
-# decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs).
-_LAUNCH = 5e-6
-# Times each byte of the parameters is read or written by gradient clipping, and by adding up gradients.
-_CLIPPING, _ADDING = 3, 3
+# Times each byte of the parameters is read or written by adding up gradients.
+_ADDING = 3
 # Elements of the optimizer's step that is measured.
 _MEASURED = 2**22
 # Rows of the batches that those of others follow from: of work, which grows by the row, and of measured seconds.
@@ -91,31 +89,23 @@ class OperatorTimes:
         return {bound: seconds for bound, seconds in totals.items() if seconds}
 
 
-def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device) -> Callable[[int], OperatorTimes]:
-    """Estimated by a device's rates, as inductor runs the graph; work grows by the row."""
-    pairs = list(zip(*(works(graph.joint, sizes(rows)) for rows in _TWO), strict=True))
+def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -> Callable[[int], OperatorTimes]:
+    """Estimated by a device's rates, see `bounded`; work grows by the row."""
+    low, high = (works(graph.joint, sizes(rows)) for rows in _TWO)
+    nodes = [node for node, work in enumerate(low) if work is not None]
+    one, two = ([work for work in of_batch if work is not None] for of_batch in (low, high))
 
-    def work_of(rows: int, low: Work | None, high: Work | None) -> Work | None:
-        if low is None or high is None:
-            return None
-        sizes_of_work = _line(_TWO, low.bytes, high.bytes, rows), _line(_TWO, low.flops, high.flops, rows)
-        return replace(low, bytes=sizes_of_work[0], flops=sizes_of_work[1])
+    def times(rows: int) -> OperatorTimes:
+        found = [(0.0, "")] * len(low)
+        for node, work in zip(nodes, work_between(one, two, rows - 1) or (), strict=True):
+            found[node] = bounded(work, device, fused)
+        return _bounded(found, f"roofline {device.name}")
 
-    return lambda rows: _bounded([_on(device, work_of(rows, *pair)) for pair in pairs], f"roofline {device.name}")
+    return times
 
 
 def _line(rows: tuple[int, int], low: float, high: float, at: int) -> float:
     return low + (high - low) * (at - rows[0]) / (rows[1] - rows[0])
-
-
-def _on(device: Device, work: Work | None) -> tuple[float, str]:
-    if work is None:
-        return 0.0, ""
-    computing, moving = rates(work, device, fused=True)
-    launch = _LAUNCH if work.flops else _LAUNCH * FUSED
-    if computing + moving < launch:
-        return launch, LAUNCHES
-    return computing + moving, COMPUTE if computing >= moving else BANDWIDTH
 
 
 def measured(
@@ -207,12 +197,22 @@ class UpdateTimes:
     accumulating: float
     optimizer: float
 
+    def step(self, micro_batch: Mapping[str, float], count: int) -> float:
+        """Seconds of an optimizer step of several micro-batches; those of one are by what bounds them."""
+        return PredictedStep(0, micro_batch, self.accumulating, self.optimizer).total(count)
 
-def update_times(parameters: int, states: int, bandwidth: float) -> UpdateTimes:
-    """Seconds at a bandwidth in bytes a second, which bounds all of it; parameters and states are in bytes."""
-    # Parameters are read and written, gradients read.
-    step = 2 * states + 3 * parameters
-    return UpdateTimes(_ADDING * parameters / bandwidth, (step + _CLIPPING * parameters) / bandwidth)
+
+def update_times(
+    trained: Sequence[torch.Tensor], optimizer: PlannedOptimizer, device: torch.device, target: Device | None
+) -> UpdateTimes:
+    """Seconds at a bandwidth, which bounds all of it: that of a device's kernels, or measured where tensors lie.
+
+    Args:
+        trained: the parameters that get gradients.
+        target: None: `device`.
+    """
+    rate = update_bandwidth(device, sum(each.numel() for each in trained)) if target is None else target.memory_rate
+    return UpdateTimes(_ADDING * sum(each.nbytes for each in trained) / rate, optimizer.moved(trained) / rate)
 
 
 @lru_cache

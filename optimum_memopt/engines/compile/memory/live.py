@@ -222,7 +222,9 @@ class LiveRecorder(TorchDispatchMode):
         cuda: the device that is planned for, wherever the tensors are; None: the tensors' own.
         inspect_at: index of an event during which variables of Python are looked at; -1: none.
         reads_floats: a floating-point number that is read and not known is 1, where else that is an error.
-        records_work: `LiveRun.calls` is asked for.
+
+    Attributes:
+        records_work: what runs from now on is among `LiveRun.calls`.
     """
 
     def __init__(
@@ -231,7 +233,6 @@ class LiveRecorder(TorchDispatchMode):
         cuda: Multiprocessors | None = None,
         inspect_at: int = -1,
         reads_floats: bool = False,
-        records_work: bool = False,
     ) -> None:
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -248,7 +249,7 @@ class LiveRecorder(TorchDispatchMode):
         self._calls: list[Work] = []
         self._outermost: FrameType | None = None
         self._trained: set[str] = set()
-        self._reads_floats, self._records_work = reads_floats, records_work
+        self._reads_floats, self.records_work = reads_floats, False
         self._is_behind_backward = False
         self._has_gradients = True
 
@@ -352,7 +353,7 @@ class LiveRecorder(TorchDispatchMode):
             if self._reads_floats and dynamo.reads_a_number(function) and args[0].is_floating_point():
                 return 1.0
             raise MemOptError(_reads_data(function)) from error
-        if self._records_work and fake_tensors.runs_kernel(function):
+        if self.records_work and fake_tensors.runs_kernel(function):
             self._calls.append(work_of(function, args, kwargs, results, None))
         node = autograd.current_node()
         # Until a module is called again: gradients are clipped before the optimizer's step.

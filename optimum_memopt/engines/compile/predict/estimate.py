@@ -126,8 +126,7 @@ def estimate(
     """
     step = PlannedStep(workload, selection, spec)
     symbolic = symbolic or len(batch_sizes) > 1
-    # The ways to train on a named device are priced by themselves, all at the same rates.
-    costs = step.costs_of if with_curve or (with_ways and step.target is None) else no_costs
+    costs = step.costs_of if with_curve or with_ways else no_costs
     compared = (TorchDefault(), FromLevel(1)) if with_ways else ()
     try:
         traced = step.trace(symbolic, costs, compared)

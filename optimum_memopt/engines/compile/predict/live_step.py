@@ -21,8 +21,8 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors
-from optimum_memopt.engines.compile.costs.costs import eager_seconds, moving_seconds
-from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.costs import times
+from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import Event, Storage
@@ -47,9 +47,7 @@ class LiveStep:
         constant: bytes that are no tensor's: of libraries on CUDA, of the process on a CPU.
         sizes: of the batch, by name.
         is_on_cuda: torch's caching allocator is known.
-        update_seconds: of the optimizer's step and the clipping before it.
-        target: the device whose rates count; None: no seconds are known.
-        micro_batches: of the run.
+        seconds: estimated, of an optimizer's step with all its micro-batches; None where no device is named.
     """
 
     run: LiveRun
@@ -58,14 +56,7 @@ class LiveStep:
     constant: int
     sizes: Mapping[str, int]
     is_on_cuda: bool
-    update_seconds: float = 0.0
-    target: Device | None = None
-    micro_batches: int = 1
-
-    @property
-    def seconds(self) -> float | None:
-        """Estimated seconds of the forward and backward of a micro-batch; None without the rates of a named device."""
-        return None if self.target is None else eager_seconds(self.run.calls, self.target) / self.micro_batches
+    seconds: float | None = None
 
     @cached_property
     def whole(self) -> LiveRun:
@@ -127,6 +118,10 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
         trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
         is_on_cuda = here.type == "cuda" or cuda is not None
         optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
+        seconds = None
+        if target is not None:
+            update = times.update_times(trained, optimizer, here, target)
+            seconds = update.step(seconds_by_bound(run.calls, target, fused=False), spec.gradient_accumulation_steps)
         return LiveStep(
             run,
             tuple(optimizer.state_sizes(trained)),
@@ -134,9 +129,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             target.libraries if target is not None else held_bytes(here),
             input_sizes(batch),
             is_on_cuda,
-            0.0 if target is None else moving_seconds(optimizer.moved(trained), target),
-            target,
-            count,
+            seconds,
         )
 
 
@@ -158,7 +151,8 @@ def run_micro_batches(
     Args:
         batch: keyword arguments of the forward; `args` are positional ones.
         accumulated: names of the parameters that have gradients of earlier micro-batches.
-        inspect_at, records_work: see `LiveRecorder`.
+        inspect_at: see `LiveRecorder`.
+        records_work: `LiveRun.calls` are those of the first micro-batch.
 
     Raises:
         MemOptError: the model reads values of its tensors, or fails.
@@ -169,7 +163,7 @@ def run_micro_batches(
     for name, value in batch.items():
         if name.endswith("attention_mask") and isinstance(value, torch.Tensor):
             fake_tensors.with_padding(value)
-    recorder = LiveRecorder(model, cuda, inspect_at, records_work=records_work)
+    recorder = LiveRecorder(model, cuda, inspect_at)
     for name, parameter in model.named_parameters():
         parameter.grad = torch.empty_like(parameter) if name in accumulated else None
     try:
@@ -179,7 +173,8 @@ def run_micro_batches(
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             recorder.hold(GRADIENTS, gradients)
             del gradients
-            for _ in range(count):
+            for place in range(count):
+                recorder.records_work = records_work and not place
                 recorder.begin(FORWARD)
                 holds_cache = training.keeps_outputs and not training.checkpoints
                 inputs = dict(batch) if holds_cache else without_key_value_cache(model, args, batch)

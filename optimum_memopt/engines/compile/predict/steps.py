@@ -14,17 +14,17 @@ from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
-from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
+from optimum_memopt.engines.compile.costs.costs import Work, seconds_by_bound, work_between
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
-from optimum_memopt.engines.compile.memory.footprint import Footprint, tensor_bytes, trainable_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint, trainable_of
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
-from optimum_memopt.engines.compile.memory.tape import interpolated
+from optimum_memopt.engines.compile.memory.tape import StepEvents, interpolated
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, host_of, problem_of, sizes_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
@@ -42,10 +42,11 @@ from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddin
 from optimum_memopt.sizes import Budget
 
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
-# transformers' activation checkpointing, by its name: of every layer, or of every nth.
-_CHECKPOINTING = {
-    f"Trainer's checkpointing, {'every layer' if every == 1 else f'every {every} layers'}": every
-    for every in (1, 2, 4)
+# Plain PyTorch, by the name: without checkpointing, or with transformers' of every nth layer.
+_PLAIN = {
+    "plain PyTorch": 0,
+    "Trainer's checkpointing, every layer": 1,
+    **{f"Trainer's checkpointing, every {every} layers": every for every in (2, 4)},
 }
 # Rows of the batch that is asked for what is the same with any.
 _REFERENCE = 8
@@ -80,7 +81,7 @@ class ForwardSteps:
         step: around them, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
         times: of each graph, for a batch of n rows.
-        checkpointed: see `_checkpointed_activations`.
+        plain: see `_plain_steps`.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class ForwardSteps:
         step: StepContext,
         tokens: int,
         times: Callable[[int], Sequence[OperatorTimes]],
-        checkpointed: Callable[[int, int, bool], int],
+        plain: Callable[[int, int, bool], "_PlainStep"],
     ) -> None:
         self._graphs, self._context, self._tokens = graphs, step, tokens
-        self._times, self._checkpointed = times, checkpointed
+        self._times, self._plain = times, plain
         self._batch = cache(self._new_batch)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
@@ -100,7 +101,7 @@ class ForwardSteps:
     def within(self, budget: int) -> "ForwardSteps":
         """The same graphs with another budget, in bytes."""
         step = replace(self._context, limit=budget)
-        return ForwardSteps(self._graphs, step, self._tokens, self._times, self._checkpointed)
+        return ForwardSteps(self._graphs, step, self._tokens, self._times, self._plain)
 
     @property
     def layers(self) -> int:
@@ -138,6 +139,8 @@ class ForwardSteps:
             peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
         else:
             plan = _LEVEL_1 if plan == _BUDGET else plan
+            if plan in _PLAIN and (step := self._plain_step(plan, rows, accumulates, update)) is not None:
+                return step
             simulation = self._simulation(plan, rows, accumulates)
             peak, stall, host_bytes = self._activations(plan, rows, accumulates), 0.0, 0
         seconds = batch.times.by_bound((*simulation.forward.order, *simulation.backward.order))
@@ -153,6 +156,19 @@ class ForwardSteps:
             host_bytes,
         )
 
+    def _plain_step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep | None:
+        """A step without an engine at the rates of a named device; None without one."""
+        step, without = (self._plain(every, rows, accumulates) for every in (_PLAIN[plan], 0))
+        if step.seconds is None or without.seconds is None:
+            return None
+        return PredictedStep(
+            self._footprint(rows, accumulates, step.peak).peak,
+            step.seconds,
+            update.accumulating,
+            update.optimizer,
+            max(0.0, sum(step.seconds.values()) - sum(without.seconds.values())),
+        )
+
     def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
         fixed = self._context.fixed
         accumulated = fixed.gradients if accumulates else fixed.accumulated
@@ -162,8 +178,8 @@ class ForwardSteps:
         return self._footprint(rows, accumulates, activations).peak <= self._context.limit
 
     def _activations(self, plan: str, rows: int, accumulates: bool) -> int:
-        if every := _CHECKPOINTING.get(plan):
-            return self._checkpointed(every, rows, accumulates)
+        if plan in _PLAIN:
+            return self._plain(_PLAIN[plan], rows, accumulates).peak
         return self._simulation(plan, rows, accumulates).peak
 
     def _solve(self, rows: int, accumulates: bool) -> Plan | None:
@@ -178,8 +194,8 @@ class ForwardSteps:
 
     def _simulate(self, plan: str, rows: int, accumulates: bool) -> Simulation:
         forward = self._batch(rows, accumulates).solver.forward
-        if every := _CHECKPOINTING.get(plan):
-            return _checkpointed(forward.problem, every)
+        if plan in _PLAIN:
+            return _checkpointed(forward.problem, _PLAIN[plan])
         number = (_NO_PLAN, _LEVEL_1).index(plan)
         return simulate(forward.problem, forward.of_all([self._graphs[g].plans[number].saved for g in forward.graphs]))
 
@@ -209,14 +225,14 @@ def _layers_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _checkpointed(problem: Problem, every: int) -> Simulation:
-    """transformers' activation checkpointing of every nth layer, in the order of this engine's recompute: its
-    operators take as long.
+    """transformers' activation checkpointing of every nth layer (0: of none), in the order of this engine's recompute:
+    its operators take as long.
 
     The input of a layer that is checkpointed is saved; everything in it runs again, random draws too, whose state is
     restored (`torch.utils.checkpoint`). The last layer is no exception. Which layers: `every_n_layers` of
     `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
     """
-    chosen = set(_layers_of(problem)[::every])
+    chosen = set(_layers_of(problem)[::every] if every else ())
     # What a run of a tape is given by another one is a view, and no draw.
     is_kept = zip(problem.is_kept, problem.is_view, problem.layers, strict=True)
     kept = tuple(is_one and (is_given or layer not in chosen) for is_one, is_given, layer in is_kept)
@@ -262,7 +278,7 @@ class ModelStepPredictor:
         own = (_NO_PLAN, ()), *level_1, within_budget
         return (
             *(Technique(name, flags, chunks) for name, flags in own for chunks in self.graphs),
-            *(Technique(name, is_own=False) for name, every in _CHECKPOINTING.items() if every <= layers),
+            *(Technique(name, is_own=False) for name, every in _PLAIN.items() if every <= layers),
         )
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
@@ -282,6 +298,8 @@ class _Case:
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
         unit: what is compiled as one, of `options.UNITS`.
+        keeps_outputs: see `Training`.
+        values_at: `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
     compiler: str
@@ -293,6 +311,8 @@ class _Case:
     may_chunk: bool = True
     compares: bool = True
     unit: str = AUTO
+    keeps_outputs: bool = False
+    values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
 def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStepPredictor:
@@ -317,6 +337,8 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
         spec.optim,
         workload.tokens,
         unit=spec.unit,
+        keeps_outputs=spec.keeps_outputs,
+        values_at=lambda rows: workload.with_rows(rows).values,
     )
     return _predictor(case, model, batch, make)
 
@@ -355,22 +377,19 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     captured = [_captured(case, make, loss) for loss in losses]
     untrained, target, device = captured[0][0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
-    run = Run(PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model)))
+    optimizer = PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model))
+    run = Run(optimizer)
     # On a CPU a process holds more once it has traced a model, as in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
-    checkpointed = _checkpointed_activations(case, make)
+    plain = _plain_steps(case, make)
     graphs = {
         any(graph.chunks_loss for graph in forward): ForwardSteps(
-            forward, step, case.tokens, cache(_times(case, forward, device, step)), checkpointed
+            forward, step, case.tokens, cache(_times(case, forward, device, step)), plain
         )
         for forward in captured
     }
     trained = trainable_of(model, untrained)
-    if target is None:
-        bandwidth = times.update_bandwidth(device, sum(parameter.numel() for parameter in trained))
-    else:
-        bandwidth = target.bandwidth * EFFICIENCY
     return ModelStepPredictor(
         type(model).__name__,
         device.type if target is None else target.name,
@@ -378,16 +397,29 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         case.budget.text,
         case.tokens,
         graphs,
-        times.update_times(tensor_bytes(trained), step.fixed.optimizer, bandwidth),
+        times.update_times(trained, optimizer, device, target),
         case.compares,
     )
 
 
-def _checkpointed_activations(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], int]:
-    """Returns what tells the peak of a forward and its backward under Trainer's checkpointing, in bytes: of every nth
-    layer, for a batch of n rows, without and with gradients of earlier micro-batches.
+@dataclass(frozen=True)
+class _PlainStep:
+    """A forward and its backward without an engine.
 
-    Two batches are run; in another one each storage has the size that follows.
+    Attributes:
+        peak: bytes over what was there before.
+        seconds: by what bounds them; None without the rates of a named device.
+    """
+
+    peak: int
+    seconds: Mapping[str, float] | None
+
+
+def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _PlainStep]:
+    """Returns what tells a step of plain PyTorch: with Trainer's checkpointing of every nth layer (0: of none), for a
+    batch of n rows, without and with gradients of earlier micro-batches.
+
+    Two batches are run; in another one each storage, and the work of each operator, has the size that follows.
     """
 
     @cache
@@ -395,17 +427,36 @@ def _checkpointed_activations(case: _Case, make: _MakeFake) -> Callable[[int, in
         fake, model, batch = make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
+        training = Training(every, case.keeps_outputs)
         with torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
-            return run_micro_batches(model, batch, case.autocast, Training(every), cuda, accumulated=accumulated)
+            for name, values in case.values_at(rows).items():
+                fake_tensors.with_values(batch[name], values)
+            return run_micro_batches(
+                model, batch, case.autocast, training, cuda, accumulated=accumulated, records_work=True
+            )
 
-    def activations(every: int, rows: int, accumulates: bool) -> int:
+    def between(every: int, rows: int, accumulated: frozenset[str]) -> tuple[StepEvents, Sequence[Work]]:
+        low, high = (run(every, size, accumulated) for size in _TWO_BATCHES)
         small, large = _TWO_BATCHES
-        trained = run(every, small, frozenset()).trained if accumulates else frozenset[str]()
-        low, high = (run(every, size, trained).micro_batch for size in _TWO_BATCHES)
-        step = interpolated(low, high, (rows - small) / (large - small))
-        return (step or run(every, rows, trained).micro_batch).peak()
+        share = (rows - small) / (large - small)
+        step = interpolated(low.micro_batch, high.micro_batch, share)
+        calls = work_between(low.calls, high.calls, share)
+        if step is None or calls is None:
+            exact = run(every, rows, accumulated)
+            return exact.micro_batch, exact.calls
+        return step, calls
 
-    return activations
+    @cache
+    def plain_step(every: int, rows: int, accumulates: bool) -> _PlainStep:
+        alone = run(every, _TWO_BATCHES[0], frozenset())
+        events, calls = between(every, rows, frozenset())
+        seconds = None if case.target is None else seconds_by_bound(calls, case.target, fused=False)
+        if accumulates:
+            # What adds up gradients is not among the calls, but in `UpdateTimes`.
+            events, _ = between(every, rows, alone.trained)
+        return _PlainStep(events.peak(), seconds)
+
+    return plain_step
 
 
 def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[CapturedGraph, ...]:
@@ -462,6 +513,7 @@ def _times(
 
     # A budget may be more than there is.
     most = step.limit if case.target is not None else min(step.limit, capacity(device).available)
+    fused = case.compiler == "inductor"
     of_graphs: list[Callable[[int], OperatorTimes]] = []
     for number, graph in enumerate(graphs):
         assert graph.analyzed is not None
@@ -470,8 +522,7 @@ def _times(
             return first_sizes(rows)[number]
 
         if case.target is not None:
-            of_graphs.append(times.estimated(graph.analyzed, sizes, case.target))
+            of_graphs.append(times.estimated(graph.analyzed, sizes, case.target, fused))
         else:
-            fused = case.compiler == "inductor"
             of_graphs.append(times.measured(graph.analyzed, sizes, device, fused, most, peak))
     return lambda rows: [of_graph(rows) for of_graph in of_graphs]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
@@ -157,11 +157,8 @@ def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host:
 
 def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan | None:
     """The fewest bytes offloaded with which a plan for a larger budget is within this one; None where none are."""
-    simulation = simulate(problem, frozenset(plan.saved))
-    forward, backward = simulation.forward, simulation.backward
-    # With the backward's time running backwards, an activation is on the host behind its last use in either.
-    sides = _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1], 1)
     roots, sizes = problem.roots, problem.bytes
+    sides = _sides(problem, simulate(problem, frozenset(plan.saved)))
     # A storage that two runs save would stay.
     times = Counter(roots[node] for node in plan.saved)
     candidates = [
@@ -182,10 +179,32 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
     host_bytes = sum(pinned_bytes(sizes[roots[node]]) for node in offloaded)
     if not offloaded or host_bytes > host.available:
         return None
-    limit = peak(count)
-    stall = sum(side.stall(offloaded, limit, host.bandwidth) for side in sides)
+    stall = _stall(sides, offloaded, host.bandwidth)
     extra = plan.extra_seconds + stall
-    return replace(plan, offloaded=offloaded, peak=limit, extra_seconds=extra, stall=stall, host_bytes=host_bytes)
+    return replace(
+        plan, offloaded=offloaded, peak=peak(count), extra_seconds=extra, stall=stall, host_bytes=host_bytes
+    )
+
+
+def stall_of(problem: Problem, simulation: Simulation, offloaded: Sequence[int], bandwidth: float) -> float:
+    """Seconds that the device waits for copies of a plan, where they may take no memory beyond its peak without them.
+
+    Args:
+        offloaded: nodes that the simulation saves.
+        bandwidth: of the link, bytes a second in one direction.
+    """
+    return _stall(_sides(problem, simulation), offloaded, bandwidth) if offloaded else 0.0
+
+
+def _stall(sides: Sequence["_Side"], offloaded: Sequence[int], bandwidth: float) -> float:
+    limit = max(max(side.held_without(offloaded)) for side in sides)
+    return sum(side.stall(offloaded, limit, bandwidth) for side in sides)
+
+
+def _sides(problem: Problem, simulation: Simulation) -> tuple["_Side", "_Side"]:
+    """With the backward's time running backwards, an activation is on the host behind its last use in either."""
+    forward, backward = simulation.forward, simulation.backward
+    return _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1], 1)
 
 
 class _Side:
