@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from optimum_memopt.commands import step
+
 if TYPE_CHECKING:
     from optimum_memopt.engines.api.factory import Report
 
@@ -24,32 +26,11 @@ _ADVISE_DESCRIPTION = (
 _HERE = "here"
 
 
-def _add_model_arguments(parser: ArgumentParser, needs_task: bool) -> None:
-    parser.add_argument(
-        "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
-    )
-    default = "" if needs_task else " Default: by the name of the class in the config."
-    parser.add_argument(
-        "--task", required=needs_task, help=f"text-classification, fill-mask, text-generation, ….{default}"
-    )
-    parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
-
-
-def _add_step_arguments(parser: ArgumentParser) -> None:
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
-    precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
-    parser.add_argument(
-        "--compiler",
-        help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
-    )
-
-
 class AdviseCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _ADVISE_DESCRIPTION
-        _add_model_arguments(parser, needs_task=True)
+        step.add_arguments(parser)
         parser.add_argument(
             "--global_batch",
             type=int,
@@ -65,12 +46,6 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--budget", default="auto", help="As --memory_opt_budget takes it (default: auto, what is free)."
         )
-        _add_step_arguments(parser)
-        parser.add_argument(
-            "--optim",
-            default="adamw_torch_fused",
-            help="The optimizer, as Trainer's --optim takes it (default: adamw_torch_fused).",
-        )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
     def run(self) -> None:
@@ -79,18 +54,16 @@ class AdviseCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.engines.api.run import StepSpec
         from optimum_memopt.engines.shared.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.options import MemOptOptions
         from optimum_memopt.predict.advise import advise, to_dict, to_text
-        from optimum_memopt.predict.workload import Workload
 
         args = self.args
-        workload = Workload(args.model, args.task, seq_len=args.seq_len)
-        workload.check()
+        workload = step.workload_of(args)
         if args.global_batch is not None and args.global_batch < 1:
             raise MemOptError(f"--global_batch {args.global_batch}: allowed are numbers from 1 on")
+        spec = step.spec_of(args, None if args.device == _HERE else args.device)
         name = next(name for name in engine_names() if factory(name).predicts)
         options = MemOptOptions(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
@@ -100,9 +73,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         except MemOptError as error:
             # The same options have shorter names here.
             raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-        device = None if args.device == _HERE else args.device
-        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
-        steps = factory(name).predict_steps(workload, options, StepSpec(device, args.compiler, autocast, args.optim))
+        steps = factory(name).predict_steps(workload, options, spec)
         advice = advise(steps, args.global_batch)
         print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))
 
@@ -205,7 +176,7 @@ class PlanCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _PLAN_DESCRIPTION
-        _add_model_arguments(parser, needs_task=False)
+        step.add_arguments(parser)
         parser.add_argument(
             "--ways",
             choices=("all", "plain"),
@@ -214,31 +185,7 @@ class PlanCommand(BaseOptimumCLICommand):
             "seconds, and all: also the compile engine without a plan, under level 1 and under what is selected "
             "(default).",
         )
-        parser.add_argument(
-            "--dtype",
-            help="Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it.",
-        )
-        parser.add_argument(
-            "--peft",
-            metavar="FIELD=VALUE,… or FILE",
-            help="PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
-            "adapter_config.json.",
-        )
-        parser.add_argument(
-            "--attention", help="transformers' attention: sdpa or eager. Default: transformers' choice."
-        )
-        parser.add_argument(
-            "--no_padding",
-            action="store_true",
-            help="All rows are equally long, as packed ones: models leave their masks out.",
-        )
         parser.add_argument("--loss", help="compile engine: as --memory_opt_loss takes it (default: auto).")
-        parser.add_argument(
-            "--keep_outputs",
-            action="store_true",
-            help="plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, "
-            "as loops of one's own often do. Trainer drops them.",
-        )
         parser.add_argument(
             "--batch_size",
             default="8",
@@ -260,25 +207,10 @@ class PlanCommand(BaseOptimumCLICommand):
             help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
             "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
         )
-        _add_step_arguments(parser)
-        parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
         parser.add_argument(
             "--gradient_accumulation_steps",
             type=int,
             help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
-        )
-        parser.add_argument(
-            "--fsdp",
-            type=int,
-            metavar="RANKS",
-            help="Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer "
-            "under FSDP2 shards them (default: 1, not sharded).",
-        )
-        parser.add_argument(
-            "--trainable",
-            metavar="PATTERN[,PATTERN]",
-            help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
-            "globs or regular expressions. Default: all that the model trains.",
         )
         parser.add_argument(
             "--budget_curve",

@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from optimum_memopt.commands import step
+from optimum_memopt.commands.step import autocast_of
 from optimum_memopt.engines.api.predictions import Way
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
@@ -18,7 +20,6 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.measure.measure_case import Case, spawn
 from optimum_memopt.measure.sweep import sweep
 from optimum_memopt.memory import optimizers
-from optimum_memopt.memory.optimizers import DEFAULT
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
@@ -41,19 +42,7 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
         MemOptError: one line.
     """
     sizes = batch_sizes(args.batch_size)
-    patterns = tuple(args.trainable.split(",")) if args.trainable is not None else ()
-    workload = Workload(
-        args.model,
-        args.task or "",
-        max(sizes),
-        args.seq_len,
-        patterns,
-        has_padding=not args.no_padding,
-        dtype=args.dtype or "",
-        attention=args.attention or "",
-        adapter=args.peft or "",
-    )
-    workload = workload.checked(finds_task=args.task is None)
+    workload = step.workload_of(args, max(sizes))
     _check(args)
     options = {
         "memory_opt_engine": args.engine,
@@ -114,11 +103,6 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     if not all(_NUMBER.fullmatch(number) for number in numbers):
         raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
     return tuple(sorted({int(number) for number in numbers}))
-
-
-def autocast_of(args: Any) -> str:
-    """Its dtype; empty without."""
-    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
 
 
 def _check(args: Any) -> None:
@@ -216,16 +200,7 @@ def table_of(args: Any) -> PlanOutput:
 def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOutput:
     resolved = resolve(options)
     sizes = batch_sizes(args.batch_size)
-    spec = StepSpec(
-        args.device,
-        args.compiler,
-        autocast_of(args),
-        args.optim or DEFAULT,
-        args.gradient_accumulation_steps or 1,
-        args.loss or AUTO,
-        keeps_outputs=args.keep_outputs,
-        fsdp=args.fsdp or 1,
-    )
+    spec = step.spec_of(args, args.device, args.gradient_accumulation_steps or 1, args.loss or AUTO)
     engine = factory(resolved.engine)
     # Plain PyTorch is simulated on one device.
     has_plain = len(sizes) == 1 and spec.fsdp == 1

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -86,7 +87,10 @@ def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
         hint = f"; did you mean {near[0]}?" if near else ""
         raise MemOptError(f"--peft {excerpt(name)}: {kind.__name__} has no such field{hint}")
     try:
-        return peft.get_peft_model(model, kind(**given))
+        with warnings.catch_warnings():
+            # It calls transformers' deprecated names (0.21).
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(model, kind(**given))
     # Whatever a config of a user's brings up in PEFT.
     except Exception as error:
         raise MemOptError(f"--peft: PEFT refuses it: {excerpt(' '.join(str(error).split()), longest=300)}") from error

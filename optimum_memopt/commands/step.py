@@ -1,0 +1,118 @@
+"""The flags of a step that is predicted, the same for all commands that predict one.
+
+Nothing heavy is imported before a command runs.
+"""
+
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optimum_memopt.engines.api.run import StepSpec
+    from optimum_memopt.predict.workload import Workload
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of the model, of its batch without the rows, and of how it trains."""
+    parser.add_argument(
+        "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
+    )
+    parser.add_argument(
+        "--task",
+        help="text-classification, fill-mask, text-generation, …. Default: by the name of the class in the config.",
+    )
+    parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+    parser.add_argument(
+        "--dtype", help="Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it."
+    )
+    parser.add_argument(
+        "--peft",
+        metavar="FIELD=VALUE,… or FILE",
+        help="PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
+        "adapter_config.json.",
+    )
+    parser.add_argument("--attention", help="transformers' attention: sdpa or eager. Default: transformers' choice.")
+    parser.add_argument(
+        "--no_padding",
+        action="store_true",
+        help="All rows are equally long, as packed ones: models leave their masks out.",
+    )
+    parser.add_argument(
+        "--trainable",
+        metavar="PATTERN[,PATTERN]",
+        help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
+        "globs or regular expressions. Default: all that the model trains.",
+    )
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
+    precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+    parser.add_argument(
+        "--compiler",
+        help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+    )
+    parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+    parser.add_argument(
+        "--keep_outputs",
+        action="store_true",
+        help="plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, "
+        "as loops of one's own often do. Trainer drops them.",
+    )
+    parser.add_argument(
+        "--fsdp",
+        type=int,
+        metavar="RANKS",
+        help="Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer "
+        "under FSDP2 shards them (default: 1, not sharded).",
+    )
+
+
+def workload_of(args: Any, rows: int = 8) -> "Workload":
+    """The model and a batch of n rows, checked without a model.
+
+    Raises:
+        MemOptError: one line.
+    """
+    from optimum_memopt.predict.workload import Workload
+
+    workload = Workload(
+        args.model,
+        args.task or "",
+        rows,
+        args.seq_len,
+        tuple(args.trainable.split(",")) if args.trainable is not None else (),
+        has_padding=not args.no_padding,
+        dtype=args.dtype or "",
+        attention=args.attention or "",
+        adapter=args.peft or "",
+    )
+    return workload.checked(finds_task=args.task is None)
+
+
+def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "auto") -> "StepSpec":
+    """How the step runs.
+
+    Raises:
+        MemOptError: an unknown optimizer, or numbers that are none from 1 on.
+    """
+    from optimum_memopt.engines.api.run import StepSpec
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.memory import optimizers
+
+    if args.fsdp is not None and args.fsdp < 1:
+        raise MemOptError(f"--fsdp {args.fsdp}: allowed are numbers from 1 on")
+    optim = args.optim or optimizers.DEFAULT
+    optimizers.check(optim)
+    return StepSpec(
+        device,
+        args.compiler,
+        autocast_of(args),
+        optim,
+        micro_batches,
+        loss,
+        keeps_outputs=args.keep_outputs,
+        fsdp=args.fsdp or 1,
+    )
+
+
+def autocast_of(args: Any) -> str:
+    """Its dtype; empty without."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
