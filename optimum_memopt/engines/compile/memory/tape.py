@@ -112,6 +112,11 @@ class Tape:
         layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
         return collectives(self.sharding, layers, parameters, gradients)
 
+    def with_all_held(self) -> "Tape":
+        """The same where each argument that a backward reads is held until then."""
+        calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)
+        return replace(self, calls=tuple(calls))
+
     @classmethod
     def of_one(cls) -> "Tape":
         """One graph that is all of a forward."""

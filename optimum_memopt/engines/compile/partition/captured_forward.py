@@ -176,8 +176,9 @@ def problems_of_runs(
 def problem_of(
     graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
 ) -> TapeProblem:
-    """The graphs of a forward as one problem; see `problems_of_runs` and `compose`."""
-    return problem_of_tape(*problems_of_runs(graphs, sizes), accumulates)
+    """The graphs of a forward as one problem, for any plan; see `problems_of_runs` and `compose`."""
+    tape, runs = problems_of_runs(graphs, sizes)
+    return problem_of_tape(tape.with_all_held(), runs, accumulates)
 
 
 def forward_solver(

@@ -173,7 +173,9 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     if budget is not None:
         with contextlib.suppress(Infeasible):
             place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
-    elif not any(graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in graphs):
+    elif graphs[0].tape == graphs[0].tape.with_all_held() and not any(
+        graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in graphs
+    ):
         runs = zip(solver.forward.runs, graphs[0].tape.calls, strict=True)
         saved = [problem.saving(graphs[call.graph].plans[0].saved) for problem, call in runs]
         place = point_of(solver.saving(saved), context.fixed)

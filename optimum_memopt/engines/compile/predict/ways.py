@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.solver.offload import stall_of
+from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.sizes import Budget
@@ -74,7 +75,9 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
     update = update_times(trained, optimizer, step.here, step.target)
 
     def way(index: int, plan: Technique) -> Way:
-        graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
+        # What passes between layers is recomputed or offloaded by the first of the plans alone.
+        tape = traced.graphs[0].tape if index == 0 else traced.graphs[0].tape.with_all_held()
+        graphs = [replace(graph, plans=(graph.plans[index],), tape=tape) for graph in traced.graphs]
         events = step_of(graphs, accumulates=context.fixed.accumulated > 0)
         around = context.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
@@ -93,8 +96,14 @@ def _seconds(graphs: Sequence[CapturedGraph], context: StepContext) -> dict[str,
     forward = problem_of(graphs, [graph.sizes for graph in graphs], context.fixed.accumulated > 0)
     plans = [graphs[graph].plans[0] for graph in forward.graphs]
     simulation = simulate(forward.problem, forward.of_all([plan.saved for plan in plans]))
-    away = [node for node, (run, local) in enumerate(forward.places) if local in plans[run].offloaded]
+    calls, places = graphs[0].tape.calls, enumerate(forward.places)
+    away = [
+        node
+        for node, (run, local) in places
+        if local in plans[run].offloaded or forward.runs[run].positions.inputs.get(local) in calls[run].offloaded
+    ]
     return {
-        COMPUTE: sum(run.seconds(forward.problem) for run in (simulation.forward, simulation.backward)),
+        COMPUTE: sum(run.seconds(forward.problem) for run in (simulation.forward, simulation.backward))
+        + seconds_again(forward, graphs[0].tape),
         COPIES: stall_of(forward.problem, simulation, away, context.link),
     }

@@ -7,12 +7,14 @@ byte takes as much time, so that segments are for budgets that nothing else fits
 """
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
@@ -92,9 +94,8 @@ def segments_within(forward: TapeProblem, saved: Sequence[frozenset[int]], allow
     def segments(size: int, count: int) -> Segments:
         """The first links that are not at the begin of a segment."""
         chosen = tuple(link for link, place in zip(links, places, strict=True) if place % size)[:count]
-        peak = compose(with_recomputed(forward.tape, chosen), runs, forward.accumulates).peak()
-        sources = {link.source for link in chosen}
-        return Segments(chosen, peak, math.fsum(_forward_seconds(forward, source) for source in sources))
+        tape = with_recomputed(forward.tape, chosen)
+        return Segments(chosen, compose(tape, runs, forward.accumulates).peak(), seconds_again(forward, tape))
 
     found: list[Segments] = []
     for size in (size for size in _SIZES if size <= len(links) + 1):
@@ -131,8 +132,12 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
     return replace(tape, calls=tuple(calls))
 
 
-def _forward_seconds(forward: TapeProblem, run: int) -> float:
-    problem = forward.runs[run]
-    return math.fsum(
-        seconds for seconds, is_forward in zip(problem.seconds, problem.is_forward, strict=True) if is_forward
-    )
+def seconds_again(forward: TapeProblem, tape: Tape) -> float:
+    """Seconds of the runs that the tape has run again."""
+    recomputed = {call.inputs[place] for call in tape.calls for place in call.recomputed}
+    again = (not recomputed.isdisjoint(call.outputs.values()) for call in tape.calls)
+    return math.fsum(map(_forward_seconds, itertools.compress(forward.runs, again)))
+
+
+def _forward_seconds(problem: Problem) -> float:
+    return math.fsum(itertools.compress(problem.seconds, problem.is_forward))

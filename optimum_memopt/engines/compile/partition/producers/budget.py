@@ -203,7 +203,7 @@ def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> floa
         own.append(torchs_own(graph.analyzed)[1])
     tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-    return compose(tape, runs, step.fixed.accumulated > 0).peak()
+    return compose(tape.with_all_held(), runs, step.fixed.accumulated > 0).peak()
 
 
 def _gain(plan: Plan, costs: str) -> str:
