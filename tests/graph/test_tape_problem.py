@@ -9,9 +9,6 @@ from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
-from optimum_memopt.engines.compile.costs.costs import Costs, roofline
-from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.options import LAYER
@@ -19,6 +16,7 @@ from optimum_memopt.engines.compile.partition.captured_forward import ForwardSol
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, fake_model
+from tests.captured import by_bytes
 from tests.graph.test_simulation import random_choice
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
@@ -39,11 +37,7 @@ def captured(name: str, *sizes: int, ranks: int = 1, **changes: int) -> tuple[Ca
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
         batch = fake_copy(dict(case.batch(*sizes)), mode)
-        return Capture(model, (), batch, spec, chosen_by(FromLevel(1))).run(estimated)
-
-
-def estimated(graph: AnalyzedGraph) -> Costs:
-    return roofline(graph.joint, graph.size_hints, DEVICES["H100"], fused=True)
+        return Capture(model, (), batch, spec, chosen_by(FromLevel(1))).run(by_bytes)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])

@@ -239,8 +239,9 @@ def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
     expected = estimate(workload, Selection(budget=Budget(f"{budget} bytes", budget)), spec)
     assert found[LAYER].peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
     assert found[LAYER].peak <= budget
-    # As good as that of the whole forward.
-    assert found[LAYER].recomputing <= 1.2 * found[MODEL].recomputing
+    # As good as that of the whole forward, but for what a layer's own graph cannot offload beside another's.
+    whole = found[MODEL]
+    assert found[LAYER].recomputing - whole.recomputing <= 0.05 * (sum(whole.seconds.values()) + whole.recomputing)
 
 
 def test_layers_are_traced_once(by_unit):
