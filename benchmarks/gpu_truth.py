@@ -365,7 +365,7 @@ def _iterations(mode: str, module: nn.Module, inputs: Sequence[torch.Tensor], be
 
 
 def liger_seconds(row: LigerRow) -> float:
-    """Of one iteration, whose gradients are new."""
+    """Seconds of one iteration, whose gradients are new."""
     device = device_named(row.device)
     with eager_standin(device), dynamo.fake_tensors():
         module, inputs, beside = BENCHMARKS[row.kernel](row.sizes)

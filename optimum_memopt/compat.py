@@ -141,8 +141,8 @@ def fsdp_version(args: Any) -> int | None:
 
 
 def parallelisms(args: Any) -> tuple[str, ...]:
-    """What a Trainer's arguments, or accelerate's launcher in the environment, divide a batch or a matrix by: of
-    tensor, context and sequence (accelerate 1.15, `parallelism_config.py`)."""
+    """The kinds of parallelism, of tensor, context and sequence, that a Trainer's arguments or accelerate's launcher
+    in the environment ask for (accelerate 1.15, `parallelism_config.py`)."""
     config = getattr(args, "parallelism_config", None)
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         config = importlib.import_module("accelerate").parallelism_config.ParallelismConfig()

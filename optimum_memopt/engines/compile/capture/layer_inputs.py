@@ -122,7 +122,7 @@ class _Repeated:
         args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
         with contextlib.nullcontext() if self.random is None else _drawing_again(self.random):
             # Without gradients, so that nothing holds what it saves.
-            results = _listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
+            results = listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         for place, result in self.results.items():
             result.value = results[place].detach()
 
@@ -200,13 +200,14 @@ class LayerInputs:
         if random is not None:
             is_drawn = not random.is_equal(_Random.now(args))
             repeated = _Repeated(run, list(map(unless_held, args)), random if is_drawn else None)
-            for at, result in enumerate(_listed(results)):
+            for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
                     self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset())
         return results
 
 
-def _listed(results: Any) -> Sequence[Any]:
+def listed(results: Any) -> Sequence[Any]:
+    """The results of a run, of which there may be one."""
     return results if isinstance(results, tuple | list) else [results]
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
-from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
+from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs, listed
 from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, opened_modules, regions_of
 from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -404,7 +404,7 @@ class TracedForward:
         plan = self._layer_inputs.possible(variant.inputs, args)
         self._tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
         results = variant.run(*args) if plan.is_empty else self._layer_inputs.run(variant.run, args, plan)
-        self._tape.after(results if isinstance(results, tuple | list) else [results])
+        self._tape.after(listed(results))
         if variant.partitioned is not None and variant.analyzed is not None:
             self._ran.setdefault(variant.partitioned, variant.analyzed)
             self._choices.append(variant.partitioned.choice)

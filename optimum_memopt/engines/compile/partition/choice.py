@@ -14,7 +14,7 @@ from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
 @dataclass(frozen=True)
 class InputsPlan:
-    """What becomes of arguments of a run that its backward reads, by their positions; others are held.
+    """The arguments of a run that its backward reads and nobody holds until then, by their positions.
 
     Attributes:
         offloaded: they wait on the host.

@@ -79,11 +79,12 @@ def _read(call: Call, events: GraphEvents) -> set[int]:
 
 
 def segments_within(forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int) -> Segments | None:
-    """The segments that take least time of those whose peak is within so many bytes; else those with the lowest peak;
-    None where no layer hands anything on. A model that FSDP2 shards has none: its runs would gather parameters again.
+    """The segments that take least time of those whose peak fits; else those with the lowest peak; None where no layer
+    hands anything on. A model that FSDP2 shards has none: its runs would gather parameters again.
 
     Args:
-        saved: what each run saves, by the numbers of its own problem.
+        saved: nodes that each run saves, by the numbers of its own problem.
+        allowed: bytes of the forward and backward.
     """
     runs = [problem_events(problem, nodes) for problem, nodes in zip(forward.runs, saved, strict=True)]
     links = () if forward.tape.sharding.is_sharded else links_of(forward.tape, runs)
