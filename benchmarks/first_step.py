@@ -136,7 +136,7 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     "later steps, ms": 1e3 * seconds["later"],
                 }
                 if "second" in seconds:
-                    ratio = seconds["second"] / seconds["first"] if seconds["first"] else 1.0
+                    ratio = seconds["second"] / seconds["first"] if seconds["first"] else 0.0
                     row |= {"second start, s": seconds["second"], "of the first": ratio}
                 found.append(row)
                 print(json.dumps(row), flush=True)
