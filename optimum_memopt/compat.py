@@ -411,6 +411,21 @@ def models_without_weights() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def checked_arguments(check: Callable[[Any], None]) -> Iterator[None]:
+    """Within it TrainingArguments are given to `check` before they look for other ranks (transformers 5.23)."""
+    from transformers import TrainingArguments
+
+    before = TrainingArguments.__post_init__
+
+    def checked(args: Any) -> None:
+        check(args)
+        before(args)
+
+    with mock.patch.object(TrainingArguments, "__post_init__", checked):
+        yield
+
+
 # Arguments of `from_pretrained` that are none of a config: those that make the model, and those of its weights.
 _OF_MODEL = ("attn_implementation", "experts_implementation")
 _OF_LOADING = (

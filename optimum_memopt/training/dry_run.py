@@ -53,11 +53,23 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
 
     try:
         kind.train = train
-        with compat.models_without_weights():
+        with compat.models_without_weights(), compat.checked_arguments(_refuse_sharded):
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv, sys.path[:], kind.train = before
     raise MemOptError(f"dry-run {path_excerpt(script)}: the script ended without a Trainer's train()")
+
+
+def _refuse_sharded(args: Any) -> None:
+    if args.deepspeed or args.fsdp:
+        raise MemOptError(_sharded_line("DeepSpeed" if args.deepspeed else "FSDP"))
+
+
+def _sharded_line(kind: str) -> str:
+    return (
+        f"dry run: {kind} shards the model, which is not simulated; optimum-cli memopt plan --fsdp 8 --device h100 "
+        "predicts the step of one of 8 ranks"
+    )
 
 
 def show(
@@ -93,7 +105,7 @@ def dry_run(
             reads values of its tensors.
     """
     if is_sharded(trainer):
-        raise MemOptError("dry run: the Trainer shards its model (DeepSpeed, FSDP), which is not simulated")
+        raise MemOptError(_sharded_line("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"))
     found: list[DryRun] = []
     with left_as_it_is(trainer):
         compat.run_instead_of_loop(trainer, train, lambda: found.append(_dry_run(trainer, device, budget)))

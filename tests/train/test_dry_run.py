@@ -306,3 +306,15 @@ def test_scripts_without_phases(script: str | None, line: str, tmp_path: Path) -
     assert done.returncode == 2
     (error,) = [shown for shown in done.stderr.splitlines() if shown.startswith("error: ")]
     assert line in error
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("fsdp='full_shard'", "FSDP"), ("deepspeed={'train_batch_size': 8}", "DeepSpeed")]
+)
+def test_a_sharded_run_is_refused_before_it_looks_for_ranks(given: str, kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    script.write_text(f"from transformers import TrainingArguments\nTrainingArguments('out', {given})\n")
+    before = TrainingArguments.__post_init__
+    with pytest.raises(MemOptError, match=rf"^dry run: {kind} shards the model, .*; optimum-cli memopt plan --fsdp 8"):
+        run_script(str(script), [], "h100")
+    assert TrainingArguments.__post_init__ is before
