@@ -175,10 +175,11 @@ class Workload:
 
     @property
     def weights_dtype(self) -> str:
-        """Type of the weights, as `bfloat16`."""
+        """Type of the weights and who says so, as `bfloat16 by its config`."""
         if self.dtype:
             return self.dtype
-        return str(getattr(self.load_config(), "dtype", None) or "float32").removeprefix("torch.")
+        of_config = getattr(self.load_config(), "dtype", None)
+        return f"{str(of_config).removeprefix('torch.')} by its config" if of_config else "float32 by default"
 
     @property
     def values(self) -> "dict[str, torch.Tensor]":

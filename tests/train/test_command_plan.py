@@ -195,7 +195,7 @@ def test_a_prediction_in_a_process_of_its_own(folder):
         assert f"\n{way} " in ways
     assert "weights in float32" in ways.splitlines()[0]
     lines = ["", *tables.splitlines()[1:]]
-    assert lines[1].startswith("RobertaForSequenceClassification on cpu by aot_eager, no plan")
+    assert lines[1].startswith("RobertaForSequenceClassification in float32 on cpu by aot_eager, no plan")
     assert lines[3].startswith("Predicted peak of a step with AdamW: ")
     assert "First batch: inputs_input_ids_dim0=6, inputs_input_ids_dim1=50" in lines
     assert "Symbolic" not in done.stdout and "Measured" not in done.stdout

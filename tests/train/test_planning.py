@@ -55,7 +55,7 @@ def test_a_config_a_folder_and_a_model_are_the_same_step(folder, config, found) 
         other = plan(model, batch_size=8, seq_len=24, **ON_H100)
         assert (other.peak, other.breakdown) == (found.peak, found.breakdown)
     assert config.to_dict() == before
-    assert found.table.header[0].startswith("GPT2LMHeadModel on H100 by aot_eager, no plan")
+    assert found.table.header[0].startswith("GPT2LMHeadModel in float32 on H100 by aot_eager, no plan")
 
 
 def test_what_is_held_adds_up_to_the_peak(found: Estimate) -> None:

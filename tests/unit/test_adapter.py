@@ -70,4 +70,15 @@ def test_the_type_of_the_weights():
 
     assert parameters("") == parameters("float32")
     assert parameters("bfloat16") == pytest.approx(parameters("float32") / 2, rel=0.01)
-    assert Workload(CONFIG, "text-generation").weights_dtype == "float32"
+    assert Workload(CONFIG, "text-generation").weights_dtype == "float32 by default"
+    half = LlamaConfig.from_dict({**CONFIG.to_dict(), "dtype": "bfloat16"})
+    assert Workload(half, "text-generation").weights_dtype == "bfloat16 by its config"
+    assert Workload(half, "text-generation", dtype="float32").weights_dtype == "float32"
+
+
+def test_bytes_of_parameters_are_listed_by_type():
+    workload = Workload(CONFIG, "text-generation", 2, 8, dtype="bfloat16", adapter="r=2,target=q_proj")
+    step = plain_step(workload, StepSpec("h100"), Training())
+    held = {group.name: group.bytes for group in step.timeline.alive if group.category == "parameters"}
+    assert sum(held.values()) == step.timeline.held["parameters"][0]
+    assert held["bfloat16"] > held["float32"] > 0

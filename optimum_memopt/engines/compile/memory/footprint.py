@@ -1,5 +1,6 @@
 """The parts of a training step's memory: activations, and all that is held beside them."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,6 @@ from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
-    PARAMETERS,
     SAVED,
     TEMPORARY,
     Group,
@@ -69,7 +69,12 @@ class Footprint:
     def _in_backward(self) -> int:
         return self.accumulated + self.other_forwards + self.activations
 
-    def __str__(self) -> str:
+    def text(self, weights: str) -> str:
+        """The parts, in MiB.
+
+        Args:
+            weights: says of which type the parameters are.
+        """
         is_in_backward = self._in_backward >= self.gradients + self.step
         moment, size = "gradients and the optimizer's step", self.gradients + self.step
         if is_in_backward:
@@ -83,7 +88,10 @@ class Footprint:
             "batch": self.batch,
             "other": self.constant,
         }
-        return " + ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items() if size or name == moment)
+        remarks = {"parameters": f" ({weights})"}
+        return " + ".join(
+            f"{name} {size / MIB:.1f}{remarks.get(name, '')}" for name, size in parts.items() if size or name == moment
+        )
 
 
 def footprint_of(
@@ -132,6 +140,19 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
     parameters = parameters_of(model).items()
     trainable = (each for name, each in parameters if each.requires_grad and name not in untrained)
     return list(map(fully_shard.local, trainable))
+
+
+def weights_by_dtype(model: torch.nn.Module) -> dict[str, int]:
+    """Bytes of a model's parameters by their type, as `bfloat16`, the most first."""
+    sizes: Counter[str] = Counter()
+    for parameter in {id(parameter): parameter for parameter in parameters_of(model).values()}.values():
+        sizes[dtype_name(parameter.dtype)] += fully_shard.local(parameter).nbytes
+    return dict(sizes.most_common())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -245,7 +266,7 @@ def step_timeline(
     )
 
 
-_OF_THE_MODEL = (PARAMETERS, OPTIMIZER, BATCH, GRADIENTS)
+_OF_THE_MODEL = (OPTIMIZER, BATCH, GRADIENTS)
 
 
 def groups(storages: Iterable[Storage]) -> list[Group]:

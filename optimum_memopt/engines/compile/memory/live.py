@@ -25,6 +25,7 @@ from optimum_memopt.engines.api.predictions import (
     GRADIENTS,
     OTHER,
     OUTPUTS,
+    PARAMETERS,
     POST_BACKWARD,
     POST_FORWARD,
     POST_OPTIMIZER_STEP,
@@ -45,7 +46,7 @@ from optimum_memopt.engines.compile.memory.events import (
     held_before,
     held_during,
 )
-from optimum_memopt.engines.compile.memory.footprint import groups
+from optimum_memopt.engines.compile.memory.footprint import dtype_name, groups
 from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
@@ -278,8 +279,10 @@ class LiveRecorder(TorchDispatchMode):
     def hold(self, category: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Tensors, by name, that were there before the step."""
         for name, tensor in tensors.items():
+            # As many bytes as there are parameters of a type.
+            kind = dtype_name(tensor.dtype) if category == PARAMETERS else name
             for storage in fake_tensors.storages(tensor):
-                if (allocation := self._follow(storage, name, layer_in(name))) is not None:
+                if (allocation := self._follow(storage, kind, layer_in(name))) is not None:
                     allocation.category = category
 
     def begin(self, phase: str) -> None:

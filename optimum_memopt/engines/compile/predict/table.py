@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
@@ -47,7 +47,9 @@ def plan_line(
     ranks = tape.sharding.ranks
     sharded = f", FSDP2 on {ranks} rank{'s' if ranks > 1 else ''}" if tape.sharding.is_sharded else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
-    return f"{type(model).__name__} on {device} by {compiler}, {_why(graphs)}{pieces}{sharded}{loss}{attention}"
+    weights = " and ".join(weights_by_dtype(model))
+    where = f"{type(model).__name__} in {weights} on {device} by {compiler}"
+    return f"{where}, {_why(graphs)}{pieces}{sharded}{loss}{attention}"
 
 
 def _why(graphs: Sequence[PartitionedGraph]) -> str:
@@ -88,6 +90,9 @@ def prediction_lines(predictor: StepMemoryPredictor) -> list[str]:
     caveat = predictor.caveat and f" ({predictor.caveat})"
     optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
+    by_dtype = weights_by_dtype(model)
+    sizes = (f"{dtype} {size / MIB:.1f}" for dtype, size in by_dtype.items())
+    parts = footprint.text(", ".join(by_dtype if len(by_dtype) == 1 else sizes))
     lines = [
         f"Predicted for the first batch: {predictor.saved() / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
@@ -328,7 +333,7 @@ def show(
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
             made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape, runs_before=runs_before)
-            shown, footprint = prediction_lines(made), made.footprint()
+            shown, footprint = prediction_lines(made, model), made.footprint()
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
