@@ -64,6 +64,8 @@ class AdviseCommand(BaseOptimumCLICommand):
         if args.global_batch is not None and args.global_batch < 1:
             raise MemOptError(f"--global_batch {args.global_batch}: allowed are numbers from 1 on")
         spec = step.spec_of(args, None if args.device == _HERE else args.device)
+        if spec.fsdp > 1 and spec.device is None:
+            raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
         name = next(name for name in engine_names() if factory(name).predicts)
         options = MemOptOptions(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler

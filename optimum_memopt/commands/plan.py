@@ -28,6 +28,7 @@ from optimum_memopt.predict.workload import Workload
 from optimum_memopt.report import charts
 from optimum_memopt.report.data import of_estimate, of_way
 from optimum_memopt.report.page import render
+from optimum_memopt.sizes import gib_text
 
 # What only a prediction has.
 _PREDICTED = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss", "fsdp")
@@ -107,7 +108,7 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 def _check(args: Any) -> None:
     """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    for name in ("steps", "max_runs", "gradient_accumulation_steps", "fsdp"):
+    for name in ("steps", "max_runs", "gradient_accumulation_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
     if args.max_runs is not None and not args.measure:
@@ -218,13 +219,23 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         batch_sizes=sizes,
     )
     config = ",".join(plan.config for plan in estimate.table.enabled)
-    if not plain:
-        report: Any = [asdict(batch) for batch in estimate.batches]
-        return PlanOutput(report, estimate.to_text(), config, estimate.plan, estimate=estimate)
+    if estimate.batches:
+        batches = [asdict(batch) for batch in estimate.batches]
+        return PlanOutput(batches, estimate.to_text(), config, estimate.plan, estimate=estimate)
     ways = (*plain, *estimate.ways)
+    report = estimate.to_dict() | ({"ways": to_dict(ways)} if ways else {})
+    shown = to_text(ways, header) if ways else header
+    if spec.fsdp > 1:
+        twice = engine.estimate(workload, resolved.selection, replace(spec, fsdp=2 * spec.fsdp))
+        peak, less = twice.peak, estimate.peak - twice.peak
+        shown += (
+            f"\n{2 * spec.fsdp} ranks: predicted peak {gib_text(peak)}, {gib_text(less)} less than on each of "
+            f"{spec.fsdp}"
+        )
+        report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": peak}
     return PlanOutput(
-        {**estimate.to_dict(), "ways": to_dict(ways)},
-        f"{to_text(ways, header)}\n\n{estimate.to_text()}",
+        report,
+        f"{shown}\n\n{estimate.to_text()}",
         config,
         estimate.plan,
         estimate.curve,

@@ -99,6 +99,9 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
 
     if args.fsdp is not None and args.fsdp < 1:
         raise MemOptError(f"--fsdp {args.fsdp}: allowed are numbers from 1 on")
+    for flag in ("keep_outputs", "no_padding"):
+        if getattr(args, flag) and (args.fsdp or 1) > 1:
+            raise MemOptError(f"--{flag} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")
     optim = args.optim or optimizers.DEFAULT
     optimizers.check(optim)
     return StepSpec(

@@ -245,24 +245,26 @@ def to_text(advice: Advice, predictor: StepPredictor) -> str:
     grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True)
     tokens = f", {predictor.tokens} tokens a row" if predictor.tokens else ""
     header = (
-        f"{predictor.model} on {predictor.device}{tokens}, within {gib_text(predictor.budget)}: each plan at its best "
-        f"micro-batch ({predictor.costs} costs)"
+        f"{predictor.model} in {predictor.weights} on {predictor.device}{tokens}, within "
+        f"{gib_text(predictor.budget)}: each plan at its best micro-batch ({predictor.costs} costs)"
     )
     too_large = [
         f"{plan.name}{' with a chunked loss' if plan.chunks_loss else ''} does not fit: {gib_text(peak)} with one row"
         for plan, peak in advice.too_large
     ]
-    return "\n".join((header, grid, *too_large, *_recommendation(advice, predictor)))
+    return "\n".join((header, grid, *too_large, *predictor.remarks, *_recommendation(advice, predictor)))
 
 
 def to_dict(advice: Advice, predictor: StepPredictor) -> dict[str, Any]:
     """For JSON."""
     return {
         "model": predictor.model,
+        "weights": predictor.weights,
         "device": predictor.device,
         "costs": predictor.costs,
         "budget": predictor.budget,
         "tokens": predictor.tokens,
+        "remarks": list(predictor.remarks),
         "rows": [_row_dict(row) for row in advice.rows],
         "too_large": [
             {"plan": plan.name, "chunked_loss": plan.chunks_loss, "peak": peak} for plan, peak in advice.too_large

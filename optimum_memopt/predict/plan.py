@@ -216,7 +216,7 @@ class Estimate:
     @property
     def peak(self) -> int:
         """The most that the step holds, in bytes: what a budget bounds."""
-        return max(self._requested, self._found.allocated or 0)
+        return self._found.peak
 
     @property
     def reserved(self) -> int | None:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,13 +20,20 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt import MemOptError, optimize, plan
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.capture import check_model
 from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.steps import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.predict.workload import Workload
+from optimum_memopt.sizes import parse_budget
 from tests.rotation import nightly
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -82,6 +90,27 @@ def own_bytes(parameter: torch.Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
+@contextlib.contextmanager
+def moved() -> Iterator[dict[str, int]]:
+    """Bytes that this rank gets of the others' shares, and gives of their gradients."""
+    found = {"gathered": 0, "reduced": 0}
+    gather, reduce = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+
+    def gathered(own: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found["gathered"] += output_tensor.nbytes - input_tensor.nbytes
+        return gather(own, output_tensor, input_tensor, *args, **options)
+
+    def reduced(own: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found["reduced"] += input_tensor.nbytes - output_tensor.nbytes
+        return reduce(own, output_tensor, input_tensor, *args, **options)
+
+    with (
+        mock.patch.object(DefaultAllGather, "__call__", gathered),
+        mock.patch.object(DefaultReduceScatter, "__call__", reduced),
+    ):
+        yield found
+
+
 @pytest.mark.parametrize("name", nightly(CASES, but=["level", "frozen"]))
 def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     case = dict(CASES[name])
@@ -101,11 +130,13 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
             return saved, max(up, saved + down)
 
         step()
-        saved, peak = step()
+        with moved() as between:
+            saved, peak = step()
         assert isinstance(engine, CompileEngine) and engine.predictor is not None
         footprint = engine.predictor.footprint()
         parameters = sum(map(own_bytes, model.parameters()))
         assert footprint.parameters == parameters
+        assert engine.predictor.tape.sharding.moved == tuple(between.values())
         # The loss itself.
         assert abs(engine.predictor.saved() - saved) <= 64
         assert abs(footprint.activations - peak) <= 64
@@ -192,3 +223,20 @@ def test_shares_on_the_host_are_refused() -> None:
                     parameter.device = torch.device("cuda")
         with pytest.raises(MemOptError, match="FSDP2's CPU offload with the compile engine: .*leave it out"):
             check_model(model)
+
+
+def test_the_advice_for_a_rank_is_the_plan_of_a_rank() -> None:
+    workload = Workload(CONFIG, "text-generation", 8, 64)
+    spec = StepSpec("h100", "aot_eager", autocast="bfloat16", loss="plain", fsdp=8)
+    steps = of_workload(workload, parse_budget("1GiB"), spec)
+    assert {one.name for one in steps.plans} == {"no plan", "level 1", "budget"}
+    (remark,) = steps.remarks
+    assert remark.startswith("Predicted for each of 8 ranks: ")
+    for name, level in (("no plan", 0), ("level 1", 1)):
+        rank = estimate(workload, Selection(level=level), spec)
+        assert remark in rank.table.header
+        plan = next(one for one in steps.plans if one.name == name and not one.chunks_loss)
+        assert steps.step(plan, 8, False).peak == pytest.approx(rank.peak_mib * MIB, rel=0.01)
+    # Gradients of all layers are whole until those of the last micro-batch.
+    more = steps.step(plan, 8, True).peak - steps.step(plan, 8, False).peak
+    assert more > 0.5 * 8 * rank.parts["gradients"] / 2

@@ -42,6 +42,8 @@ class MadeUp:
     slow: int = 10**9
     plans: tuple[Technique, ...] = (NO_PLAN, LEVEL_1, THEIRS)
     model = "MadeUpForCausalLM"
+    weights = "bfloat16"
+    remarks = ()
     device = "H100"
     costs = "made-up"
     tokens = 512

@@ -222,6 +222,7 @@ class Estimate(Protocol):
     """The predicted memory of a training step that is not run.
 
     Attributes:
+        peak: bytes that a budget bounds: what tensors ask for, or the blocks of torch's allocator where they are more.
         curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
         batches: steps of other batch sizes; empty where nobody asked.
         costs: where the curve's times are from, as `roofline H100`.
@@ -250,6 +251,8 @@ class Estimate(Protocol):
     def ways(self) -> "Sequence[Way]": ...
     @property
     def peak_mib(self) -> float: ...
+    @property
+    def peak(self) -> int: ...
     @property
     def allocated(self) -> int | None: ...
     @property
@@ -416,14 +419,18 @@ class StepPredictor(Protocol):
 
     Attributes:
         model: name of its class.
+        weights: their types, as `bfloat16 and float32`.
         device: `H100`, `cpu`.
         costs: where seconds are from, as `roofline H100`.
         budget: bytes that the peak of a step must not pass.
         tokens: of a row; 0 where rows have no tokens.
+        remarks: lines about all plans.
     """
 
     @property
     def model(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
     @property
     def device(self) -> str: ...
     @property
@@ -432,6 +439,8 @@ class StepPredictor(Protocol):
     def budget(self) -> int: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def remarks(self) -> Sequence[str]: ...
     @property
     def plans(self) -> tuple[Technique, ...]: ...
 

@@ -43,6 +43,15 @@ class Sharding:
         """Those that share the parameters."""
         return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an optimizer
+        step. Its own share moves nowhere; recompute runs inside of a gathered module, and adds none."""
+        again = sum(group.gathered for group in self.groups if group.reshards and not group.is_open)
+        every = (*self.groups, *filter(None, [self.root]))
+        gathered, reduced = again + sum(group.gathered for group in every), sum(group.reduced for group in every)
+        return gathered * (self.ranks - 1) // self.ranks, reduced * (self.ranks - 1) // self.ranks
+
     def of_module(self, path: str) -> ShardedGroup | None:
         """The closed group that runs under the path."""
         return next((group for group in self.groups if not group.is_open and path in group.modules), None)

@@ -72,6 +72,11 @@ class Estimate:
     capacity: Capacity | None = field(default=None, repr=False)
 
     @property
+    def peak(self) -> int:
+        """Bytes that a budget bounds: what tensors ask for, or the allocator's blocks where they are more."""
+        return max(round(self.peak_mib * MIB), self.allocated or 0)
+
+    @property
     def frontier(self) -> Frontier | None:
         """The curve with the plan; None where nobody asked."""
         return Frontier(self.curve, self.costs, self.chosen) if self.curve else None

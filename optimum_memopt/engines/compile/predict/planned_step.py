@@ -114,6 +114,11 @@ class PlannedStep:
         return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
+    def cast_to(self) -> torch.dtype | None:
+        """The type that autocast casts to; on several ranks accelerate gathers half precision in its place."""
+        return self.autocast_dtype if self.spec.fsdp == 1 else None
+
+    @property
     def capacity(self) -> Capacity:
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
@@ -139,12 +144,10 @@ class PlannedStep:
         """
         # What a workload draws is none of the caller's random numbers.
         forked = torch.random.fork_rng(devices=[])
-        # Accelerate gathers half precision where it would else cast.
-        autocast = self.autocast_dtype if self.spec.fsdp == 1 else None
         with (
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,
-            traced_for(self.target, autocast, self.here.type),
+            traced_for(self.target, self.cast_to, self.here.type),
             dynamo.fake_tensors(),
         ):
             model, batch = build(self.workload, self.here)

@@ -12,6 +12,7 @@ from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, traced_for
+from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks, shard
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import Work, seconds_by_bound, work_between
@@ -20,7 +21,7 @@ from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTime
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
-from optimum_memopt.engines.compile.memory.footprint import Footprint, trainable_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint, trainable_of, weights_by_dtype
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
@@ -32,6 +33,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import TorchDef
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
+from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
@@ -171,7 +173,7 @@ class ForwardSteps:
 
     def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
         fixed = self._context.fixed
-        accumulated = fixed.gradients if accumulates else fixed.accumulated
+        accumulated = fixed.accumulated if accumulates else 0
         return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
 
     def _is_within(self, activations: int, rows: int, accumulates: bool) -> bool:
@@ -248,9 +250,11 @@ class ModelStepPredictor:
     Attributes:
         tokens: of a row; 0 where rows have no tokens.
         compares: there are other plans beside that of the budget, with either loss.
+        ranks: as in `_Case`; plain PyTorch is simulated on one device.
     """
 
     model: str
+    weights: str
     device: str
     budget: int
     budget_text: str
@@ -258,6 +262,8 @@ class ModelStepPredictor:
     graphs: Mapping[bool, ForwardSteps]
     update: UpdateTimes
     compares: bool = True
+    ranks: int = 1
+    remarks: tuple[str, ...] = ()
 
     def within(self, budget: int) -> "ModelStepPredictor":
         """The same model with another budget, in bytes, from the same traces."""
@@ -276,9 +282,10 @@ class ModelStepPredictor:
         layers = self.graphs[False].layers
         level_1: list[tuple[str, tuple[str, ...]]] = [(_LEVEL_1, ("--memory_opt_level 1",))] if layers else []
         own = (_NO_PLAN, ()), *level_1, within_budget
+        plain = _PLAIN if self.ranks == 1 else {}
         return (
             *(Technique(name, flags, chunks) for name, flags in own for chunks in self.graphs),
-            *(Technique(name, is_own=False) for name, every in _PLAIN.items() if every <= layers),
+            *(Technique(name, is_own=False) for name, every in plain.items() if every <= layers),
         )
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
@@ -299,6 +306,7 @@ class _Case:
         target: the device that steps are predicted for; None: where the model lies.
         unit: what is compiled as one, of `options.UNITS`.
         keeps_outputs: see `Training`.
+        ranks: that share parameters, gradients and states; the step is that of one.
         values_at: `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
@@ -312,6 +320,7 @@ class _Case:
     compares: bool = True
     unit: str = AUTO
     keeps_outputs: bool = False
+    ranks: int = 1
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
@@ -324,23 +333,29 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
     """
     planned = PlannedStep(workload, Selection(), spec)
 
-    def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
-        with dynamo.fake_tensors() as fake:
-            return fake, *build(workload.with_rows(rows), planned.here)
-
-    _, model, batch = make(_FEW)
     case = _Case(
         planned.compiled_by,
         planned.target,
-        planned.autocast_dtype,
+        planned.cast_to,
         budget,
         spec.optim,
         workload.tokens,
         unit=spec.unit,
         keeps_outputs=spec.keeps_outputs,
+        ranks=spec.fsdp,
         values_at=lambda rows: workload.with_rows(rows).values,
     )
-    return _predictor(case, model, batch, make)
+    with planned_ranks(spec.fsdp, planned.here.type) as mesh:
+
+        def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
+            with dynamo.fake_tensors() as fake:
+                model, batch = build(workload.with_rows(rows), planned.here)
+                if mesh is not None:
+                    shard(model, mesh, planned.autocast_dtype)
+                return fake, model, batch
+
+        _, model, batch = make(_FEW)
+        return _predictor(case, model, batch, make)
 
 
 def of_model(
@@ -374,11 +389,15 @@ def of_model(
 
 def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> ModelStepPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
-    captured = [_captured(case, make, loss) for loss in losses]
+    traced = [_captured(case, make, loss) for loss in losses]
+    captured = [graphs for _, graphs in traced]
+    if case.ranks > 1:
+        # FSDP2 knows the types that a parameter is gathered and reduced in once the model has run.
+        model = traced[0][0]
     untrained, target, device = captured[0][0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
     optimizer = PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model))
-    run = Run(optimizer)
+    run = Run(optimizer, gradient_accumulation=True)
     # On a CPU a process holds more once it has traced a model, as in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
@@ -392,6 +411,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     trained = trainable_of(model, untrained)
     return ModelStepPredictor(
         type(model).__name__,
+        " and ".join(weights_by_dtype(model)),
         device.type if target is None else target.name,
         step.limit,
         case.budget.text,
@@ -399,6 +419,8 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         graphs,
         times.update_times(trained, optimizer, device, target),
         case.compares,
+        case.ranks,
+        tuple(collective_lines(captured[0][0].tape.sharding)),
     )
 
 
@@ -459,7 +481,7 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
     return plain_step
 
 
-def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[CapturedGraph, ...]:
+def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGraph, ...]]:
     rows, other_rows = _ROWS[loss]
     fake, model, batch = make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
@@ -484,7 +506,7 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[CapturedGraph, .
         )
     if not graphs[0].row_symbols:
         raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
-    return graphs
+    return model, graphs
 
 
 def _times(
@@ -507,6 +529,7 @@ def _times(
         return replace(
             fixed,
             batch=fixed.batch * rows,
+            accumulated=0,
             activations=simulate_everything_saved(problem_of(graphs, sizes_of_batch(rows)).problem).peak,
             optimizer=max(fixed.optimizer, fixed.parameters),
         ).peak

@@ -15,6 +15,7 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_si
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
+from optimum_memopt.engines.compile.memory.sharding import Sharding
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
@@ -31,6 +32,7 @@ from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
+from optimum_memopt.sizes import gib_text
 
 
 def plan_line(
@@ -76,6 +78,17 @@ def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
     return [inputs[place].bytes for place in sorted(call.offloaded)]
 
 
+def collective_lines(sharding: Sharding) -> list[str]:
+    """A line about what a rank of several moves; none for a single one."""
+    if not sharding.is_sharded:
+        return []
+    gathered, reduced = map(gib_text, sharding.moved)
+    return [
+        f"Predicted for each of {sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
+        "reduce-scattered for an optimizer step, whatever is recomputed; their time is not counted"
+    ]
+
+
 def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
     """The kernels that torch has chosen: they decide what a layer saves for its backward."""
     fused = dict.fromkeys(kernel for graph in graphs for kernel in graph.attention)
@@ -84,7 +97,7 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
     return " and ".join(fused) or ("math" if implementation == "sdpa" else implementation)
 
 
-def prediction_lines(predictor: StepMemoryPredictor) -> list[str]:
+def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> list[str]:
     """Lines about the predicted memory of a step with the first batch."""
     footprint, run = predictor.footprint(), predictor.run
     caveat = predictor.caveat and f" ({predictor.caveat})"
@@ -96,7 +109,7 @@ def prediction_lines(predictor: StepMemoryPredictor) -> list[str]:
     lines = [
         f"Predicted for the first batch: {predictor.saved() / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
-        f"Predicted peak of a step with {optimizer}{accumulation}: {footprint.peak / MIB:.1f} MiB = {footprint}",
+        f"Predicted peak of a step with {optimizer}{accumulation}: {footprint.peak / MIB:.1f} MiB = {parts}",
     ]
     if blocks := predictor.allocator_peak():
         allocated, reserved = (
@@ -336,6 +349,7 @@ def show(
             shown, footprint = prediction_lines(made, model), made.footprint()
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)
+    lines += collective_lines(tape.sharding)
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)
