@@ -15,7 +15,14 @@ from torch import fx
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs, listed
-from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, opened_modules, regions_of
+from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
+from optimum_memopt.engines.compile.capture.regions import (
+    Regions,
+    around_regions,
+    layer_groups,
+    opened_modules,
+    regions_of,
+)
 from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
@@ -29,17 +36,19 @@ from optimum_memopt.engines.compile.loss.decide import (
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.sharding import Sharding, sharding_of
+from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding, sharding_of
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
+from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph
 from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
+from optimum_memopt.engines.compile.torch_compat.zero3 import partitioning_of
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.errors import UnsupportedModelError, line_of
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -153,6 +162,7 @@ class TracedForward:
         held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
             same forward.
         is_first: the last call was the first with its kind of arguments, or with its choices.
+        sharding: of the model; None before it has run.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
@@ -181,7 +191,7 @@ class TracedForward:
         self._tape, self._layer_inputs = TapeRecorder(), LayerInputs()
         self._progress = Progress()
         self._said: set[str] = set()
-        self._sharding = Sharding()
+        self.sharding: AnySharding | None = None
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -278,9 +288,11 @@ class TracedForward:
         graphs = tuple(graph for graph in ran if graph not in choices.seen)
         choices.seen.update(graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
-        if self._is_sharded and not self._has_run:
-            self._sharding = sharding_of(self._model, self._opened)
-        tape = replace(self._tape.tape([graph.programs for graph in ran]), sharding=self._sharding)
+        tape = self._tape.tape([graph.programs for graph in ran])
+        if self.sharding is None and self.spec.only_layers:
+            self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
+        self.sharding = self.sharding or sharding_of(self._model, self._opened)
+        tape = tape.under(self.sharding)
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(watch.recompiles())
         return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
@@ -304,6 +316,22 @@ class TracedForward:
         if line not in self._said:
             self._said.add(line)
             get_logger().info(line)
+
+    def _leaf_sharding(self, call: ForwardArgs, compiled: set[str]) -> AnySharding:
+        """That of a model whose layers ZeRO 3 gathers; of none where it is not known what is gathered."""
+        try:
+            if (partitioning := partitioning_of(self._model)) is None:
+                return Sharding()
+            forward = functools.partial(weak_method(self._plain_forward), call.loss_only, call.reader)
+            layers = [path for group in layer_groups(self._model) for path in group]
+            steps = LeafSteps(self._model, forward, call.args, call.inputs, partitioning, layers, compiled)
+            steps({}, partitioning.prefetched)
+        except MemOptError as error:
+            return Sharding(unknown=str(error))
+        return LeafSharding(steps, partitioning.ranks, partitioning.prefetched)
+
+    def _plain_forward(self, loss_only: bool, reader: str, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        return self.plainly(ForwardArgs(args, inputs, loss_only, reader))
 
     def _compile(self, call: ForwardArgs) -> Callable[..., Any]:
         if self._compiled:

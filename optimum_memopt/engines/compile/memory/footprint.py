@@ -20,7 +20,7 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.memory.tape import StepEvents
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 
@@ -110,7 +110,9 @@ def footprint_of(
         optimizer: None before there is one: AdamW.
     """
     trainable = trainable_of(model, untrained)
-    weights = tensor_bytes(trainable)
+    # ZeRO 3 updates its flat tensors one after the other.
+    flat = zero3.updated(model)
+    updated = [max(flat, key=lambda tensor: tensor.nbytes)] if flat else trainable
     return Footprint(
         activations=activations,
         parameters=tensor_bytes(parameters_of(model).values()),
@@ -119,24 +121,31 @@ def footprint_of(
         optimizer=sum(state_sizes(optimizer, trainable)),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
-        gradients=weights,
-        step=step_bytes(optimizer, trainable),
+        gradients=tensor_bytes(updated),
+        step=step_bytes(optimizer, updated),
         constant=constant,
     )
 
 
 def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> int:
-    """Bytes of the gradients of earlier micro-batches: FSDP2 reduces them with those of the last."""
+    """Bytes of the gradients of earlier micro-batches: FSDP2 reduces them with those of the last, and ZeRO 3 has its
+    own memory for them from the start.
+    """
+    if zero3.updated(model):
+        return 0
     sharded = {id(fully_shard.local(share)) for share in fully_shard.shards(model).values()}
     return fully_shard.unreduced_bytes(model) + tensor_bytes(each for each in trainable if id(each) not in sharded)
 
 
 def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:
-    """Parameters that get a gradient, and with it states of the optimizer; of sharded ones this rank's share.
+    """Parameters that get a gradient, and with it states of the optimizer; of sharded ones this rank's share, which
+    ZeRO 3 keeps in flat tensors of many.
 
     Args:
         untrained: names of those that require one and get none; see `without_gradient`.
     """
+    if flat := zero3.updated(model):
+        return flat
     parameters = parameters_of(model).items()
     trainable = (each for name, each in parameters if each.requires_grad and name not in untrained)
     return list(map(fully_shard.local, trainable))
@@ -157,7 +166,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A model's parameters, by their names; of sharded ones this rank's share, gathered or not."""
-    return {**dict(model.named_parameters()), **fully_shard.shards(model)}
+    return {**dict(model.named_parameters()), **fully_shard.shards(model), **zero3.shards(model)}
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:

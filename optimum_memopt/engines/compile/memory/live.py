@@ -8,8 +8,8 @@ import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -84,6 +84,7 @@ class LiveRun:
         modules: path of the innermost module that each event's operator belongs to.
         trained: names of the parameters that got a gradient.
         calls: the work of each operator that is no view, in order; empty where nobody asked for it.
+        marks: what the step has marked, with the index of the event that begins there.
     """
 
     events: tuple[Event, ...]
@@ -91,6 +92,7 @@ class LiveRun:
     modules: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
     calls: tuple[Work, ...] = ()
+    marks: tuple[tuple[int, Hashable], ...] = ()
 
     @cached_property
     def during(self) -> list[int]:
@@ -253,6 +255,8 @@ class LiveRecorder(TorchDispatchMode):
         self._reads_floats, self.records_work = reads_floats, False
         self._is_behind_backward = False
         self._has_gradients = True
+        self._is_paused = False
+        self._marks: list[tuple[int, Hashable]] = []
 
     def __enter__(self) -> "LiveRecorder":
         self._outermost = sys._getframe(1)
@@ -289,6 +293,38 @@ class LiveRecorder(TorchDispatchMode):
         """Begin a phase: storages that are freed from now on are not counted to the last operator."""
         self._phase, self._is_behind_backward = phase, False
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
+
+    def mark(self, moment: Hashable) -> None:
+        """Note a moment; see `LiveRun.marks`."""
+        self._marks.append((len(self._operators), moment))
+        self.begin(self._phase)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it operators are run, and not recorded."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Tensors whose memory somebody else counts; returns the numbers of their storages."""
+        held = [storage for tensor in tensors for storage in fake_tensors.storages(tensor)]
+        for storage in held:
+            self._follow(storage, "", "")
+            self._allocations[self._alive[storage.address]].bytes = 0
+        return tuple(self._alive[storage.address] for storage in held)
+
+    def take_in(self, sizes: Mapping[int, int]) -> None:
+        """Count from now on, with so many bytes, what is still held of storages that were left out."""
+        for address, number in self._alive.items():
+            if number in sizes:
+                left = self._allocations[number]
+                new = replace(left, number=len(self._allocations), bytes=sizes[number])
+                self._allocations.append(new)
+                self._alive[address] = new.number
+                self._operators[-1].allocates.append(new.number)
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -344,12 +380,15 @@ class LiveRecorder(TorchDispatchMode):
             for operator in self._operators
         )
         phases, modules = zip(*((operator.phase, operator.module) for operator in self._operators), strict=True)
-        return LiveRun(events, phases, modules, frozenset(self._trained), tuple(self._calls))
+        calls, marks = tuple(self._calls), tuple(self._marks)
+        return LiveRun(events, phases, modules, frozenset(self._trained), calls, marks)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return fake_tensors.call(function, args, kwargs)
         try:
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:
@@ -431,6 +470,18 @@ class LiveRecorder(TorchDispatchMode):
                             code = frame.f_code
                             place = Place(path, code.co_name, code.co_filename, frame.f_lineno)
                             self._variables.setdefault(number, place)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own, or what stands for one that its caller computes from the first output with a gradient."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    first = next((leaf for leaf in leaves if leaf.requires_grad), None)
+    if first is None:
+        raise MemOptError("nothing that the model returns has a gradient")
+    return first if first.dim() == 0 else first.float().sum()
 
 
 def _reads_data(function: Any) -> str:

@@ -8,6 +8,7 @@ next group's.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,48 @@ from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
 
+class AnySharding(Protocol):
+    """A description of a step whose parameters several ranks share.
+
+    Attributes:
+        name: of what shards the model.
+        ranks: that share the parameters.
+        first: the same of the first step of a run, where that differs from later ones.
+        stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
+        tells_outside: its events are those of what runs in no graph, too.
+        unknown: why it is not known what ranks gather; empty where it is.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_sharded(self) -> bool: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def first(self) -> "AnySharding": ...
+
+    @property
+    def stays_gathered(self) -> bool: ...
+
+    @property
+    def tells_outside(self) -> bool: ...
+
+    @property
+    def unknown(self) -> str: ...
+
+    def at(self, sizes: Mapping[str, int]) -> "AnySharding":
+        """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
+
+    def collectives(
+        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+    ) -> "Collectives":
+        """The events around the runs of a forward's graphs; see `collectives`."""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """A model as FSDP2 has sharded it; without groups it is not sharded.
@@ -28,11 +71,29 @@ class Sharding:
         groups: all but that of the model itself.
         root: the parameters that no module inside of the model gathers; None: there are none.
         whole: names of the parameters that each rank holds, as FSDP2's `ignored_params`.
+        unknown: see `AnySharding`.
     """
 
     groups: tuple[ShardedGroup, ...] = ()
     root: ShardedGroup | None = None
     whole: frozenset[str] = frozenset()
+    unknown: str = ""
+
+    name = "FSDP2"
+    stays_gathered = True
+    tells_outside = False
+
+    @property
+    def first(self) -> "Sharding":
+        return self
+
+    def at(self, sizes: Mapping[str, int]) -> "Sharding":
+        return self
+
+    def collectives(
+        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+    ) -> "Collectives":
+        return collectives(self, layers, parameters, gradients)
 
     @property
     def is_sharded(self) -> bool:
@@ -108,10 +169,12 @@ class Collectives:
         end_of_forward: behind that of the last.
         prefetched: at the begin of the backward.
         before_backward: before that of each call.
+        outside: what runs in no graph, before the backward of each call is given its gradients.
         reduced: behind the backward of each call.
         last: behind that of the first.
         end: of the backward.
         owners: of each call, by the position of an argument that is a sharded parameter, its group.
+        given: of each call the group with whose gradients those go that its backward is given; None: with none.
     """
 
     before: tuple[tuple[Event, ...], ...]
@@ -119,10 +182,12 @@ class Collectives:
     end_of_forward: tuple[Event, ...]
     prefetched: tuple[Event, ...]
     before_backward: tuple[tuple[Event, ...], ...]
+    outside: tuple[tuple[Event, ...], ...]
     reduced: tuple[tuple[Reduced, ...], ...]
     last: tuple[Reduced, ...]
     end: tuple[Event, ...]
     owners: tuple[Mapping[int, ShardedGroup], ...]
+    given: tuple[ShardedGroup | None, ...]
 
 
 def collectives(
@@ -188,10 +253,12 @@ def collectives(
         end_of_forward,
         prefetched,
         tuple(before_backward),
+        ((),) * count,
         tuple(reduced),
         last,
         step.end_of_backward(),
         tuple(_owners(sharding, owner, names) for owner, names in zip(owners, parameters, strict=True)),
+        (None,) * count,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
-from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced, Sharding, collectives
+from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, Reduced, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
@@ -105,17 +105,29 @@ class Tape:
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
     outside: tuple[Outside, ...] = ()
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: AnySharding = field(default_factory=Sharding)
 
     def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives:
         """The events around its calls; see `sharding.collectives`."""
         layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
-        return collectives(self.sharding, layers, parameters, gradients)
+        return self.sharding.collectives(layers, parameters, gradients)
+
+    def at(self, sizes: Mapping[str, int]) -> "Tape":
+        """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""
+        return replace(self, sharding=self.sharding.at(sizes))
 
     def with_all_held(self) -> "Tape":
         """The same where each argument that a backward reads is held until then."""
         calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)
         return replace(self, calls=tuple(calls))
+
+    def under(self, sharding: AnySharding) -> "Tape":
+        """The same calls of a model that is sharded so."""
+        if not sharding.tells_outside or not self.calls:
+            return replace(self, sharding=sharding)
+        # What holds the results of the last call is among the events, too.
+        last = replace(self.calls[-1], released=frozenset())
+        return replace(self, calls=(*self.calls[:-1], last), outside=(), sharding=sharding)
 
     @classmethod
     def of_one(cls) -> "Tape":
@@ -483,8 +495,9 @@ class _Composition:
         self._passed: list[str] = []
         returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
         self.collectives = tape.collectives(returned)
-        # Gradients of sharded parameters.
+        # Gradients that go when a group's are reduced, and those of them that a backward was given.
         self._sharded: dict[str, ShardedGroup] = {}
+        self._lent: set[str] = set()
 
     def _names_of(self, index: int) -> dict[str, str]:
         graph, call = self._graphs[index], self._calls[index]
@@ -571,9 +584,10 @@ class _Composition:
         names |= {name: storage.name for name, storage in self._later[index].items()}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
         behind = [entry for entry in self._outside if entry[1].call == index]
-        if behind:
+        outside = [*self._backward_outside(behind), *self.collectives.outside[index]]
+        if outside:
             yield Event("")
-            yield from self._backward_outside(behind)
+            yield from outside
         tangents = []
         for position, storage in graph.tangents:
             number = -1 if position is None else call.outputs.get(position, -1)
@@ -583,6 +597,10 @@ class _Composition:
             else:
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
+            if (group := self.collectives.given[index]) is not None:
+                self._sharded[names[storage.name]] = group
+                self._waiting[names[storage.name]] += 1
+                self._lent.add(names[storage.name])
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
         yield from self.collectives.before_backward[index]
@@ -655,7 +673,10 @@ class _Composition:
             gradients = [name for name, owner in self._sharded.items() if owner is group.group]
             for name in gradients:
                 del self._sharded[name]
-            yield from (group.before, group.copied._replace(frees=tuple(gradients)), group.after)
+            self._waiting.subtract(self._lent.intersection(gradients))
+            self._lent.difference_update(gradients)
+            freed = tuple(name for name in gradients if not self._waiting[name])
+            yield from (group.before, group.copied._replace(frees=freed), group.after)
 
     def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
         """The backwards of operators between two calls."""

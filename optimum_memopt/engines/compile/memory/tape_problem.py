@@ -207,7 +207,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
     held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
     tangents: list[int] = []
     outputs: list[int] = []
-    # Gradients of sharded parameters.
+    # Gradients that go when a group's are reduced.
     sharded: list[tuple[ShardedGroup, int]] = []
 
     def reduce(run: int, groups: Sequence[Reduced]) -> None:
@@ -227,9 +227,12 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
                 tangents.append(number[node])
             else:
                 number[node] = gradient
+            if (group := around.given[run]) is not None:
+                sharded.append((group, number[node]))
         # The backward begins with the first reader of a gradient.
         prefetched, first = (around.prefetched, tangents[:1]) if run == len(runs) - 1 else ((), [])
-        outputs += moved.add(run, problem, (*prefetched, *around.before_backward[run]), first)
+        outside = (*around.outside[run], *prefetched, *around.before_backward[run])
+        outputs += moved.add(run, problem, outside, first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = built.add(run, call.layer, problem, node, number)
@@ -261,7 +264,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
     reduce(0, around.last)
     outputs += moved.add(0, runs[0], around.end, ())
     outputs += [*gradients.values(), *moved.left]
-    read += moved.passed
+    read += moved.held_in_backward
     released = {storage for call in tape.calls for storage in call.released}
     last = [node for storage, node in made.items() if storage not in released]
     pairs = list(zip(runs, numbers, strict=True))
@@ -280,17 +283,18 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
 
 
 class _Moved:
-    """The storages of collectives, as nodes.
-
-    Attributes:
-        passed: of the forward, that the backward frees.
-    """
+    """The storages of collectives, as nodes."""
 
     def __init__(self, built: _Builder) -> None:
         self._built = built
         self._nodes: dict[str, int] = {}
         self._forward: set[int] = set()
-        self.passed: list[int] = []
+        self._passed: list[int] = []
+
+    @property
+    def held_in_backward(self) -> list[int]:
+        """Storages of the forward that the backward frees, or that nobody has freed."""
+        return [*self._passed, *self._forward.intersection(self.left)]
 
     @property
     def left(self) -> list[int]:
@@ -310,20 +314,23 @@ class _Moved:
         """
         last: list[int] = []
         for event in events:
-            freed = [self._nodes.pop(name) for name in event.frees]
+            own = {storage.name for storage in event.allocates}
+            freed = [self._nodes.pop(name) for name in event.frees if name not in own]
             if backward is not None:
-                self.passed += self._forward.intersection(freed)
+                self._passed += self._forward.intersection(freed)
             reads = (*freed, *(backward or ()))
             changed: dict[str, object] = {"kinds": event.kind or _RELEASED, "is_backward": backward is not None}
-            layer = event.layer
+            layer, workspace = event.layer, {"workspaces": event.workspace}
             for storage in event.allocates:
-                own = {"bytes": storage.bytes, "workspaces": event.workspace, "is_view": False, "is_kept": True}
-                node = self._nodes[storage.name] = self._built.between(run, problem, reads, layer, **changed, **own)
+                kept = {"bytes": storage.bytes, "is_view": False, "is_kept": True, **workspace}
+                node = self._nodes[storage.name] = self._built.between(run, problem, reads, layer, **changed, **kept)
                 if backward is None:
                     self._forward.add(node)
-            if not event.allocates and reads:
-                own = {"is_tensor": False, "is_view": False}
-                last.append(self._built.between(run, problem, reads, layer, **changed, **own))
+            done = [self._nodes.pop(name) for name in event.frees if name in own]
+            ends = tuple(done) if own else reads
+            if ends or (event.workspace and not own):
+                none = {"is_tensor": False, "is_view": False, **({} if own else workspace)}
+                last.append(self._built.between(run, problem, ends, layer, **changed, **none))
         return last
 
 

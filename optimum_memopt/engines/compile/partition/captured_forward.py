@@ -142,7 +142,13 @@ def sizes_of_runs(
     graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
 ) -> tuple[Tape, Sequence[SymbolValues]]:
     """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problems_of_runs`."""
-    tape = graphs[0].tape
+    named_sizes = (
+        (name, of_graph[symbol])
+        for graph, of_graph in zip(graphs, sizes, strict=True)
+        for symbol, name in graph.names.items()
+        if symbol in of_graph
+    )
+    tape = graphs[0].tape.at(dict(named_sizes))
     partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
     schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
     if len(tape.calls) == 1 or len(schedules) < len(graphs):

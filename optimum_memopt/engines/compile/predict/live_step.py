@@ -26,7 +26,14 @@ from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import Event, Storage
-from optimum_memopt.engines.compile.memory.live import BACKWARD, FORWARD, OPTIMIZER_STEP, LiveRecorder, LiveRun
+from optimum_memopt.engines.compile.memory.live import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER_STEP,
+    LiveRecorder,
+    LiveRun,
+    loss_of,
+)
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
@@ -184,7 +191,7 @@ def run_micro_batches(
                     # As accelerate's `ConvertOutputsToFp32` (1.15, `utils/operations.py`).
                     outputs = in_float32(outputs)
                 recorder.outputs("outputs", outputs)
-                loss = _loss_of(outputs)
+                loss = loss_of(outputs)
                 recorder.begin(FORWARD)
                 if not training.keeps_outputs:
                     outputs = None
@@ -198,15 +205,3 @@ def run_micro_batches(
             f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)})"
         ) from error
     return recorder.run()
-
-
-def _loss_of(outputs: Any) -> torch.Tensor:
-    """The model's own, or what stands for one that its caller computes from the first output with a gradient."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    leaves = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-    first = next((leaf for leaf in leaves if leaf.requires_grad), None)
-    if first is None:
-        raise MemOptError("nothing that the model returns has a gradient")
-    return first if first.dim() == 0 else first.float().sum()

@@ -133,7 +133,7 @@ class StepMemoryPredictor:
         graphs: of one training forward, in order, right after it, each with a prediction.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
-        runs_before: of the tape's, how many had run by then.
+        runs_before: of the tape's, how many had run by then; -1: the forward was over.
         names: of the graphs' symbols, as in the plan table.
         tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
         shared: with a predictor from other graphs of the model.
@@ -181,22 +181,26 @@ class StepMemoryPredictor:
         return tuple(part.graph for part in self._parts)
 
     def _left(self, runs: int) -> int:
-        """Bytes that the first runs of the forward leave."""
-        if not runs and not self.tape.sharding.is_sharded:
+        """Bytes that the first runs of the forward leave; -1: it has ended."""
+        sharding = self.tape.sharding
+        if runs <= 0 and not (sharding.is_sharded and (runs == 0 or sharding.stays_gathered)):
             return 0
-        return bytes_left_by(*self._runs(self.first, compiled=False), runs)
+        tape, events = self._runs(self.first, compiled=False)
+        return bytes_left_by(replace(tape, sharding=tape.sharding.first), events, max(0, runs))
 
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
         graphs, count, runs = [part.graph for part in self._parts], len(self._parts), len(self.tape.calls)
         reasons = [self._programs_caveat]
-        if not all(graph.is_all_of_forward for graph in graphs):
+        is_told = self.tape.sharding.tells_outside
+        if not is_told and not all(graph.is_all_of_forward for graph in graphs):
             in_runs = f" in {runs} runs" if runs > count else ""
             shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
             reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")
-        if is_sharded_by_deepspeed(self._living_model()):
-            reasons.append("without the parameters that DeepSpeed gathers")
+        if not is_told and is_sharded_by_deepspeed(self._living_model()):
+            why = f", since {self.tape.sharding.unknown}" if self.tape.sharding.unknown else ""
+            reasons.append(f"without the parameters that DeepSpeed gathers{why}")
         # Sizes that the graphs may not be for where they are others.
         named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
         if bound := [f"{name}={size}" for name, size in self.first.items() if name in named]:
@@ -384,6 +388,8 @@ class StepMemoryPredictor:
         schedules = [part.schedule for part in self._parts]
         first = [part.graph.sizes for part in self._parts]
         tape = self._tapes.get(frozenset(sizes.items()), self.tape)
+        canonical = self._names.canonical.items()
+        tape = tape.at({name: sizes[shown] for name, shown in canonical if shown in sizes})
         tape, values = resized(tape, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
         events_by_call: dict[object, GraphEvents] = {}
         runs: list[GraphEvents] = []

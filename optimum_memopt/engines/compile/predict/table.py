@@ -46,8 +46,8 @@ def plan_line(
     runs = f" for {layers} layers, compiled once for equal ones" if layers else ""
     counted = f"{len(graphs)} graphs" if len(graphs) > 1 else "1 graph"
     pieces = f", in {counted}{runs}" if layers or len(graphs) > 1 else ""
-    ranks = tape.sharding.ranks
-    sharded = f", FSDP2 on {ranks} rank{'s' if ranks > 1 else ''}" if tape.sharding.is_sharded else ""
+    name, ranks = tape.sharding.name, tape.sharding.ranks
+    sharded = f", {name} on {ranks} rank{'s' if ranks > 1 else ''}" if tape.sharding.is_sharded else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
     weights = " and ".join(weights_by_dtype(model))
     where = f"{type(model).__name__} in {weights} on {device} by {compiler}"

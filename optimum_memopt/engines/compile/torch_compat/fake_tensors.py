@@ -179,12 +179,11 @@ def replaced(
     Args:
         copied: called once, with all their tensors in a list.
     """
-    places = list(_places(holders))
-    others = copied([owner[key] for owner, key in places])
-    before = [(owner, key, owner[key]) for owner, key in places]
+    before = list(_places(holders))
+    others = copied([tensor for _, _, tensor in before])
     gradients = [(tensor, tensor.grad) for _, _, tensor in before]
     try:
-        for (owner, key), tensor in zip(places, others, strict=True):
+        for (owner, key, _), tensor in zip(before, others, strict=True):
             owner[key] = tensor
         yield
     finally:
@@ -194,25 +193,39 @@ def replaced(
             tensor.grad = gradient
 
 
+@contextlib.contextmanager
+def without_hooks(model: torch.nn.Module) -> Iterator[None]:
+    """Within it no hook of a module is called (torch 2.13)."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    before = [(vars(module), name, vars(module)[name]) for module in model.modules() for name in names]
+    try:
+        for held, name, _ in before:
+            held[name] = {}
+        yield
+    finally:
+        for held, name, hooks in before:
+            held[name] = hooks
+
+
 def bytes_of(holders: Sequence[torch.nn.Module | torch.optim.Optimizer], device: torch.device) -> int:
     """Bytes on a device of the tensors that `replaced` replaces."""
-    tensors = {id(owner[key]): owner[key] for owner, key in _places(holders)}
+    tensors = {id(tensor): tensor for _, _, tensor in _places(holders)}
     there = [each for each in tensors.values() if each.device.type == device.type and not isinstance(each, FakeTensor)]
     return sum({each.address: each.bytes for tensor in there for each in storages(tensor)}.values())
 
 
-def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Iterator[tuple[Any, Any]]:
-    """The dictionaries and lists that hold tensors, with the keys."""
+def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """The dictionaries and lists that hold tensors, with keys; DeepSpeed's gather a parameter that is looked up."""
     modules = {
         id(part): part for holder in holders if isinstance(holder, torch.nn.Module) for part in holder.modules()
     }
     for part in modules.values():
         for held in (part._parameters, part._buffers, vars(part)):
-            yield from ((held, name) for name, value in held.items() if isinstance(value, torch.Tensor))
+            yield from ((held, name, value) for name, value in held.items() if isinstance(value, torch.Tensor))
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
             for group in holder.param_groups:
-                yield from ((group["params"], place) for place in range(len(group["params"])))
+                yield from ((group["params"], place, value) for place, value in enumerate(group["params"]))
 
 
 def reachable(value: object) -> Iterator[object]:

@@ -288,7 +288,7 @@ class PlannedForward:
                 self.traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.resident(self.traced.held)
-        earlier = self.traced.held_after if resident == self.traced.held else 0
+        earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = self.traced.spec
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, runs_before=earlier)
         self._remarks = shown.remarks

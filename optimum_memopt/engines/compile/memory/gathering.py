@@ -1,0 +1,225 @@
+"""The parameters that ZeRO 3 gathers while a step runs on fake tensors, and the gradients that it reduces.
+
+As DeepSpeed does (0.19, `partitioned_param_coordinator.py` and `stage3.py` in `runtime/zero/`). The first step notes
+the order in which modules run; all later ones gather ahead in that order.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
+
+
+@dataclass(eq=False)
+class PartedParameter:
+    """A parameter, whole or not, while a step runs.
+
+    Attributes:
+        used_by: modules that run, and that it must be there for.
+        last: the place of the last use that it was gathered for.
+    """
+
+    tensor: torch.nn.Parameter
+    spec: PartitionedParameter
+    is_there: bool = False
+    used_by: set[torch.nn.Module] = field(default_factory=set)
+    last: int = -(2**62)
+
+    @property
+    def elements(self) -> int:
+        return self.spec.shape.numel()
+
+
+@dataclass(eq=False)
+class _Gather:
+    """A gather, until all of its parameters were waited for.
+
+    Attributes:
+        buffers: that are copied to each parameter, when the first one is waited for; empty: they lie there already.
+    """
+
+    parameters: Sequence[PartedParameter]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    has_come: bool = False
+
+
+class Gathering:
+    """Gathers and releases the parameters of one step.
+
+    Args:
+        leafs: modules that are gathered with all that is in them.
+        order: of the modules in forward and backward; None: it is noted, and nothing is gathered ahead.
+
+    Attributes:
+        order: of the modules that have run.
+        own: parameters of each module; `inside`: with those of the modules in it.
+        whole: what a rank alone has, instead of gathering it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        partitioning: Partitioning,
+        leafs: Collection[torch.nn.Module],
+        order: Sequence[torch.nn.Module] | None,
+    ) -> None:
+        self.spec, self._leafs = partitioning, set(leafs)
+        held: dict[torch.nn.Parameter, PartedParameter] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter not in held:
+                held[parameter] = PartedParameter(parameter, partitioning.parameters[name])
+        self._all = list(held.values())
+        self.whole = {} if partitioning.ranks > 1 else {each: each.tensor.data for each in self._all}
+        self.own = {module: [held[each] for each in module.parameters(recurse=False)] for module in model.modules()}
+        self.inside = {module: [held[each] for each in module.parameters()] for module in model.modules()}
+        self._is_known = order is not None
+        self.order: list[torch.nn.Module] = list(order or ())
+        uses = ((each, place) for place, module in enumerate(self.order) for each in self._of(module))
+        self._queue = deque(uses)
+        self._flying: dict[PartedParameter, _Gather] = {}
+        self._step = self._gathered = 0
+        self._in_backward: dict[torch.nn.Module, None] = {}
+
+    def _of(self, module: torch.nn.Module) -> list[PartedParameter]:
+        of_module = self.inside if module in self._leafs else self.own
+        return sorted(set(of_module[module]), key=lambda held: held.spec.order)
+
+    def begin(self) -> None:
+        """A step begins with what no step releases."""
+        for held in self._all:
+            held.tensor.data = held.tensor.new_empty(0)
+            if held.spec.is_persistent and self._is_known:
+                buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
+                held.tensor.data, held.is_there = buffer[: held.elements].view(held.spec.shape), True
+
+    def fetch(self, module: torch.nn.Module, in_backward: bool = False) -> None:
+        """Have the parameters that a module is about to read, and gather ahead."""
+        if in_backward:
+            self._in_backward[module] = None
+        wanted = self._of(module)
+        self._gather([held for held in wanted if not held.is_there and held not in self._flying])
+        for held in wanted:
+            held.used_by.add(module)
+            self._wait(held)
+        if not self._is_known:
+            self.order.append(module)
+            return
+        new = sum(held.last < self._step for held in wanted)
+        passed: set[PartedParameter] = set()
+        while self._queue and len(passed) < new:
+            held, held.last = self._queue.popleft()
+            passed.add(held)
+        ahead: list[PartedParameter] = []
+        count, most = 0, min(self.spec.live - self._gathered, self.spec.prefetched)
+        while self._queue and count < most:
+            held, place = self._queue.popleft()
+            held.last = max(held.last, place)
+            if not held.is_there and held not in self._flying and held not in ahead:
+                ahead.append(held)
+                count += held.elements
+        self._gather(ahead)
+        self._step += 1
+
+    def release(self, module: torch.nn.Module, in_backward: bool = False) -> None:
+        """A module has read its parameters."""
+        if in_backward:
+            self._in_backward.pop(module, None)
+        kept = self._kept(module) if self._is_known else ()
+        for held in self._of(module):
+            held.used_by.discard(module)
+            if held not in kept:
+                self._release(held)
+
+    def end(self) -> None:
+        """The backward is over: release what modules have read that were given nothing with a gradient."""
+        for module in reversed(self._in_backward):
+            for held in self._of(module):
+                held.used_by.discard(module)
+                if not held.spec.is_persistent:
+                    self._release(held)
+
+    def _kept(self, module: torch.nn.Module) -> set[PartedParameter]:
+        """Parameters that are read again soon."""
+        kept = {held for held in self._of(module) if held.spec.is_persistent or held.last > self._step}
+        passed = 0
+        of_module = self.inside if module in self._leafs else self.own
+        for later in self.order[self._step :]:
+            if passed >= self.spec.reuse:
+                break
+            kept.update(of_module[later])
+            passed += sum(held.elements for held in of_module[later])
+        return kept
+
+    def _gather(self, parameters: Sequence[PartedParameter]) -> None:
+        self._gathered += sum(held.elements for held in parameters)
+        ordered = sorted(parameters, key=lambda held: held.spec.order)
+        if self.whole:
+            for held in ordered:
+                held.tensor.data = self.whole[held]
+            self._flying.update((held, _Gather([held])) for held in ordered)
+            return
+        if len(ordered) == 1:
+            (held,) = ordered
+            buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
+            held.tensor.data = buffer[: held.elements].view(held.spec.shape)
+            self._flying[held] = _Gather(ordered)
+            return
+        elements: dict[torch.dtype, int] = {}
+        for held in ordered:
+            elements[held.spec.dtype] = elements.get(held.spec.dtype, 0) + held.spec.share * self.spec.ranks
+        flat = _Gather(ordered, [ordered[0].tensor.new_empty(size, dtype=dtype) for dtype, size in elements.items()])
+        self._flying.update(dict.fromkeys(ordered, flat))
+
+    def _wait(self, held: PartedParameter) -> None:
+        flat = self._flying.pop(held, None)
+        if flat is None or flat.has_come:
+            return
+        flat.has_come = True
+        for each in flat.parameters:
+            each.is_there = True
+            if flat.buffers:
+                each.tensor.data = each.tensor.new_empty(each.spec.shape)
+
+    def _release(self, held: PartedParameter) -> None:
+        if held.is_there and not held.used_by:
+            held.tensor.data, held.is_there = held.tensor.new_empty(0), False
+            self._gathered -= held.elements
+
+
+class Reduction:
+    """Reduces gradients when so many of them have come together."""
+
+    def __init__(self, partitioning: Partitioning) -> None:
+        self._spec = partitioning
+        self._waiting: list[tuple[PartitionedParameter, torch.Tensor | None]] = []
+        self._elements = 0
+
+    def add(self, held: PartedParameter) -> None:
+        """The gradient of a parameter is there."""
+        spec, gradient, held.tensor.grad = held.spec, held.tensor.grad, None
+        size = held.elements
+        if self._waiting and self._elements + size > self._spec.bucket:
+            self.reduce(held.tensor)
+        # Copied to memory that is always there, as far as there is room.
+        has_room = self._elements + size <= self._spec.bucket
+        self._waiting.append((spec, None if has_room else gradient))
+        self._elements += size
+
+    def reduce(self, like: torch.Tensor) -> None:
+        """Reduce what has come together; `like` is on the device."""
+        if not self._waiting:
+            return
+        spec, ((first, _), *more) = self._spec, self._waiting
+        held = []
+        if spec.reduced is not spec.computed:
+            held += [like.new_empty(each.shape, dtype=spec.reduced) for each, _ in self._waiting]
+        share = sum(each.share for each, _ in self._waiting)
+        if more or first.shape.numel() % spec.ranks:
+            held.append(like.new_empty(share * spec.ranks, dtype=spec.reduced))
+        if spec.reduced is not spec.accumulated:
+            held.append(like.new_empty(share, dtype=spec.accumulated))
+        self._waiting.clear()
+        self._elements = 0

@@ -1,0 +1,372 @@
+"""The memory that ZeRO 3 takes around the graphs of layers, with what runs outside of them, by runs on fake tensors.
+
+Each layer is one operator of such a run, and its own memory that of its graph.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.compile.memory.gathering import Gathering, PartedParameter, Reduction
+from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
+from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
+from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
+from optimum_memopt.errors import MemOptError
+
+_FORWARD, _FORWARD_END, _LOSS, _BACKWARD = "forward", "forward end", "loss", "backward"
+
+
+class _Mark(NamedTuple):
+    """A moment of a run: of the layer that has run as that number, or the begin of the backward."""
+
+    kind: str
+    run: int = -1
+
+
+@dataclass(frozen=True)
+class AroundLayers:
+    """The events of a step outside of the graphs of its layers.
+
+    Attributes:
+        layers: path of each layer that has run, in order.
+        before: the forward of each.
+        end_of_forward: behind that of the last.
+        before_backward: of each.
+        end: of the backward, behind that of the first.
+    """
+
+    layers: tuple[str, ...]
+    before: tuple[tuple[Event, ...], ...]
+    end_of_forward: tuple[Event, ...]
+    before_backward: tuple[tuple[Event, ...], ...]
+    end: tuple[Event, ...]
+
+
+Steps = tuple[AroundLayers, AroundLayers]
+
+
+@dataclass(frozen=True)
+class LeafSharding:
+    """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others; see `Sharding`.
+
+    Attributes:
+        steps: the first one of a run and all later ones, with a batch of these sizes, by name, and so many elements
+            gathered ahead.
+        prefetched: elements that each module has gathered ahead.
+        sizes: of the batch.
+        is_first: the step is the run's first.
+    """
+
+    steps: Callable[[Mapping[str, int], int], Steps]
+    ranks: int
+    prefetched: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    is_first: bool = False
+
+    name = "ZeRO 3"
+    is_sharded = True
+    stays_gathered = False
+    tells_outside = True
+    unknown = ""
+
+    def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
+        return replace(self, sizes=sizes)
+
+    @property
+    def first(self) -> "LeafSharding":
+        return replace(self, is_first=True)
+
+    def collectives(
+        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+    ) -> Collectives:
+        """The events around the runs of a forward's graphs; arguments as in `sharding.collectives`.
+
+        Raises:
+            MemOptError: other layers have run.
+        """
+        first, later = self.steps(self.sizes, self.prefetched)
+        around, count = first if self.is_first else later, len(layers)
+        # A layer with graph breaks is several runs.
+        begins = [index for index, layer in enumerate(layers) if not index or layers[index - 1] != layer]
+        ends = [*(index - 1 for index in begins[1:]), count - 1]
+        if tuple(layers[index] for index in begins) != around.layers:
+            raise MemOptError(f"{self.name}: the layers run in another order than in plain PyTorch")
+        before: list[tuple[Event, ...]] = [()] * count
+        outside: list[tuple[Event, ...]] = [()] * count
+        reduced: list[tuple[Reduced, ...]] = [()] * count
+        owners: list[Mapping[int, ShardedGroup]] = [{}] * count
+        given: list[ShardedGroup | None] = [None] * count
+        for run, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            before[begin], outside[end] = around.before[run], around.before_backward[run]
+            # Gradients of a layer stay until its backward is over.
+            group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
+            reduced[begin] = (Reduced(group, Event(""), Event(""), Event("")),)
+            owners[begin : end + 1] = [dict.fromkeys(names, group) for names in parameters[begin : end + 1]]
+            runs = range(begin, end + 1)
+            if any(set(gradients[index]) & parameters[index].keys() for index in runs):
+                # DeepSpeed reduces its gradients in a hook behind its backward, which is given those of its outputs.
+                given[end] = group
+        nothing: tuple[tuple[Event, ...], ...] = ((),) * count
+        return Collectives(
+            before=tuple(before),
+            after=nothing,
+            end_of_forward=around.end_of_forward,
+            prefetched=(),
+            before_backward=nothing,
+            outside=tuple(outside),
+            reduced=tuple(reduced),
+            last=(),
+            end=around.end,
+            owners=tuple(owners),
+            given=tuple(given),
+        )
+
+
+def steps_around(
+    model: torch.nn.Module,
+    forward: Callable[[], Any],
+    partitioning: Partitioning,
+    layers: Mapping[str, torch.nn.Module],
+    compiled: Collection[str],
+) -> Steps:
+    """The events of the first step and of later ones outside of layers.
+
+    The caller is in a mode of fake tensors, and the model's are fake.
+
+    Args:
+        forward: of the model, returns the loss.
+        layers: leaf modules by path.
+        compiled: paths of those whose graphs are known.
+    """
+    recording = Gathering(model, partitioning, layers.values(), None)
+    first = _Run(model, recording, layers, compiled).around(forward)
+    gathering = Gathering(model, partitioning, layers.values(), recording.order)
+    return first, _Run(model, gathering, layers, compiled).around(forward)
+
+
+class _Run:
+    """One forward and backward on fake tensors, with a layer's memory left out."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        gathering: Gathering,
+        layers: Mapping[str, torch.nn.Module],
+        compiled: Collection[str],
+    ) -> None:
+        self._model, self._gathering, self._layers, self._compiled = model, gathering, layers, compiled
+        self._reduction = Reduction(gathering.spec)
+        self.recorder = LiveRecorder(model)
+        self._inside = {inner for layer in layers.values() for inner in layer.modules()}
+        self._ran: list[str] = []
+        # Bytes of what the last layer has returned, by number.
+        self._returned: dict[int, int] = {}
+
+    def around(self, forward: Callable[[], Any]) -> AroundLayers:
+        """The events of a step around its layers."""
+        recorder, gathering, model = self.recorder, self._gathering, self._model
+        trained = [held for held in gathering.inside[model] if held.spec.reduced >= 0]
+        in_layers = {held for layer in self._layers.values() for held in gathering.inside[layer]}
+        with contextlib.ExitStack() as stack:
+            for path, layer in self._layers.items():
+                held = vars(layer)
+                stack.callback(held.update, {"forward": held["forward"]} if "forward" in held else {})
+                stack.callback(held.pop, "forward")
+                held["forward"] = self._forward_of(path, layer)
+            stack.enter_context(recorder)
+            # Behind the recorder's own.
+            hooks = [register_module_forward_pre_hook(self._before), register_module_forward_hook(self._after)]
+            hooks += [
+                held.tensor.register_post_accumulate_grad_hook(lambda _, held=held: self._reduction.add(held))
+                for held in set(trained) - in_layers
+            ]
+            for hook in hooks:
+                stack.callback(hook.remove)
+            recorder.leave_out(gathering.whole.values())
+            gathering.begin()
+            gathering.fetch(model)
+            loss = forward()
+            gathering.release(model)
+            loss = self._beginning(model, loss)
+            recorder.begin(BACKWARD)
+            recorder.mark(_Mark(_LOSS))
+            # The caller has dropped what the last layer returned.
+            recorder.take_in(self._returned)
+            loss.backward()
+            self._reduction.reduce(loss)
+            gathering.end()
+        return _around(recorder.run(), self._ran)
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+        if not self._has_hooks(module):
+            return None
+        self._gathering.fetch(module)
+        return self._ending(module, args)
+
+    def _after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._has_hooks(module):
+            return None
+        self._gathering.release(module)
+        return self._beginning(module, output)
+
+    def _has_hooks(self, module: torch.nn.Module) -> bool:
+        """Those of layers are called where a layer runs."""
+        return module in self._gathering.own and module not in self._inside
+
+    def _beginning(self, module: torch.nn.Module, output: Any) -> Any:
+        """The output of a module, whose backward begins with its gradient."""
+
+        def begin() -> None:
+            self._gathering.fetch(module, in_backward=True)
+
+        return dynamo.tree_map(lambda value: _calling(begin, value), output)
+
+    def _ending(self, module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a module is given by position, with the last of whose gradients its backward is over."""
+        waiting = [value.requires_grad for value in given if isinstance(value, torch.Tensor)].count(True)
+
+        def end() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                self._gathering.release(module, in_backward=True)
+
+        return tuple(_calling(end, value) for value in given)
+
+    def _forward_of(self, path: str, layer: torch.nn.Module) -> Callable[..., Any]:
+        """The forward of a layer as one operator."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._gathering.fetch(layer)
+            values, structure = dynamo.tree_flatten((args, kwargs))
+            at = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+            hidden = next(place for place in at if values[place].is_floating_point())
+            trained = [held for held in self._gathering.inside[layer] if held.spec.reduced >= 0]
+            if trained and not values[hidden].requires_grad:
+                values[hidden] = values[hidden].detach().requires_grad_()
+            (values[hidden],) = self._ending(layer, (values[hidden],))
+            number = self._number(path)
+            if number >= 0:
+                self.recorder.leave_out([values[place] for place in at])
+                self.recorder.mark(_Mark(_FORWARD, number))
+            with self.recorder.paused(), torch.no_grad():
+                args, kwargs = dynamo.tree_unflatten(values, structure)
+                results, made = dynamo.tree_flatten(type(layer).forward(layer, *args, **kwargs))
+            tensors = [place for place, value in enumerate(results) if isinstance(value, torch.Tensor)]
+            shapes = [results[place] for place in tensors]
+            returned = _Layer.apply(self, number, trained, shapes, *(values[place] for place in at))
+            for place, value in zip(tensors, returned, strict=True):
+                results[place] = value
+            if number >= 0:
+                sizes = (value.untyped_storage().nbytes() for value in returned)
+                self._returned = dict(zip(self.recorder.leave_out(returned), sizes, strict=True))
+                self.recorder.mark(_Mark(_FORWARD_END, number))
+            self._gathering.release(layer)
+            return self._beginning(layer, dynamo.tree_unflatten(results, made))
+
+        return run
+
+    def _number(self, path: str) -> int:
+        """That of a layer's run; -1: nothing of its memory is known."""
+        if path not in self._compiled:
+            return -1
+        self._ran.append(path)
+        return len(self._ran) - 1
+
+    def made(self, number: int, likes: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Tensors like these, which the graph of a layer's run counts where it is known."""
+        with self.recorder.paused() if number >= 0 else contextlib.nullcontext():
+            made = [None if like is None else torch.empty_like(like) for like in likes]
+        if number >= 0:
+            self.recorder.leave_out([each for each in made if each is not None])
+        return made
+
+    def reduce(self, trained: Sequence[PartedParameter]) -> None:
+        """The backward of a layer has returned the gradients of its parameters."""
+        for held in trained:
+            held.tensor.grad = torch.empty_like(held.tensor)
+        for held in sorted(trained, key=lambda held: held.spec.reduced):
+            self._reduction.add(held)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer, without what is in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: _Run,
+        number: int,
+        trained: Sequence[PartedParameter],
+        results: Sequence[torch.Tensor],
+        *given: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run, ctx.number, ctx.trained = run, number, trained
+        with run.recorder.paused():
+            # Not the tensors themselves, which the layer may not save.
+            ctx.likes = [torch.empty_like(each) if each.requires_grad else None for each in given]
+        made = run.made(number, results)
+        ctx.mark_non_differentiable(*(each for each in made if each is not None and not each.is_floating_point()))
+        return tuple(made)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        if ctx.number >= 0:
+            ctx.run.recorder.leave_out([each for each in gradients if each is not None])
+            ctx.run.recorder.mark(_Mark(_BACKWARD, ctx.number))
+        ctx.run.reduce(ctx.trained)
+        return (None, None, None, None, *ctx.run.made(ctx.number, ctx.likes))
+
+
+class _Calling(torch.autograd.Function):
+    """A tensor, with whose gradient something is called."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], value: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return (None, *gradients)
+
+
+def _calling(call: Callable[[], None], value: Any) -> Any:
+    return _Calling.apply(call, value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
+    """A run's events between its layers, where they are counted by their graphs."""
+    count = len(layers)
+    places = {mark: place for place, mark in run.marks}
+    counted = {storage.name for event in run.events for storage in event.allocates if storage.bytes}
+
+    def between(begin: _Mark | None, end: _Mark | None) -> Iterator[Event]:
+        first, last = 0 if begin is None else places[begin], None if end is None else places[end]
+        for event in run.events[first:last]:
+            allocates = tuple(storage for storage in event.allocates if storage.bytes)
+            frees = tuple(name for name in event.frees if name in counted)
+            if allocates or event.workspace or frees:
+                yield event._replace(allocates=allocates, frees=frees)
+
+    forwards = [None, *(_Mark(_FORWARD_END, number) for number in range(count))]
+    backwards = [_Mark(_LOSS), *(_Mark(_BACKWARD, number) for number in reversed(range(count)))]
+    if missing := set(backwards) - places.keys():
+        raise MemOptError(f"no gradient comes to {layers[next(iter(missing)).run]}")
+    before = [tuple(between(forwards[number], _Mark(_FORWARD, number))) for number in range(count)]
+    before_backward = [tuple(between(backwards[number], backwards[number + 1])) for number in range(count)]
+    return AroundLayers(
+        tuple(layers),
+        tuple(before),
+        tuple(between(forwards[-1], backwards[0])),
+        tuple(reversed(before_backward)),
+        tuple(between(backwards[-1], None)),
+    )

@@ -1,0 +1,122 @@
+"""ZeRO 3: the private names of DeepSpeed's `runtime/zero/` (0.19) that say what a rank holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from optimum_memopt.errors import MemOptError
+
+
+@dataclass(frozen=True)
+class PartitionedParameter:
+    """A parameter of which each rank has a share.
+
+    Attributes:
+        order: among those that are gathered together.
+        shape: of all shares together.
+        share: elements of one, the padding of the last included.
+        dtype: that it is kept and gathered in.
+        is_persistent: it stays gathered from step to step.
+        reduced: its place among those of its layer whose gradients are reduced; -1: it is not trained.
+    """
+
+    order: int
+    shape: torch.Size
+    share: int
+    dtype: torch.dtype
+    is_persistent: bool
+    reduced: int
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """A model whose parameters are partitioned. Numbers are elements.
+
+    Attributes:
+        ranks: that share them.
+        parameters: by name in the model.
+        prefetched: how many a module has gathered ahead.
+        reuse: parameters that are used again within so many stay gathered.
+        live: the most that are gathered ahead.
+        bucket: gradients that are reduced together.
+        computed: the type of gradients.
+        reduced: the one that they are reduced in.
+        accumulated: the one that they are added up in.
+    """
+
+    ranks: int
+    parameters: Mapping[str, PartitionedParameter]
+    prefetched: int
+    reuse: int
+    live: int
+    bucket: int
+    computed: torch.dtype
+    reduced: torch.dtype
+    accumulated: torch.dtype
+
+
+def _optimizer_of(model: torch.nn.Module) -> Any:
+    """DeepSpeed's; None for a model that it does not train with stage 3."""
+    return next((getattr(parameter, "_z3_optimizer", None) for parameter in model.parameters()), None)
+
+
+def partitioning_of(model: torch.nn.Module) -> Partitioning | None:
+    """None for a model that DeepSpeed does not train with stage 3.
+
+    Raises:
+        MemOptError: its shares lie elsewhere, or are quantized.
+    """
+    if (optimizer := _optimizer_of(model)) is None:
+        return None
+    hooks = optimizer.parameter_offload
+    options = {
+        "offload_optimizer": optimizer.offload_optimizer,
+        "offload_param": optimizer.offload_param,
+        "zero_quantized_weights": hooks.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": hooks.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": optimizer.all2all_process_group,
+        "zero_hpz_partition_size": optimizer.zero_hpz_partition_size > 1,
+        "zenflow": optimizer.zenflow,
+    }
+    if used := [name for name, is_used in options.items() if is_used]:
+        raise MemOptError(f"{used[0]} changes what is on the device")
+    trained = [id(parameter) for group in optimizer.fp16_groups for parameter in group]
+    places = {parameter: place for place, parameter in enumerate(trained)}
+    return Partitioning(
+        optimizer.partition_count,
+        {
+            name: _described(parameter, places.get(id(parameter), -1))
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        },
+        hooks._prefetch_bucket_sz,
+        hooks._max_reuse_distance_in_numel,
+        hooks._max_available_parameters_in_numel,
+        optimizer.reduce_bucket_size,
+        optimizer.dtype,
+        optimizer.communication_data_type,
+        optimizer.gradient_accumulation_dtype,
+    )
+
+
+def _described(parameter: Any, reduced: int) -> PartitionedParameter:
+    share = parameter.ds_tensor
+    return PartitionedParameter(
+        parameter.ds_id, parameter.ds_shape, share.ds_numel, share.dtype, parameter.ds_persist, reduced
+    )
+
+
+def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shares of the partitioned parameters, by their names in the model."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.ds_tensor for name, parameter in parameters if hasattr(parameter, "ds_tensor")}
+
+
+def updated(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The flat tensors that the optimizer updates, one after the other; empty for a model that is not partitioned.
+
+    The largest one's gradients are copied for its update.
+    """
+    optimizer = _optimizer_of(model)
+    return [] if optimizer is None else list(optimizer.fp32_partitioned_groups_flat)

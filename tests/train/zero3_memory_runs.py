@@ -1,0 +1,132 @@
+"""Steps under ZeRO 3 on two ranks of gloo, or on one of 8 in torch's `fake` process group, which moves nothing and
+allocates nothing: what is measured in one process is what a rank itself allocates.
+
+    zero3_memory_runs.py CASES.json FOUND.json fake|gloo
+
+For each case: bytes that the last of its steps held at most and the optimizer's step, and the predicted ones.
+"""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from allocations import TensorCounter, allocated
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.sizes import parse_budget
+from tests.deepspeed_kernels import leave_out_shared_memory
+from tests.fresh_process import fork_ranks
+
+WIDTH = 128
+SIZES = {"vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 4}
+CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+# What a Trainer fills in, but that nothing stays on all ranks.
+ZERO = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "reduce_bucket_size": WIDTH**2,
+    "stage3_prefetch_bucket_size": int(0.9 * WIDTH**2),
+}
+AHEAD = "stage3_prefetch_bucket_size"
+
+
+def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, Any]:
+    """The last step of a case."""
+    model = LlamaForCausalLM(CONFIG)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.get("trained", "") in name)
+    zero = {**ZERO, **case.get("zero", {})}
+    plugin = types.SimpleNamespace(zero_stage=3, deepspeed_config={"zero_optimization": zero})
+    budget = parse_budget(case["budget"]) if "budget" in case else None
+    engine = CompileEngine(Selection(level=case.get("level"), budget=budget), "aot_eager")
+    engine.check_arguments(
+        types.SimpleNamespace(deepspeed_plugin=plugin, torch_compile=False, fsdp=[], n_gpu=1)  # type: ignore[arg-type]
+    )
+    if zero[AHEAD] == "auto":
+        zero[AHEAD] = ZERO[AHEAD]
+    engine.attach(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": case.get("micro_batches", 1),
+        "zero_optimization": zero,
+        "bf16": {"enabled": case.get("bf16", False)},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=False)
+    trainer = initialize(model=model, optimizer=optimizer, config=config)[0]
+    found: dict[str, Any] = {}
+    lengths = case.get("lengths", [64])
+    # The order of modules is known from the second step on.
+    for turn, length in enumerate((*lengths, *(lengths[:1] * 4), *lengths)):
+        held, update = measured(trainer, length, case.get("micro_batches", 1), allocated)
+        if turn > len(lengths) + 2 and f"at_{length}" in found:
+            # A thread of gloo may hold what it has moved a while longer.
+            held = min(held, found[f"at_{length}"][0])
+        predictor = engine.predictor
+        assert predictor is not None
+        predicted = predictor.footprint({"inputs_input_ids_dim1": length}, trainer.optimizer)
+        found |= {
+            f"at_{length}": [held, predicted.activations],
+            "update": [update, predicted.gradients + predicted.step],
+            "caveat": predictor.caveat,
+            "peak": predicted.peak,
+        }
+    found |= {"ahead": trainer.optimizer.parameter_offload._prefetch_bucket_sz, "table": list(engine.plans().header)}
+    engine.detach()
+    trainer.destroy()
+    return found
+
+
+def measured(trainer: Any, length: int, micro_batches: int, allocated: Any) -> tuple[int, int]:
+    """Bytes that a forward with its backward, and the optimizer's step, hold over what was there before."""
+    ids = torch.randint(3, 512, (4, length))
+    mask = torch.ones_like(ids)
+    mask[0, length - 14 :] = 0
+    held = update = 0
+    for _ in range(micro_batches):
+        up, saved, loss = allocated(lambda: trainer(input_ids=ids, attention_mask=mask, labels=ids).loss)
+        down, _, _ = allocated(lambda loss=loss: trainer.backward(loss))
+        held = max(held, up, saved + down)
+        update, _, _ = allocated(trainer.step)
+        del loss
+    return held, update
+
+
+def steady_process() -> None:
+    """The process itself grows and shrinks by more than a small model takes."""
+    for more, module in enumerate((step_context, traced_forward)):
+        vars(module)["held_bytes"] = lambda device, more=more: 2**29 + more
+    vars(step_context).update(_GROWTH=0, _GROWTH_SHARE=0)
+
+
+if __name__ == "__main__":
+    cases, out = map(Path, sys.argv[1:3])
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    steady_process()
+    if sys.argv[3] == "gloo":
+        fork_ranks(2, timeout=500)
+    else:
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        os.environ.update(place)
+        fully_shard.fake_group(8)
+    import deepspeed
+
+    leave_out_shared_memory()
+    deepspeed.ops.__compatible_ops__["deepspeed_ccl_comm"] = False
+    deepspeed.init_distributed("gloo")
+    measure = TensorCounter().allocated if sys.argv[3] == "gloo" else allocated
+    wanted = json.loads(cases.read_text()).items()
+    found = {name: steps(case, deepspeed.initialize, measure) for name, case in wanted}
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(found))
