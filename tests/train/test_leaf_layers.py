@@ -51,8 +51,6 @@ def test_only_stage_3_has_them() -> None:
 def test_what_does_not_go_with_them_is_refused() -> None:
     with pytest.raises(MemOptError, match="--memory_opt_unit model: .* ZeRO stage 0, 1 or 2"):
         LeafLayers.of(given(), MODEL)
-    with pytest.raises(MemOptError, match="--memory_opt_budget: .* --memory_opt_level 1"):
-        LeafLayers.of(given(), AUTO, has_budget=True)
     with pytest.raises(MemOptError, match="a chunked loss: .* --memory_opt_loss chunked"):
         LeafLayers.of(given(), AUTO, must_chunk=True)
     with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):

@@ -62,3 +62,21 @@ def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
         held, predicted = found["at_64"]
         assert abs(predicted - held) <= FEW, name
         assert "ZeRO 3 on 2 ranks" in found["table"][0]
+
+
+@needs_deepspeed
+def test_a_step_is_within_its_budget_and_gathers_ahead_where_that_has_room(tmp_path: Path) -> None:
+    free = {"zero": {**RELEASED, AHEAD: "auto"}, "lengths": [64]}
+    little = {**free, "level": 1, "zero": RELEASED}
+    found = steps(tmp_path, {"least": little, "most": free})
+    least, most = (found[name]["peak"] / 2**20 for name in ("least", "most"))
+    budgets = {"tight": least + 0.3, "loose": most + 3}
+    found = steps(tmp_path, {name: {**free, "budget": f"{budget:.3f}MiB"} for name, budget in budgets.items()})
+    for name, budget in budgets.items():
+        held, predicted = found[name]["at_64"]
+        assert abs(predicted - held) <= FEW, name
+        assert found[name]["peak"] <= budget * 2**20
+        assert "budget" in found[name]["table"][0] and "ZeRO 3 on 8 ranks" in found[name]["table"][0]
+    assert found["tight"]["at_64"][0] < found["loose"]["at_64"][0]
+    # A layer has 147,712 elements, Trainer's own choice is 14,745.
+    assert (found["tight"]["ahead"], found["loose"]["ahead"]) == (14_745, 147_712)

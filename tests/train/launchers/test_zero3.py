@@ -74,14 +74,15 @@ CASES: dict[str, dict[str, Any]] = {
     # transformers puts hooks into the layers.
     "router": {"model": "mixtral", "config": {"num_hidden_layers": DEPTH, "output_router_logits": True}},
     "no_plan": {"plan": {"memory_opt_level": 0}, "zero": RELEASED},
+    "budget": {"plan": {"memory_opt_budget": "90%"}, "zero": RELEASED},
 }
-LAUNCHES = ("level", "config lora bf16", "accumulation init all", "experts router no_plan gathered")
+LAUNCHES = ("level budget", "config lora bf16", "accumulation init all", "experts router no_plan gathered")
 # A layer of several graphs sums gradients in another order.
 ROUNDS = ("router",)
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level"]))
+@pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level budget"]))
 def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
     compare("torchrun", tmp_path, names)
 
@@ -115,5 +116,23 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
             wanted_counts = {"config": {0, 2}, "no_plan": {0}}
             if name in wanted_counts:
                 assert counts == wanted_counts[name]
-            else:
+            elif name != "budget":
                 assert counts and not any(count % DEPTH for count in counts)
+
+
+@needs_deepspeed
+@pytest.mark.nightly
+def test_budgets_that_are_refused_end_all_ranks(tmp_path: Path) -> None:
+    elsewhere = zero_3(offload_param={"device": "cpu"})
+    wanted = {
+        "small": {"deepspeed": zero_3(), "memory_opt_budget": "1%"},
+        "elsewhere": {"deepspeed": elsewhere, "memory_opt_budget": "90%"},
+    }
+    refused = [
+        Job(name, "compile", model="llama", config={"num_hidden_layers": DEPTH}, arguments=arguments)
+        for name, arguments in wanted.items()
+    ]
+    done = run_jobs(launcher("torchrun"), tmp_path, refused, WITHOUT_SHARED_MEMORY="1")
+    assert all("budget 1%" in rank["error"] for rank in done.ranks("small")), done.ranks("small")
+    why = "not predicted, since offload_param changes what is on the device"
+    assert all(why in rank["error"] for rank in done.ranks("elsewhere")), done.ranks("elsewhere")

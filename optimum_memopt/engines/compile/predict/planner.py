@@ -125,6 +125,11 @@ class Planner(Generic[_P]):
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
         planned, number = attempt(), 1
+        if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
+            raise MemOptError(
+                f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
+                "--memory_opt_level 1 or --memory_opt_config"
+            )
         if self.solved is None and planned.predictor is not None:
             self._graphs = self._captured(planned.predictor)
             # It holds what the forward has saved.
@@ -216,6 +221,11 @@ class Planner(Generic[_P]):
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
         """True where a batch's step is within the budget."""
         return self._limit is None or self._peak(predictor, predictor.sizes_of(inputs)) <= self._limit
+
+    def has_room(self, predictor: StepMemoryPredictor) -> bool:
+        """True where the step that the plan was solved for is within the budget by this predictor on all ranks."""
+        is_within = self._limit is None or self._peak(predictor, self.solved_for) <= self._limit
+        return not any(self._of_ranks("" if is_within else "no"))
 
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the budget; empty where it does not; arguments as above."""

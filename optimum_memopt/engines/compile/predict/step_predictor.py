@@ -1,5 +1,6 @@
 """Predictions of a model's training steps, and why one is not exact, in words."""
 
+import copy
 import itertools
 import math
 import weakref
@@ -28,6 +29,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     trainable_of,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
+from optimum_memopt.engines.compile.memory.sharding import AnySharding
 from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, bytes_left_by, compose, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -257,6 +259,13 @@ class StepMemoryPredictor:
         names = SymbolNames.of(graphs, is_encoder_decoder(model))
         shared = _Shared(self._pending, self._constant)
         return StepMemoryPredictor(model, graphs, inputs, 0, names, self.run, tape=tape, shared=shared)
+
+    def with_sharding(self, sharding: AnySharding) -> "StepMemoryPredictor":
+        """Predicts the same graphs with something else around them."""
+        other = copy.copy(self)
+        tapes = {sizes: replace(tape, sharding=sharding) for sizes, tape in self._tapes.items()}
+        vars(other).update(tape=replace(self.tape, sharding=sharding), _tapes=tapes, _last={})
+        return other
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""

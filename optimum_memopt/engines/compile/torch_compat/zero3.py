@@ -1,6 +1,6 @@
 """ZeRO 3: the private names of DeepSpeed's `runtime/zero/` (0.19) that say what a rank holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,41 @@ def _described(parameter: Any, reduced: int) -> PartitionedParameter:
     return PartitionedParameter(
         parameter.ds_id, parameter.ds_shape, share.ds_numel, share.dtype, parameter.ds_persist, reduced
     )
+
+
+# How the coordinator's own attributes begin.
+_OWN = "_PartitionedParameterCoordinator"
+
+
+def gather_ahead(model: torch.nn.Module, elements: int) -> None:
+    """Have each module gather so many elements ahead from now on; all ranks at the same moment of a step."""
+    hooks = _optimizer_of(model).parameter_offload
+    hooks._prefetch_bucket_sz = elements
+    setattr(hooks.param_coordinator, f"{_OWN}__prefetch_bucket_sz", elements)
+
+
+def forgetting(model: torch.nn.Module) -> Callable[[], None]:
+    """What lets DeepSpeed forget the modules that have run since now, in a forward that runs again.
+
+    Else its first step notes their order twice; the next one, which goes by that, decides for good what to release
+    (`__params_to_release` is cached).
+    """
+    optimizer = _optimizer_of(model)
+    if optimizer is None:
+        return lambda: None
+    coordinator = optimizer.parameter_offload.param_coordinator
+    held = vars(coordinator)
+    count = held[f"{_OWN}__step_id"]
+
+    def forget() -> None:
+        if coordinator.is_record_trace():
+            del held[f"{_OWN}__submodule_order"][count:]
+            for steps in held[f"{_OWN}__step_id_module_fetched_for"].values():
+                while steps and steps[-1] >= count:
+                    steps.pop()
+            held[f"{_OWN}__step_id"] = count
+
+    return forget
 
 
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:

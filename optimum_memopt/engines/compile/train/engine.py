@@ -173,7 +173,7 @@ class CompileEngine(in_place.InPlaceEngine):
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
             start_libraries(next(self._model.parameters()).device)
-            is_sharded = fully_shard.is_sharded(self._model)
+            is_sharded = self._is_sharded
             if is_sharded and self._most_variants > 1:
                 get_logger().warning("one variant: ranks that gather parameters together cannot plan batches alone")
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
@@ -183,18 +183,26 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
         try:
-            return self._buckets(call)
+            outputs = self._buckets(call)
         except TooManyRecompilesError:
             self._forget()
             raise
         except DoesNotFitError as error:
             is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.has_regions
-            if not is_layered or fully_shard.is_sharded(self._model):
+            if not is_layered or self._is_sharded:
                 raise
             get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
             self._forget()
             self._is_whole = True
             return self._train_forward(*args, **kwargs)
+        if self._leafs is not None:
+            self._leafs.gather_ahead(self._model, self._buckets.largest)
+        return outputs
+
+    @property
+    def _is_sharded(self) -> bool:
+        """True where ranks gather parameters together."""
+        return self._leafs is not None or fully_shard.is_sharded(self._model)
 
     def _new_forward(
         self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str

@@ -22,12 +22,13 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients
+from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import mismatch_line, show
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
@@ -184,7 +185,7 @@ class PlannedForward:
         """
         if self.is_compiled:
             return self._run(call)
-        before = ForwardState.of(self._model, with_buffers=True)
+        before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> _Attempt:
             return _Attempt(self._run(call), self.predictor)
@@ -192,6 +193,7 @@ class PlannedForward:
         def again() -> None:
             self._reset()
             before.restore(self._model)
+            forget()
 
         outputs = self.planner.plan(attempt, again).outputs
         for remark in self._remarks:
@@ -217,6 +219,17 @@ class PlannedForward:
             with self.predicting():
                 line = self.planner.excess(self.predictors.of(inputs), inputs)
         return line
+
+    def gather_ahead(self, elements: int) -> bool:
+        """Count as if each module gathered so many elements ahead, where that is within the budget on all ranks."""
+        predictor, sharding = self.predictor, self.traced.sharding
+        if predictor is None or not isinstance(sharding, LeafSharding):
+            return False
+        sharding = replace(sharding, prefetched=elements)
+        wider = predictor.with_sharding(sharding)
+        if has_room := self.planner.has_room(wider):
+            self.traced.sharding, self.predictors = sharding, Predictors(wider)
+        return has_room
 
     def predicting(self) -> contextlib.AbstractContextManager:
         """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""

@@ -16,6 +16,8 @@ import torch
 from optimum_memopt.compat import backward_pass, full_shape
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
+from optimum_memopt.engines.compile.torch_compat import zero3
+from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _STAGE = 3
 _NAME = f"DeepSpeed ZeRO stage {_STAGE} with the compile engine"
 _INSTEAD = "use ZeRO stage 0, 1 or 2 (`zero_optimization.stage`)"
-_PREFETCH = "stage3_prefetch_bucket_size"
+_PREFETCH, _LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 
 
 class LeafLayers:
@@ -34,11 +36,14 @@ class LeafLayers:
 
     Args:
         config: DeepSpeed's `zero_optimization`, before a Trainer fills it in.
+        has_budget: layers are gathered ahead where its plan leaves room.
     """
 
-    def __init__(self, config: MutableMapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: MutableMapping[str, Any], has_budget: bool = False) -> None:
+        self._config, self._has_budget = config, has_budget
         self._sizes_prefetch = config.get(_PREFETCH) == "auto"
+        # Elements of a layer, until it is known whether there is room for them.
+        self._ahead = 0
         self._handles: list[RemovableHandle] = []
 
     @classmethod
@@ -58,17 +63,12 @@ class LeafLayers:
                 f"{_NAME}, --memory_opt_unit {MODEL}: the hooks that gather parameters are graph breaks, and can be "
                 f"around layers only; leave the flag out, or {_INSTEAD}"
             )
-        if has_budget:
-            raise MemOptError(
-                f"{_NAME}, --memory_opt_budget: the bytes of gathered parameters are not predicted; use "
-                f"--memory_opt_level 1 or --memory_opt_config, or {_INSTEAD}"
-            )
         if must_chunk:
             raise MemOptError(
                 f"{_NAME}, a chunked loss: what is outside of the layers is not compiled; leave --memory_opt_loss "
                 f"{CHUNKED}, or the row of the loss in a config or plan, out, or {_INSTEAD}"
             )
-        return cls(plugin.deepspeed_config["zero_optimization"])
+        return cls(plugin.deepspeed_config["zero_optimization"], has_budget)
 
     def start(self, model: torch.nn.Module) -> None:
         """Make its layers leafs, before DeepSpeed puts hooks on it.
@@ -96,23 +96,37 @@ class LeafLayers:
             self._handles.append(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if is_trained:
                 self._handles.append(layer.register_full_backward_hook(_OnceInABackward()))
-        if self._sizes_prefetch:
-            self._prefetch(max(map(_elements, layers)))
+        own, elements = self._config.get(_PREFETCH), max(map(_elements, layers))
+        if self._sizes_prefetch and isinstance(own, int) and own < elements:
+            self._ahead = elements
+        if not self._has_budget and self._ahead:
+            # Before DeepSpeed reads it.
+            self._config[_PREFETCH], self._ahead = self._ahead, 0
+            get_logger().info(f"{_ahead(elements)}, instead of {own}; gathers up to {_LIVE} ahead")
+
+    def gather_ahead(self, model: torch.nn.Module, forward: PlannedForward) -> None:
+        """Have a layer on its way while another runs, where a budget's plan leaves room for it; once, behind the first
+        forward."""
+        elements, self._ahead = self._ahead, 0
+        if not elements:
+            return
+        own = self._config[_PREFETCH]
+        if forward.gather_ahead(elements):
+            zero3.gather_ahead(model, elements)
+            get_logger().info(f"{_ahead(elements)}, instead of {own}, for which the budget has room")
+        else:
+            get_logger().info(
+                f"{_NAME}: {_PREFETCH} auto stays {own}: the budget has no room for the {elements} elements of a layer"
+            )
 
     def stop(self) -> None:
         """Undo `start`, but for the flags, by which DeepSpeed's hooks go as long as they are there."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _prefetch(self, elements: int) -> None:
-        """Have a layer on its way while another runs: transformers' own choice is a twelfth of one."""
-        own = self._config[_PREFETCH]
-        if isinstance(own, int) and own < elements:
-            self._config[_PREFETCH] = elements
-            get_logger().info(
-                f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer, instead of {own}; gathers up to "
-                "stage3_max_live_parameters ahead"
-            )
+
+def _ahead(elements: int) -> str:
+    return f"{_NAME}: {_PREFETCH} auto is {elements}, the elements of a layer"
 
 
 # DeepSpeed reduces a leaf's gradients when a backward of the leaf is over, and copies them over what was there
