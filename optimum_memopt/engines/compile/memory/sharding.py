@@ -31,6 +31,8 @@ class AnySharding(Protocol):
         stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
         tells_outside: its events are those of what runs in no graph, too.
         unknown: why it is not known what ranks gather; empty where it is.
+        moved: bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an
+            optimizer step, whatever is recomputed; None: not counted.
     """
 
     @property
@@ -53,6 +55,9 @@ class AnySharding(Protocol):
 
     @property
     def unknown(self) -> str: ...
+
+    @property
+    def moved(self) -> tuple[int, int] | None: ...
 
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
@@ -106,8 +111,7 @@ class Sharding:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an optimizer
-        step. Its own share moves nowhere; recompute runs inside of a gathered module, and adds none."""
+        """See `AnySharding`. A rank's own share moves nowhere; recompute runs inside of a gathered module."""
         again = sum(group.gathered for group in self.groups if group.reshards and not group.is_open)
         every = (*self.groups, *filter(None, [self.root]))
         gathered, reduced = again + sum(group.gathered for group in every), sum(group.reduced for group in every)

@@ -75,6 +75,7 @@ class LeafSharding:
     stays_gathered = False
     tells_outside = True
     unknown = ""
+    moved = None
 
     def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
         return replace(self, sizes=sizes)

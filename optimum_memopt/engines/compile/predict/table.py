@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_si
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
-from optimum_memopt.engines.compile.memory.sharding import Sharding
+from optimum_memopt.engines.compile.memory.sharding import AnySharding
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
@@ -78,9 +78,9 @@ def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
     return [inputs[place].bytes for place in sorted(call.offloaded)]
 
 
-def collective_lines(sharding: Sharding) -> list[str]:
-    """A line about what a rank of several moves; none for a single one."""
-    if not sharding.is_sharded:
+def collective_lines(sharding: AnySharding) -> list[str]:
+    """A line about what a rank of several moves; none for a single one, and where that is not counted."""
+    if not sharding.is_sharded or sharding.moved is None:
         return []
     gathered, reduced = map(gib_text, sharding.moved)
     return [
