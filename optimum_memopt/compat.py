@@ -176,7 +176,11 @@ def embeddings(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
     Args:
         kind: `input` or `output`.
     """
-    module: torch.nn.Module | None = getattr(model, f"get_{kind}_embeddings", lambda: None)()
+    try:
+        module: torch.nn.Module | None = getattr(model, f"get_{kind}_embeddings", lambda: None)()
+    except NotImplementedError:
+        # A model whose embeddings transformers does not find by their usual names.
+        return None
     return module
 
 

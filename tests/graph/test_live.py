@@ -93,7 +93,7 @@ def test_it_names_who_holds_what() -> None:
     groups = {(group.category, group.name) for group in timeline.alive}
     assert (OUTPUTS, "outputs.logits") in groups
     assert any(category == SAVED for category, _ in groups)
-    assert (PARAMETERS, "") in groups
+    assert (PARAMETERS, "float32") in groups
     assert timeline.peak_phase == "backward"
     assert max(timeline.held[GRADIENTS]) == sum(parameter.nbytes for parameter in model.parameters())
 

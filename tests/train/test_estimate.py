@@ -189,7 +189,7 @@ def test_batch_sizes_are_predicted_from_one_trace(folder: str) -> None:
         assert 0 < point.saved < point.activations
         assert (point.allocated, point.reserved) == (None, None)
     header, titles, _, *rows, _ = found.to_text().splitlines()
-    assert header.startswith("GPT2LMHeadModel on cpu")
+    assert header.startswith("GPT2LMHeadModel in float32 on cpu")
     assert titles.split("  ")[-1] == "saved for backward" and "allocated" not in titles
     assert [row.split()[0] for row in rows] == ["3", "8"]
 

@@ -263,7 +263,7 @@ def test_a_device_file_may_be_a_path(folder, tmp_path) -> None:
     rates = {"memory": 2**34, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": 1e10}
     path.write_text(json.dumps({"name": "own", **rates}))
     header = plan(folder, seq_len=8, device=path, compiler="aot_eager").table.header[0]
-    assert header.startswith("GPT2LMHeadModel on own")
+    assert header.startswith("GPT2LMHeadModel in float32 on own")
 
 
 def test_the_task_is_that_of_the_class(tmp_path, config) -> None:
