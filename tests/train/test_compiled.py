@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.predict import planner, step_predictor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import Budget
+from tests.compiled import hold_still
 from tests.trainer_runs import log_lines
 
 
@@ -34,9 +34,7 @@ class Layers(torch.nn.Module):
 def trained(
     monkeypatch: pytest.MonkeyPatch, budget: int | None, compiles: int = 3
 ) -> tuple[CompileEngine, list, list]:
-    # The process itself grows and shrinks by more than this model takes.
-    for module in (step_context, step_predictor):
-        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+    hold_still(monkeypatch)
     monkeypatch.setattr(planner, "_MOST_COMPILES", compiles)
     torch.manual_seed(0)
     model = Layers()

@@ -10,10 +10,9 @@ from optimum_memopt.engines.api.explanations import FORWARD, FailedStep, place_o
 from optimum_memopt.engines.api.predictions import SAVED
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import LossMode
-from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
-from optimum_memopt.engines.compile.predict import step_predictor, suggestions
+from optimum_memopt.engines.compile.predict import suggestions
 from optimum_memopt.engines.compile.predict.explain import explain
 from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.reconstruction import capture_failed
@@ -22,6 +21,7 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import TimeIsUpError
 from optimum_memopt.oom.failure import forward_call, free_step
 from optimum_memopt.sizes import Budget
+from tests.compiled import hold_still
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
 from tests.rotation import nightly
@@ -127,9 +127,7 @@ class WithReference(torch.nn.Module):
 
 
 def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeypatch):
-    for module in (step_context, step_predictor):
-        # The process itself grows and shrinks by more.
-        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+    hold_still(monkeypatch)
     batch = {"x": torch.randn(512, 64)}
     by_run, footprints, floors = [], [], []
     for requires_grad in (True, False):

@@ -9,14 +9,13 @@ from torch.nn import functional
 
 from optimum_memopt import plan
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.sizes import Budget
+from tests.compiled import hold_still
 from tests.rotation import nightly
 from tests.train.test_caveat import BrokenLoop, Output
 from tests.train.test_step_memory import measured
@@ -73,9 +72,7 @@ ROWS = 1024
 
 @pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process itself grows and shrinks by more than these models take."""
-    for module in (step_context, step_predictor):
-        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+    hold_still(monkeypatch)
 
 
 def attached(name: str, budget: int | None, dynamic: bool = False) -> CompileEngine:

@@ -9,14 +9,12 @@ import torch
 from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
-from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
-from tests.compiled import selection
+from tests.compiled import hold_still, selection
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
@@ -38,9 +36,7 @@ def attached(model: torch.nn.Module, chosen: Selection, unit: str = LAYER) -> Co
 
 @pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process itself grows and shrinks by more than these models take."""
-    for module in (step_context, step_predictor):
-        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+    hold_still(monkeypatch)
 
 
 @pytest.mark.parametrize("count", [1, 3, -1])

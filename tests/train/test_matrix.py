@@ -29,7 +29,8 @@ from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
-from tests.compiled import Split, recorded
+from optimum_memopt.sizes import Budget
+from tests.compiled import Split, hold_still, recorded
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 from tests.rotation import nightly
@@ -44,12 +45,15 @@ WAYS: dict[str, dict[str, Any]] = {
 PLANS = ("none", "one", "level 1", "level 2", "random")
 # After "level 1", whose graph it goes on with.
 ONE_ROW = "one row"
+# A quarter more of activations than level 1 takes.
+BUDGET = "budget"
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
 # What every run trains: an encoder, one with relative positions, and a decoder. The others are nightly.
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
-# get every plan there, the others two of them, and one of them for their second kind of attention.
+# get every plan there, the others some of them, and one of them for their second kind of attention.
 EVERY_PLAN = FAST
+SOME_PLANS = ("level 1", BUDGET, "random")
 # Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
 # where a graph has none of the plan's; and one that is traced again for each length.
 LEVEL_ONLY = ("gemma3-vision", "jamba")
@@ -159,14 +163,14 @@ def check_applied(table: PlanTable, chosen: Selection) -> None:
     asked = set(str(chosen.config).split(",")) if chosen.config else set()
     for row in table.plans:
         strategies = {int(part.split(":")[1]) for part in row.config.split(",")}
-        if table.engine == "compile" and chosen.level:
-            # A level takes what lies within a layer; `check_executed` looks at each occurrence.
+        if table.engine == "compile" and (chosen.level or chosen.budget):
+            # A level takes what lies within a layer, a budget what it needs; `check_partition` looks at each one.
             assert 0 <= row.applied_count <= row.frequency, row
             continue
         by_level = bool(chosen.level) and max(strategies) <= chosen.level and not row.note
         wanted = by_level or set(row.config.split(",")) <= asked
         assert row.applied_count == (row.frequency if wanted else 0), row
-    assert bool(table.enabled) == bool(chosen.level or chosen.config)
+    assert chosen.budget or bool(table.enabled) == bool(chosen.level or chosen.config)
 
 
 def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
@@ -246,8 +250,10 @@ def is_fast(way: str, name: str, attention: str, plan: str) -> bool:
             cell
             for way, left_out in (("compile", ()), ("layers", NO_LAYERS))
             for cell in (
-                *cells(way, "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
-                *cells(way, "eager", ZOO.keys() - {*EVERY_PLAN, *LEVEL_ONLY, *left_out}, ("level 1", "random")),
+                *cells(way, "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, BUDGET, "level 2", "random")),
+                *cells(
+                    way, "eager", ZOO.keys() - {*EVERY_PLAN, *LEVEL_ONLY, *left_out}, ("level 1", BUDGET, "random")
+                ),
                 *cells(way, "eager", LEVEL_ONLY, ("level 1",)),
             )
         ),
@@ -258,14 +264,15 @@ def is_fast(way: str, name: str, attention: str, plan: str) -> bool:
 def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
     if plan == ONE_ROW:
         check_one_row(pair)
+    elif plan == BUDGET:
+        check_budget(pair)
     else:
-        check(pair, plan)
+        check(pair, selection(pair, plan))
 
 
-def check(pair: Pair, plan: str) -> None:
+def check(pair: Pair, chosen: Selection) -> None:
     """The plan is applied, and steps and evaluations of several sizes are those of plain PyTorch."""
     case, engine = pair.case, pair.engine
-    chosen = selection(pair, plan)
     pair.apply(chosen)
     pair.check_step(case.batch(4, 12))
     table = engine.plans()
@@ -304,6 +311,18 @@ def check_one_row(pair: Pair) -> None:
     assert 2 < len(alone.enabled) <= len(before.enabled)
     pair.check_step(pair.case.batch(2, 6, seed=7))
     assert len(pair.partitions) == graphs
+
+
+def check_budget(pair: Pair) -> None:
+    """All batches are within a budget that the largest of them needs, which comes first."""
+    with pytest.MonkeyPatch.context() as patch:
+        hold_still(patch)
+        pair.apply(Selection(level=1))
+        pair.check_step(pair.case.batch(4, 12))
+        by_level = pair.engine.predictor.footprint()
+        budget = by_level.peak + by_level.activations // 4
+        check(pair, Selection(budget=Budget(f"{budget} bytes", budget)))
+        assert pair.engine.predictor.footprint().peak <= budget
 
 
 # One that cannot be exported and one that is exported and cannot run.

@@ -9,20 +9,18 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver, problem_of
 from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes
-from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import with_recomputed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.plan_file import LayerEntry, PlanFile
 from optimum_memopt.sizes import Budget
-from tests.compiled import DROPOUT
+from tests.compiled import DROPOUT, hold_still
 from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same, assert_bitwise_same_step
 from tests.graph.test_tape_problem import captured
 from tests.model_zoo import ZOO
@@ -42,12 +40,6 @@ def attached(model: torch.nn.Module, chosen: Selection) -> CompileEngine:
     engine = CompileEngine(chosen, "aot_eager", loss="plain", unit=LAYER)
     engine.attach(model)
     return engine
-
-
-def hold_still(patch: pytest.MonkeyPatch) -> None:
-    """The process itself grows and shrinks by more than these models take."""
-    for module in (step_context, step_predictor):
-        patch.setattr(module, "constant_of", lambda *held: 2**29)
 
 
 def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -> Selection:
