@@ -15,7 +15,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 SHAPES = {
     "RoBERTa": Shape("roberta", 12, 768, 16, 512),
     "Llama": Shape("llama", 12, 768, 8, 1024),
-    "DeBERTa-v2": Shape("deberta-v2", 8, 256, 16, 256),
+    "DeBERTa-v2": Shape("deberta-v2", 24, 1536, 8, 512),
 }
 QUICK = {"RoBERTa": Shape("roberta", 4, 64, 4, 32)}
 # Where budgets lie between the lowest peak that both units reach and everything saved.
