@@ -150,6 +150,10 @@ class JointGraph:
         # All that was traced in the forward stands before the backward.
         forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
         end_of_forward = max(forward, default=len(self.nodes))
+        # But for views of its results that AOTAutograd returns, behind both (Longformer).
+        returned = set(self.forward_outputs)
+        for node in reversed(self.nodes[end_of_forward + 1 :]):
+            returned.update(node.all_input_nodes if node in returned else ())
         dependent: set[fx.Node] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "output":
@@ -157,6 +161,7 @@ class JointGraph:
             # A frozen weight that a function dequantizes anew in its backward reads no gradient. Sizes that are first
             # asked for there are the forward's all the same, so that the backward does not read a tensor for its size.
             is_later = index > end_of_forward and fx_graph.is_untagged(node) and not is_number(node)
+            is_later = is_later and node not in returned
             is_tagged = fx_graph.is_tangent(node) or fx_graph.is_tagged_backward(node)
             if is_tagged or is_later or node in dependent:
                 dependent.add(node)
