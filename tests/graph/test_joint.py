@@ -103,6 +103,21 @@ def test_a_size_that_the_forward_returns_is_compared_as_one():
     assert sum(node.name.startswith("view") for node in captured.joint.forward) == 1
 
 
+def test_a_view_that_is_returned_behind_the_backward_is_the_forwards():
+    """Functionalization makes a view anew where its base was written to in the meantime."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        base = x.sin()
+        view = base.transpose(0, 1)
+        base[:2].mul_(2.0)
+        return view
+
+    joint = capture(forward, torch.randn(4, 6, requires_grad=True)).joint
+    (returned,) = joint.forward_outputs
+    assert max(map(joint.nodes.index, joint.backward)) < joint.nodes.index(returned)
+    assert returned not in joint.backward
+
+
 class Coded(torch.autograd.Function):
     """A product with a weight that only its codes are stored of: both passes compute it from them."""
 
