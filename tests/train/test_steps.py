@@ -1,9 +1,12 @@
 """Steps that are predicted from one trace are those that `estimate` predicts for each batch and plan by itself."""
 
+import json
+import re
 from functools import partial
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, Training
 from optimum_memopt.engines.api.run import Selection, StepSpec
@@ -115,6 +118,30 @@ def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
     for name, way in zip(names, ways, strict=True):
         found = steps.step(plan(steps, name), 24, micro_batches > 1)
         assert found.total(micro_batches) == pytest.approx(way.seconds, rel=0.02), name
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies):
+    """Below level 1 what layers hand to one another waits on the host, or is computed again where no copy is known."""
+    device = tmp_path / "device.json"
+    rates = {"memory": 2**36, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": 1e10}
+    device.write_text(json.dumps({"name": "own", **rates}))
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=16, num_attention_heads=4
+    )
+    workload = Workload(config, "text-generation", 32, 256)
+    spec = StepSpec("h100" if copies else str(device), "aot_eager", loss="plain")
+    level = estimate(workload, Selection(level=1), spec, with_ways=True)
+    budget = int(0.8 * level.ways[1].peak)
+    found = estimate(workload, Selection(budget=Budget(f"{budget} bytes", budget)), spec, with_ways=True)
+    header = found.table.header[0]
+    assert ("of the host for offload" in header, "a third time" in header) == (copies, not copies)
+    without, level_1, within = found.ways
+    assert (without, level_1) == level.ways
+    assert within.peak <= budget
+    share = float(re.search(r"\+([0-9.]+)% time", header)[1]) / 100
+    # The optimizer's step is not in the share.
+    assert 0.85 * without.seconds < (within.seconds - without.seconds) / share < without.seconds
 
 
 def test_foreach_takes_longer_than_fused(folder):

@@ -210,5 +210,6 @@ def _gain(plan: Plan, costs: str) -> str:
     if not plan.seconds:
         return ""
     offload = f", {gib_text(plan.host_bytes)} of the host for offload" if plan.offloaded else ""
-    segments = f", {len(plan.segments)} layers run a third time, for segments of layers" if plan.segments else ""
+    again = f"{count} layer{'s run' if count > 1 else ' runs'}" if (count := len(plan.segments)) else ""
+    segments = f", {again} a third time, for segments of layers" if again else ""
     return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}{segments}"
