@@ -160,7 +160,7 @@ def written(name: str, begin: str) -> tuple[str, str]:
     return LLAMA, f"cat > {name} <<'END'\n{code}END"
 
 
-TITLE, PREDICTED = r"RobertaForSequenceClassification on .*", r"Predicted (for the first batch|peak of a step).*"
+TITLE, PREDICTED = r"RobertaForSequenceClassification in .*", r"Predicted (for the first batch|peak of a step).*"
 TABLE_HEAD = (r"Plan +Config .*", r"3 +.*")
 COMPILED = r"\[memopt\] compiled the training graph .*"
 AT_THE_PEAK = r"\[memopt\] predicted .* at the peak of the run.*"
@@ -224,7 +224,7 @@ OUTPUTS = {
             "optimum-cli memopt plan --model llama/ --task text-generation --batch_size 8,16,32,64 --seq_len 512 "
             "--device h100 --bf16",
         ),
-        ((r"LlamaForCausalLM on H100 .*", r" +64 .*"),),
+        ((r"LlamaForCausalLM in float32 on H100 .*", r" +64 .*"),),
     ),
     "advice": Output(
         (
@@ -232,7 +232,7 @@ OUTPUTS = {
             "--budget 8GiB",
         ),
         (
-            ("LlamaForCausalLM on H100, .*", "Trainer's checkpointing, every layer .*"),
+            ("LlamaForCausalLM in float32 on H100, .*", "Trainer's checkpointing, every layer .*"),
             ELLIPSIS,
             ("Recommended: .*", "--per_device_train_batch_size .*"),
         ),
@@ -267,7 +267,7 @@ OUTPUTS = {
         (r"(error: no plan .* Available: \S+ \S+ \S+ \S+).*", "error: --.*", "error: memory-.*"),
         is_prompt_shown=False,
     ),
-    "plan-device": Output(PLAN, (r"RobertaForMaskedLM on H100 .*", "Predicted (?:for|peak) .*")),
+    "plan-device": Output(PLAN, (r"RobertaForMaskedLM in float32 on H100 .*", "Predicted (?:for|peak) .*")),
     "plan-ways": Output(
         (
             LLAMA_3B,
@@ -283,7 +283,7 @@ OUTPUTS = {
             r"""optimum-cli memopt plan --model roberta/ --task fill-mask --seq_len 256 --device h100 --bf16 \
     --compiler aot_eager --batch_size 1,2,4,8,16,32 --optim adafactor --gradient_accumulation_steps 4""",
         ),
-        ((r"RobertaForMaskedLM on H100 .*", r" +32 .*"),),
+        ((r"RobertaForMaskedLM in float32 on H100 .*", r" +32 .*"),),
     ),
     "dry-run": Output(
         (
