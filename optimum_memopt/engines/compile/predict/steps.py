@@ -450,9 +450,10 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
         training = Training(every, case.keeps_outputs)
+        values = case.values_at(rows)
         with torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
-            for name, values in case.values_at(rows).items():
-                fake_tensors.with_values(batch[name], values)
+            for name in values:
+                fake_tensors.with_values(batch[name], values[name])
             return run_micro_batches(
                 model, batch, case.autocast, training, cuda, accumulated=accumulated, records_work=True
             )

@@ -1,0 +1,103 @@
+"""`optimum-cli memopt advise`: its flags of the step are those of `plan`."""
+
+import json
+from argparse import ArgumentParser
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from optimum_memopt.commands import step
+from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
+from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.compile.predict.live_step import plain_step
+from tests.rotation import nightly
+
+ROWS = 16
+FLAGS = {
+    "dtype": ("--dtype", "bfloat16"),
+    "peft": ("--peft", "r=4,target=q_proj+v_proj"),
+    "attention": ("--attention", "eager"),
+    "no_padding": ("--no_padding",),
+    "trainable": ("--trainable", "q_proj"),
+    "keep_outputs": ("--keep_outputs",),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 3}
+    LlamaConfig(**sizes, vocab_size=2048, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str) -> None:
+    parser = ArgumentParser()
+    AdviseCommand.parse_args(parser)
+    AdviseCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+
+
+@pytest.fixture
+def asked(folder: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    def ask(*arguments: str) -> dict[str, Any]:
+        device = "--device", "h100", "--budget", "8GiB", "--compiler", "aot_eager"
+        capsys.readouterr()
+        run("--model", folder, "--seq_len", "100", *device, "--json", *arguments)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return ask
+
+
+@pytest.mark.parametrize("name", nightly(FLAGS, but=["peft", "no_padding"]))
+def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> None:
+    def peak(*flags: str) -> int:
+        parser = ArgumentParser()
+        PlanCommand.parse_args(parser)
+        args = parser.parse_args(["--model", folder, "--seq_len", "100", "--device", "h100", *flags])
+        spec = step.spec_of(args, args.device)
+        return plain_step(step.workload_of(args, ROWS), spec, Training(keeps_outputs=spec.keeps_outputs)).peak
+
+    advice = asked("--global_batch", str(ROWS), *FLAGS[name])
+    plain = next(row for row in advice["rows"] if row["plan"] == "plain PyTorch" and row["rows"] == ROWS)
+    assert plain["peak"] == peak(*FLAGS[name]) != peak()
+    assert advice["weights"] == ("bfloat16" if name == "dtype" else "float32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--fsdp", "0"), "--fsdp 0: allowed are numbers from 1 on"),
+        (("--fsdp", "8", "--device", "here"), "--fsdp 8: ranks are predicted for a device with a name"),
+        (("--fsdp", "8", "--keep_outputs"), "--keep_outputs with --fsdp: is of plain PyTorch"),
+        (("--fsdp", "8", "--no_padding"), "--no_padding with --fsdp: is of plain PyTorch"),
+        (("--dtype", "int3"), "--dtype"),
+        (("--peft", "r=x"), "--peft"),
+        (("--attention", "magic"), "--attention"),
+        (("--trainable", "nothing_so_called"), "--trainable"),
+        (("--global_batch", "0"), "--global_batch 0: allowed are numbers from 1 on"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    flags: tuple[str, ...], line: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--model", folder, "--device", "h100", "--compiler", "aot_eager", *flags)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    (error,) = [shown for shown in printed.err.splitlines() if shown.startswith("error: ")]
+    assert line in error and not printed.out
+
+
+def test_a_rank_of_several_is_said(asked: Any) -> None:
+    alone, shared = asked("--global_batch", str(ROWS)), asked("--global_batch", str(ROWS), "--fsdp", "8")
+    assert not alone["remarks"]
+    (remark,) = shared["remarks"]
+    assert remark.startswith("Predicted for each of 8 ranks: ") and remark.endswith("their time is not counted")
+    assert {row["plan"] for row in shared["rows"]} == {"no plan", "level 1", "budget"}
+    peaks = [
+        next(row["peak"] for row in found["rows"] if row["plan"] == "level 1" and row["chunked_loss"])
+        for found in (alone, shared)
+    ]
+    assert peaks[1] < 0.85 * peaks[0]
