@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = str(Path(__file__).parents[1])
+# As pytest has it (`pythonpath` in pyproject.toml).
+BENCHMARKS = os.path.join(ROOT, "benchmarks")
 # Most of what a Trainer needs.
 IMPORTED = ("torch._inductor.compile_fx", "transformers.trainer")
 
@@ -132,7 +134,7 @@ def _become(request: dict[str, Any], own_path: list[str]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     sys.argv = request["arguments"]
-    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), ROOT, *own_path]
+    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), ROOT, BENCHMARKS, *own_path]
     if sys.argv[0] != "-c":
         sys.path[:] = [os.path.dirname(os.path.abspath(sys.argv[0])), *path]
         runpy.run_path(sys.argv[0], run_name="__main__")
