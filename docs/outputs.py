@@ -139,7 +139,7 @@ PLAN = (
     "--device h100 --bf16 --compiler aot_eager",
 )
 
-LLAMA = """python -c 'from transformers import LlamaConfig
+LLAMA_1B = """python -c 'from transformers import LlamaConfig
 LlamaConfig(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_key_value_heads=8,
     tie_word_embeddings=True, dtype="bfloat16",
@@ -157,7 +157,7 @@ def written(name: str, begin: str) -> tuple[str, str]:
     """Commands that write a model's config, and the Python of docs/plan.md that begins so."""
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     code = page[page.index(f"```python\n{begin}") :].split("```")[1].removeprefix("python\n")
-    return LLAMA, f"cat > {name} <<'END'\n{code}END"
+    return LLAMA_1B, f"cat > {name} <<'END'\n{code}END"
 
 
 TITLE, PREDICTED = r"RobertaForSequenceClassification in .*", r"Predicted (for the first batch|peak of a step).*"
