@@ -9,8 +9,9 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, IntTrueDiv, Max, Mi
 
 from optimum_memopt.engines.compile.graph.joint import root, storage_bytes, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of, schedule
-from optimum_memopt.engines.compile.memory.tape import Tape, compose
+from optimum_memopt.engines.compile.memory.tape import Tape
 from tests.captured import Captured, capture, real
 
 # What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer

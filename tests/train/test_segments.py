@@ -9,8 +9,8 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events
-from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver, problem_of
 from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes

@@ -8,8 +8,9 @@ import torch
 import transformers
 
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
+from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
-from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, TapeRecorder, bytes_left_by, compose
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, TapeRecorder
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch

@@ -18,8 +18,8 @@ from optimum_memopt.engines.api.predictions import (
     Phase,
     StepTimeline,
 )
+from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
-from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB

@@ -38,6 +38,7 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.compile.costs.costs import Work, work_of
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
+from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import (
     Event,
     Storage,
@@ -47,7 +48,6 @@ from optimum_memopt.engines.compile.memory.events import (
     held_during,
 )
 from optimum_memopt.engines.compile.memory.footprint import dtype_name, groups
-from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
@@ -317,7 +317,7 @@ class LiveRecorder(TorchDispatchMode):
         return tuple(self._alive[storage.address] for storage in held)
 
     def take_in(self, sizes: Mapping[int, int]) -> None:
-        """Count from now on, with so many bytes, what is still held of storages that were left out."""
+        """Count storages that were left out, as far as they are still held, from now on: bytes by their numbers."""
         for address, number in self._alive.items():
             if number in sizes:
                 left = self._allocations[number]

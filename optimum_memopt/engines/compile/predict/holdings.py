@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Place, Tensors
 from optimum_memopt.engines.api.predictions import CATEGORIES
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
 from optimum_memopt.engines.compile.memory.simulation import problem_events
-from optimum_memopt.engines.compile.memory.tape import StepEvents, compose
 from optimum_memopt.engines.compile.partition.captured_forward import problems_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 

@@ -17,8 +17,8 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
+from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.live import LiveRun
-from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer

@@ -17,6 +17,7 @@ from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
+from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
@@ -30,7 +31,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.sharding import AnySharding
-from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, bytes_left_by, compose, resized
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import local

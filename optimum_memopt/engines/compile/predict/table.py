@@ -280,11 +280,9 @@ def plan_file_of(
 def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEntry]:
     runs: dict[str, dict[str, GraphEntry]] = {}
     inputs: dict[tuple[str, str], InputsPlan] = {}
-    recomputed = {call.inputs[place] for call in tape.calls for place in call.recomputed}
-    for call in tape.calls:
+    for call, is_repeated in zip(tape.calls, tape.repeated, strict=True):
         entry = graphs[call.graph].plan
         runs.setdefault(entry.signature.digest, {})[call.layer] = entry
-        is_repeated = not recomputed.isdisjoint(call.outputs.values())
         inputs[entry.signature.digest, call.layer] = InputsPlan(call.offloaded, call.recomputed, is_repeated)
     for digest, entries in runs.items():
         (first, *_) = entries.values()

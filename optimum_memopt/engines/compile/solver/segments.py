@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.simulation import problem_events
-from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
+from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 
 # Layers in a segment.
@@ -135,9 +136,7 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
 
 def seconds_again(forward: TapeProblem, tape: Tape) -> float:
     """Seconds of the runs that the tape has run again."""
-    recomputed = {call.inputs[place] for call in tape.calls for place in call.recomputed}
-    again = (not recomputed.isdisjoint(call.outputs.values()) for call in tape.calls)
-    return math.fsum(map(_forward_seconds, itertools.compress(forward.runs, again)))
+    return math.fsum(map(_forward_seconds, itertools.compress(forward.runs, tape.repeated)))
 
 
 def _forward_seconds(problem: Problem) -> float:

@@ -9,9 +9,9 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.memory.tape import compose
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.partition.captured_forward import (
     ForwardSolver,

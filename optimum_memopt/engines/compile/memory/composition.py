@@ -1,0 +1,413 @@
+"""The events of a step: those of its graphs, composed over the tape of its forward. Pure.
+
+Each graph's events are exact by themselves. Composed, a storage that one graph returns and others read or save is held
+once, until the last of them is done, and a gradient that a backward returns is the one that the backward before it is
+given.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED, TEMPORARY
+from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
+from optimum_memopt.engines.compile.memory.sharding import Reduced
+from optimum_memopt.engines.compile.memory.tape import Outside, Tape
+from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of a forward and its backward; those without an operator are what happens between two.
+
+    Attributes:
+        forward: of all graphs.
+        between: what the caller drops, and the gradients that it hands back.
+        backward: of all graphs.
+    """
+
+    forward: tuple[Event, ...]
+    between: tuple[Event, Event]
+    backward: tuple[Event, ...]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        return (*self.forward, *self.between, *self.backward)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Held between forward and backward."""
+        return bytes_during((*self.forward, self.between[0]))[1]
+
+    def peak(self, gradients: int = 0) -> int:
+        """The most that is held.
+
+        Args:
+            gradients: bytes that are there when the backward begins, and not yet in the forward.
+        """
+        during, _ = bytes_during(self.events)
+        count = len(self.forward) + 1
+        return max(*during[:count], *(size + gradients for size in during[count:]))
+
+
+def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
+    """The step whose storages are by a share of the difference larger than those of `low`; the share may be negative
+    or over 1. None where the two steps are not the same operators."""
+
+    def size(first: int, second: int) -> int:
+        return max(0, round(first + share * (second - first)))
+
+    def event(first: Event, second: Event) -> Event:
+        storages = zip(first.allocates, second.allocates, strict=True)
+        return first._replace(
+            allocates=tuple(one._replace(bytes=size(one.bytes, other.bytes)) for one, other in storages),
+            workspace=size(first.workspace, second.workspace),
+        )
+
+    pairs = list(zip(low.events, high.events, strict=False))
+    if len(low.events) != len(high.events) or len(low.forward) != len(high.forward):
+        return None
+    if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
+        return None
+    events, count = tuple(itertools.starmap(event, pairs)), len(low.forward)
+    return StepEvents(events[:count], (events[count], events[count + 1]), events[count + 2 :])
+
+
+def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> StepEvents:
+    """The events of a step whose forward is the tape.
+
+    Args:
+        runs: those of each call.
+        accumulates: gradients of parameters are added to others as soon as a graph's backward returns them.
+    """
+    composition = _Composition(tape, runs, accumulates)
+    count, around = len(tape.calls), composition.collectives
+    forward = [event for index in range(count) for event in composition.forward(index)]
+    dropped = composition.drop_results()
+    backward = list(composition.backward(count - 1))
+    given = backward.pop(0)
+    for index in reversed(range(count - 1)):
+        backward += composition.backward(index)
+    backward = [*around.prefetched, *backward, *composition.reduced(around.last), *around.end]
+    return StepEvents((*forward, *around.end_of_forward), (dropped, given), tuple(backward))
+
+
+def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
+    """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
+    composition = _Composition(tape, runs)
+    events = [event for index in range(count) for event in composition.forward(index)]
+    events += itertools.chain(*composition.collectives.before[count : count + 1])
+    return bytes_during(events)[1]
+
+
+class _Composition:
+    """The names of storages in a step, and who holds those that pass between graphs."""
+
+    def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
+        self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
+        # By run: names in the step of what its forward is given, returns and saves.
+        self._names = [self._names_of(index) for index in range(len(self._calls))]
+        # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
+        self._later = [self._later_of(index) for index in range(len(self._calls))]
+        self._kept: dict[int, set[str]] = {}
+        # Of storages that pass between graphs: runs whose backward needs them.
+        self._readers: dict[str, set[int]] = {}
+        for index, (graph, names) in enumerate(zip(self._graphs, self._names, strict=True)):
+            names = names | {local: storage.name for local, storage in self._later[index].items()}
+            for local in (*(storage.name for storage in graph.saved), *graph.saved_inputs):
+                if local in names:
+                    self._readers.setdefault(names[local], set()).add(index)
+            for position in self._calls[index].recomputed:
+                again = self._returned_by(index, position)
+                later = self._later[again]
+                kept = {name for local, name in self._names[again].items() if local not in later}
+                self._kept.setdefault(index, set()).update(kept - self._outputs_of(again))
+        for index, kept in self._kept.items():
+            for name in kept:
+                self._readers.setdefault(name, set()).add(index)
+        # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
+        self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
+        for reader, operator in self._outside:
+            for tensor in operator.saved:
+                self._readers.setdefault(_shared(tensor.storage), set()).add(reader)
+        self._held: set[str] = set()
+        # The caller's, until it drops them, in order.
+        self._of_caller: dict[str, None] = {}
+        # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
+        self._gradients: dict[int, str] = {}
+        self._waiting: Counter[str] = Counter()
+        # Gradients that only an operator outside of all graphs reads.
+        self._passed: list[str] = []
+        returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
+        self.collectives = tape.collectives(returned)
+        # Gradients that go when a group's are reduced, and those of them that a backward was given.
+        self._sharded: dict[str, ShardedGroup] = {}
+        self._lent: set[str] = set()
+
+    def _names_of(self, index: int) -> dict[str, str]:
+        graph, call = self._graphs[index], self._calls[index]
+        names: dict[str, str] = {}
+        for position, storage in graph.inputs.items():
+            number = call.inputs.get(position)
+            if number is not None and number not in self._given:
+                names[storage.name] = _shared(number)
+        for place, name in graph.outputs:
+            returned = None if place is None else call.outputs.get(place)
+            # What is written back to an input is copied there, and is a storage of its own until then.
+            if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
+                names.setdefault(name, _shared(returned))
+        return names
+
+    def _later_of(self, index: int) -> dict[str, Storage]:
+        """The arguments of a run that are offloaded or recomputed, as its backward finds them; by their own names."""
+        call, inputs = self._calls[index], self._graphs[index].inputs
+        places = {
+            place: RECOMPUTED if place in call.recomputed else SAVED for place in call.offloaded | call.recomputed
+        }
+        return {
+            inputs[place].name: inputs[place]._replace(
+                name=f"{_shared(call.inputs[place])} for {index}", category=category, layer=call.layer
+            )
+            for place, category in places.items()
+            if place in inputs
+        }
+
+    def _returned_by(self, index: int, position: int) -> int:
+        """The run that has returned an argument of a later one."""
+        number = self._calls[index].inputs[position]
+        return next(at for at in reversed(range(index)) if number in self._calls[at].outputs.values())
+
+    def _outputs_of(self, index: int) -> set[str]:
+        return set(map(_shared, self._calls[index].outputs.values()))
+
+    def forward(self, index: int) -> Iterator[Event]:
+        """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
+        graph, names = self._graphs[index], self._names[index]
+        yield from self.collectives.before[index]
+        given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
+        if not index:
+            yield from self._saved_outside(-1)
+        outside = {storage.name: storage for storage in given if storage.name not in self._held}
+        if outside:
+            yield Event("", allocates=tuple(outside.values()))
+        self._held |= outside.keys()
+        for event in graph.forward:
+            allocates = tuple(self._renamed(index, storage) for storage in event.allocates)
+            self._held.update(storage.name for storage in allocates)
+            frees = tuple(self._name(index, name) for name in event.frees)
+            yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=frees)
+        returned = [self._name(index, name) for name in graph.returned]
+        self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
+        yield from self._saved_outside(index)
+        yield from self.collectives.after[index]
+        if index < len(self._calls) - 1:
+            passed = set(names.values())
+            # What the caller does not get was written back to an input.
+            dropped = [name for name in returned if name not in passed]
+            released = [_shared(number) for number in sorted(self._calls[index].released)]
+            if frees := self._dropped([*dropped, *released]):
+                yield Event("", frees=frees)
+
+    def _saved_outside(self, call: int) -> Iterator[Event]:
+        """The storages that operators behind a call save, where no graph has allocated it."""
+        behind = (operator for _, operator in self._outside if operator.call == call)
+        saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
+        new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
+        self._held |= saved.keys()
+        if new:
+            yield Event("", allocates=new)
+
+    def drop_results(self) -> Event:
+        """The storages that the forward's caller drops: Trainer keeps the loss alone."""
+        return Event("", frees=self._dropped([*self._of_caller]))
+
+    def backward(self, index: int) -> Iterator[Event]:
+        """The events of a run's backward; before it gradients that no graph returns, behind it what is summed."""
+        graph, call = self._graphs[index], self._calls[index]
+        names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
+        names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
+        names |= {name: storage.name for name, storage in self._later[index].items()}
+        needed = [name for name in names.values() if index in self._readers.get(name, ())]
+        behind = [entry for entry in self._outside if entry[1].call == index]
+        outside = [*self._backward_outside(behind), *self.collectives.outside[index]]
+        if outside:
+            yield Event("")
+            yield from outside
+        tangents = []
+        for position, storage in graph.tangents:
+            number = -1 if position is None else call.outputs.get(position, -1)
+            if number in self._gradients:
+                names[storage.name] = self._gradients.pop(number)
+                self._waiting[names[storage.name]] -= 1
+            else:
+                names[storage.name] = f"{index} {storage.name}"
+                tangents.append(storage._replace(name=names[storage.name]))
+            if (group := self.collectives.given[index]) is not None:
+                self._sharded[names[storage.name]] = group
+                self._waiting[names[storage.name]] += 1
+                self._lent.add(names[storage.name])
+        yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
+        self._passed = []
+        yield from self.collectives.before_backward[index]
+        yield from self._reloaded(index)
+        yield from self._recomputed(index)
+        for event in graph.backward:
+            allocates = tuple(
+                storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
+                for storage in event.allocates
+            )
+            done = [names.get(name, f"{index} {name}") for name in event.frees]
+            done = [name for name in done if self._is_last(index, name)]
+            yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))
+        returned = {names.get(name, f"{index} {name}") for _, name in graph.gradients}
+        needed += self._kept.get(index, ())
+        unread = [name for name in needed if name not in returned and index in self._readers[name]]
+        frees = [name for name in unread if self._is_last(index, name)]
+        if frees := [*frees, *self._summed(index, names)]:
+            yield Event("", frees=tuple(frees))
+        yield from self.reduced(self.collectives.reduced[index])
+
+    def _reloaded(self, index: int) -> Iterator[Event]:
+        """The reloads of what a run's backward reads, and of what the one behind it will."""
+        if not self._calls[index].offloaded:
+            return
+        before = next((at for at in reversed(range(index)) if self._calls[at].offloaded), index)
+        for at in dict.fromkeys((index, before)):
+            places = (self._graphs[at].inputs[place].name for place in self._calls[at].offloaded)
+            storages = [self._later[at][name] for name in places if name in self._later[at]]
+            if new := tuple(storage for storage in storages if storage.name not in self._held):
+                self._held.update(storage.name for storage in new)
+                yield Event(f"{new[0].name} reloaded", "reload", self._calls[at].layer, new)
+
+    def _recomputed(self, index: int) -> Iterator[Event]:
+        """The runs that compute again what a run's backward reads, from the first whose arguments are there."""
+        later = {self._later[index][self._graphs[index].inputs[at].name].name for at in self._calls[index].recomputed}
+        if later <= self._held:
+            return
+        for at in sorted({self._returned_by(index, position) for position in self._calls[index].recomputed}):
+            yield from self._recomputed(at)
+            yield from self._again(at)
+
+    def _again(self, index: int) -> Iterator[Event]:
+        """The forward of a run once more; of its results those are held that backwards read."""
+        graph, call, held = self._graphs[index], self._calls[index], set[str]()
+        numbers = {name: call.outputs.get(place, -1) for place, name in graph.outputs if place is not None}
+        wanted = {
+            name: self._later[at][self._graphs[at].inputs[place].name]
+            for name, number in numbers.items()
+            for at in range(index + 1, len(self._calls))
+            for place in self._calls[at].recomputed
+            if self._calls[at].inputs[place] == number
+        }
+        for event in graph.forward:
+            named = (
+                wanted.get(storage.name) or storage._replace(name=f"{index} again {storage.name}")
+                for storage in event.allocates
+            )
+            allocates = tuple(storage._replace(category=RECOMPUTED, layer=call.layer) for storage in named)
+            frees = tuple(f"{index} again {name}" for name in event.frees)
+            held = held.union(storage.name for storage in allocates).difference(frees)
+            yield event._replace(layer=call.layer, allocates=allocates, frees=frees)
+        left = {storage.name for storage in wanted.values()}
+        self._held |= left
+        yield Event("", frees=tuple(sorted(held - left)))
+
+    def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
+        """The ends of the backwards of sharded groups."""
+        for group in groups:
+            gradients = [name for name, owner in self._sharded.items() if owner is group.group]
+            for name in gradients:
+                del self._sharded[name]
+            self._waiting.subtract(self._lent.intersection(gradients))
+            self._lent.difference_update(gradients)
+            freed = tuple(name for name in gradients if not self._waiting[name])
+            yield from (group.before, group.copied._replace(frees=freed), group.after)
+
+    def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
+        """The backwards of operators between two calls."""
+        for reader, operator in operators:
+            allocates = tuple(
+                Storage(_gradient(tensor.storage), tensor.bytes, TEMPORARY, _BETWEEN) for tensor in operator.allocates
+            )
+            done = [_shared(tensor.storage) for tensor in operator.saved]
+            done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
+            frees = (*map(_gradient, operator.frees), *done)
+            workspace = operator.workspace.bytes if operator.workspace is not None else 0
+            yield Event(operator.name, operator.name, "", allocates, workspace, frees)
+            for number, result in operator.passed:
+                self._gradients.setdefault(result, _gradient(number))
+                self._waiting[_gradient(number)] += 1
+
+    def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
+        """Gradients that autograd adds to another one of the same tensor, which was there before."""
+        call, graph = self._calls[index], self._graphs[index]
+        returned = {number for earlier in self._calls[:index] for number in earlier.outputs.values()}
+        for position, local in graph.gradients:
+            number = None if position is None else call.inputs.get(position)
+            if not local:
+                continue
+            name = names.get(local, f"{index} {local}")
+            owner = None if position is None else self.collectives.owners[index].get(position)
+            if number is None and self._accumulates and owner is None:
+                yield name
+            if number is None:
+                continue
+            if owner is not None:
+                if (first := self._gradients.setdefault(number, name)) == name:
+                    self._sharded[name] = owner
+                else:
+                    yield name
+            elif self._accumulates and number in self._given:
+                # autograd adds up those of all graphs before it adds them to what is there.
+                first = self._gradients.setdefault(number, name)
+                if first != name:
+                    yield name
+                if not any(number in earlier.inputs.values() for earlier in self._calls[:index]):
+                    yield first
+            elif number not in self._gradients:
+                self._gradients[number] = name
+                if number in returned or number in self._given:
+                    self._waiting[name] += 1
+                elif index:
+                    self._passed.append(name)
+            elif self._gradients[number] != name and not self._waiting[name]:
+                yield name
+
+    def _is_last(self, index: int, name: str) -> bool:
+        """True where nobody holds a storage any more when a run's backward is done with it."""
+        if (readers := self._readers.get(name)) is not None:
+            readers.discard(index)
+            return not readers
+        return bool(name) and not self._waiting[name]
+
+    def _dropped(self, names: Iterable[str]) -> tuple[str, ...]:
+        dropped = [name for name in names if name in self._of_caller]
+        for name in dropped:
+            del self._of_caller[name]
+        return tuple(name for name in dropped if not self._readers.get(name))
+
+    def _name(self, index: int, local: str) -> str:
+        return self._names[index].get(local, f"{index} {local}")
+
+    def _renamed(self, index: int, storage: Storage) -> Storage:
+        name, layer = self._name(index, storage.name), self._layer(index, storage.layer)
+        category = SAVED if self._readers.get(name) else storage.category
+        return storage._replace(name=name, layer=layer, category=category)
+
+    def _layer(self, index: int, layer: str) -> str:
+        """The layer that runs, where its graph is that of the first of several equal ones."""
+        return (self._calls[index].layer or layer) if layer else ""
+
+
+# Kind of what operators outside of all graphs hold.
+_BETWEEN = "between graphs"
+
+
+def _shared(number: int) -> str:
+    return f"storage {number}"
+
+
+def _gradient(number: int) -> str:
+    return f"gradient {number}"
