@@ -65,7 +65,7 @@ def attach(model: Any, way: str, compiler: str, level: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of those that it has started and that have ended."""
+    """CPU seconds of this process, and of the processes that it has started and that have ended."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 

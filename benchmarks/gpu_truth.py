@@ -12,11 +12,12 @@ and for reserved bytes each.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -332,16 +333,23 @@ BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], _Built]] = {
 }
 
 
+@contextlib.contextmanager
+def _recorded(row: LigerRow, device: Device) -> Iterator[tuple[LiveRecorder, _Built]]:
+    """Within it the row's module runs on fake tensors and is recorded."""
+    with eager_standin(device), dynamo.fake_tensors():
+        built = BENCHMARKS[row.kernel](row.sizes)
+        recorder = LiveRecorder(built[0], device.cuda)
+        with fake_tensors.run_as_eager(), recorder:
+            yield recorder, built
+
+
 def liger_peak(row: LigerRow) -> int:
     """Bytes of the allocator's blocks at the peak of the second iteration."""
     device = device_named(row.device)
-    with eager_standin(device), dynamo.fake_tensors():
-        module, inputs, beside = BENCHMARKS[row.kernel](row.sizes)
-        recorder = LiveRecorder(module, device.cuda)
-        with fake_tensors.run_as_eager(), recorder:
-            recorder.hold(PARAMETERS, dict(module.named_parameters()))
-            recorder.hold(BATCH, {f"input {at}": tensor for at, tensor in enumerate((*inputs, *beside))})
-            _iterations(row.mode, module, inputs, beside)
+    with _recorded(row, device) as (recorder, (module, inputs, beside)):
+        recorder.hold(PARAMETERS, dict(module.named_parameters()))
+        recorder.hold(BATCH, {f"input {at}": tensor for at, tensor in enumerate((*inputs, *beside))})
+        _iterations(row.mode, module, inputs, beside)
     events = recorder.run().events
     # A script runs all modes in one process, so that both threads have their workspace of cuBLAS.
     workspaces = [device.libraries] * any(event.kind in ("mm", "addmm") for event in events)
@@ -367,16 +375,13 @@ def _iterations(mode: str, module: nn.Module, inputs: Sequence[torch.Tensor], be
 def liger_seconds(row: LigerRow) -> float:
     """Seconds of one iteration, whose gradients are new."""
     device = device_named(row.device)
-    with eager_standin(device), dynamo.fake_tensors():
-        module, inputs, beside = BENCHMARKS[row.kernel](row.sizes)
-        recorder = LiveRecorder(module, device.cuda)
-        with fake_tensors.run_as_eager(), recorder:
-            recorder.records_work = row.mode != "backward"
-            output = module(*inputs)
-            recorder.records_work = False
-            gradient = None if not output.dim() else beside[0] if beside else torch.empty_like(output)
-            recorder.records_work = row.mode != "forward"
-            output.backward(gradient)
+    with _recorded(row, device) as (recorder, (module, inputs, beside)):
+        recorder.records_work = row.mode != "backward"
+        output = module(*inputs)
+        recorder.records_work = False
+        gradient = None if not output.dim() else beside[0] if beside else torch.empty_like(output)
+        recorder.records_work = row.mode != "forward"
+        output.backward(gradient)
     return sum(seconds_by_bound(recorder.run().calls, device, fused=False).values())
 
 

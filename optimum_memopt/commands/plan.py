@@ -11,7 +11,6 @@ from typing import Any
 from tqdm import tqdm
 
 from optimum_memopt.commands import step
-from optimum_memopt.commands.step import autocast_of
 from optimum_memopt.engines.api.predictions import Way
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
@@ -66,7 +65,7 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
     for flag in ("device", "budget_curve", "html"):
         if getattr(args, flag) is not None and not predicts:
             raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
-    if autocast_of(args) and not predicts:
+    if step.autocast_of(args) and not predicts:
         raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
     for flag in _PREDICTED:
         if (value := getattr(args, flag)) is not None and not predicts:
@@ -90,7 +89,7 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
 def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
     flags = ("budget_curve", "device", "html", *_PREDICTED)
     asked = any(getattr(args, flag) is not None for flag in flags)
-    is_said = args.ways == PLAIN_WAYS or args.no_padding or args.keep_outputs or bool(autocast_of(args))
+    is_said = args.ways == PLAIN_WAYS or args.no_padding or args.keep_outputs or bool(step.autocast_of(args))
     return not args.measure and (asked or len(sizes) > 1 or is_said)
 
 

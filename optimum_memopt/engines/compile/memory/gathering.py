@@ -5,7 +5,7 @@ the order in which modules run; all later ones gather ahead in that order.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParamet
 
 
 @dataclass(eq=False)
-class PartedParameter:
+class ParameterState:
     """A parameter, whole or not, while a step runs.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Gather:
         buffers: that are copied to each parameter, when the first one is waited for; empty: they lie there already.
     """
 
-    parameters: Sequence[PartedParameter]
+    parameters: Sequence[ParameterState]
     buffers: list[torch.Tensor] = field(default_factory=list)
     has_come: bool = False
 
@@ -67,10 +67,10 @@ class Gathering:
         order: Sequence[torch.nn.Module] | None,
     ) -> None:
         self.spec, self._leafs = partitioning, set(leafs)
-        held: dict[torch.nn.Parameter, PartedParameter] = {}
+        held: dict[torch.nn.Parameter, ParameterState] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter not in held:
-                held[parameter] = PartedParameter(parameter, partitioning.parameters[name])
+                held[parameter] = ParameterState(parameter, partitioning.parameters[name])
         self._all = list(held.values())
         self.whole = {} if partitioning.ranks > 1 else {each: each.tensor.data for each in self._all}
         self.own = {module: [held[each] for each in module.parameters(recurse=False)] for module in model.modules()}
@@ -79,21 +79,24 @@ class Gathering:
         self.order: list[torch.nn.Module] = list(order or ())
         uses = ((each, place) for place, module in enumerate(self.order) for each in self._of(module))
         self._queue = deque(uses)
-        self._flying: dict[PartedParameter, _Gather] = {}
+        self._flying: dict[ParameterState, _Gather] = {}
         self._step = self._gathered = 0
         self._in_backward: dict[torch.nn.Module, None] = {}
 
-    def _of(self, module: torch.nn.Module) -> list[PartedParameter]:
-        of_module = self.inside if module in self._leafs else self.own
-        return sorted(set(of_module[module]), key=lambda held: held.spec.order)
+    def _by_module(self, module: torch.nn.Module) -> Mapping[torch.nn.Module, list[ParameterState]]:
+        """The parameters of modules as a gather for this module takes them: with those inside for a leaf."""
+        return self.inside if module in self._leafs else self.own
+
+    def _of(self, module: torch.nn.Module) -> list[ParameterState]:
+        return sorted(set(self._by_module(module)[module]), key=lambda held: held.spec.order)
 
     def begin(self) -> None:
         """A step begins with what no step releases."""
         for held in self._all:
             held.tensor.data = held.tensor.new_empty(0)
             if held.spec.is_persistent and self._is_known:
-                buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
-                held.tensor.data, held.is_there = buffer[: held.elements].view(held.spec.shape), True
+                self._gather_alone(held)
+                held.is_there = True
 
     def fetch(self, module: torch.nn.Module, in_backward: bool = False) -> None:
         """Have the parameters that a module is about to read, and gather ahead."""
@@ -108,11 +111,11 @@ class Gathering:
             self.order.append(module)
             return
         new = sum(held.last < self._step for held in wanted)
-        passed: set[PartedParameter] = set()
+        passed: set[ParameterState] = set()
         while self._queue and len(passed) < new:
             held, held.last = self._queue.popleft()
             passed.add(held)
-        ahead: list[PartedParameter] = []
+        ahead: list[ParameterState] = []
         count, most = 0, min(self.spec.live - self._gathered, self.spec.prefetched)
         while self._queue and count < most:
             held, place = self._queue.popleft()
@@ -141,19 +144,19 @@ class Gathering:
                 if not held.spec.is_persistent:
                     self._release(held)
 
-    def _kept(self, module: torch.nn.Module) -> set[PartedParameter]:
+    def _kept(self, module: torch.nn.Module) -> set[ParameterState]:
         """Parameters that are read again soon."""
         kept = {held for held in self._of(module) if held.spec.is_persistent or held.last > self._step}
         passed = 0
-        of_module = self.inside if module in self._leafs else self.own
+        by_module = self._by_module(module)
         for later in self.order[self._step :]:
             if passed >= self.spec.reuse:
                 break
-            kept.update(of_module[later])
-            passed += sum(held.elements for held in of_module[later])
+            kept.update(by_module[later])
+            passed += sum(held.elements for held in by_module[later])
         return kept
 
-    def _gather(self, parameters: Sequence[PartedParameter]) -> None:
+    def _gather(self, parameters: Sequence[ParameterState]) -> None:
         self._gathered += sum(held.elements for held in parameters)
         ordered = sorted(parameters, key=lambda held: held.spec.order)
         if self.whole:
@@ -162,10 +165,8 @@ class Gathering:
             self._flying.update((held, _Gather([held])) for held in ordered)
             return
         if len(ordered) == 1:
-            (held,) = ordered
-            buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
-            held.tensor.data = buffer[: held.elements].view(held.spec.shape)
-            self._flying[held] = _Gather(ordered)
+            self._gather_alone(ordered[0])
+            self._flying[ordered[0]] = _Gather(ordered)
             return
         elements: dict[torch.dtype, int] = {}
         for held in ordered:
@@ -173,7 +174,12 @@ class Gathering:
         flat = _Gather(ordered, [ordered[0].tensor.new_empty(size, dtype=dtype) for dtype, size in elements.items()])
         self._flying.update(dict.fromkeys(ordered, flat))
 
-    def _wait(self, held: PartedParameter) -> None:
+    def _gather_alone(self, held: ParameterState) -> None:
+        """Its data are the begin of what comes of all ranks, whose last share is padded."""
+        buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
+        held.tensor.data = buffer[: held.elements].view(held.spec.shape)
+
+    def _wait(self, held: ParameterState) -> None:
         flat = self._flying.pop(held, None)
         if flat is None or flat.has_come:
             return
@@ -183,7 +189,7 @@ class Gathering:
             if flat.buffers:
                 each.tensor.data = each.tensor.new_empty(each.spec.shape)
 
-    def _release(self, held: PartedParameter) -> None:
+    def _release(self, held: ParameterState) -> None:
         if held.is_there and not held.used_by:
             held.tensor.data, held.is_there = held.tensor.new_empty(0), False
             self._gathered -= held.elements
@@ -197,7 +203,7 @@ class Reduction:
         self._waiting: list[tuple[PartitionedParameter, torch.Tensor | None]] = []
         self._elements = 0
 
-    def add(self, held: PartedParameter) -> None:
+    def add(self, held: ParameterState) -> None:
         """The gradient of a parameter is there."""
         spec, gradient, held.tensor.grad = held.spec, held.tensor.grad, None
         size = held.elements

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.gathering import Gathering, PartedParameter, Reduction
+from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -230,7 +230,7 @@ class _Run:
         return dynamo.tree_map(lambda value: _calling(begin, value), output)
 
     def _ending(self, module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a module is given by position, with the last of whose gradients its backward is over."""
+        """The positional arguments of a module, whose backward is over with the last of their gradients."""
         waiting = [value.requires_grad for value in given if isinstance(value, torch.Tensor)].count(True)
 
         def end() -> None:
@@ -289,7 +289,7 @@ class _Run:
             self.recorder.leave_out([each for each in made if each is not None])
         return made
 
-    def reduce(self, trained: Sequence[PartedParameter]) -> None:
+    def reduce(self, trained: Sequence[ParameterState]) -> None:
         """The backward of a layer has returned the gradients of its parameters."""
         for held in trained:
             held.tensor.grad = torch.empty_like(held.tensor)
@@ -305,7 +305,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any,
         run: _Run,
         number: int,
-        trained: Sequence[PartedParameter],
+        trained: Sequence[ParameterState],
         results: Sequence[torch.Tensor],
         *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:

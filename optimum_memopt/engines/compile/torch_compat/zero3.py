@@ -119,7 +119,7 @@ def gather_ahead(model: torch.nn.Module, elements: int) -> None:
 
 
 def forgetting(model: torch.nn.Module) -> Callable[[], None]:
-    """What lets DeepSpeed forget the modules that have run since now, in a forward that runs again.
+    """Return a function that has DeepSpeed forget the modules that run from now on, for a forward that runs again.
 
     Else its first step notes their order twice; the next one, which goes by that, decides for good what to release
     (`__params_to_release` is cached).
