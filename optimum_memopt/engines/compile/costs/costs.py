@@ -288,8 +288,7 @@ def work_of(
     Args:
         device: that the call is for, wherever its tensors are.
     """
-    with fx_graph.without_modes():
-        flops = _flops(operator, positional, named, result)
+    flops = _flops(operator, positional, named, result)
     operands = _tensors((positional, named))
     texts = [
         f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -317,7 +316,8 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
         return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
     count = flop_registry.get(getattr(operator, "overloadpacket", None))
     if count is not None:
-        return float(count(*positional, **named, out_val=result))
+        with fx_graph.without_modes():
+            return float(count(*positional, **named, out_val=result))
     name = dynamo.operator_name(operator)
     if not name.startswith(_CPU_ATTENTION):
         return 0.0

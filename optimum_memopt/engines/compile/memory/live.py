@@ -386,6 +386,8 @@ class LiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := fake_tensors.device_asked(function, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if self._is_paused:
             return fake_tensors.call(function, args, kwargs)

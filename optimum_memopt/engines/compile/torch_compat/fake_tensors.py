@@ -300,6 +300,12 @@ def with_padding(mask: torch.Tensor) -> None:
         mask.constant = values
 
 
+def device_asked(function: Any, args: Sequence[Any]) -> torch.device | None:
+    """The answer where an operator is the question for a tensor's device: most of those that reach a mode."""
+    is_asked = function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if is_asked and not args[0].fake_mode.in_kernel_invocation else None
+
+
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on fake tensors as if every element of a mask were chosen, which is the most that can be.
 
