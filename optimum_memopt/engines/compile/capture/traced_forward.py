@@ -23,7 +23,6 @@ from optimum_memopt.engines.compile.capture.regions import (
     opened_modules,
     regions_of,
 )
-from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
@@ -40,17 +39,65 @@ from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph
-from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
+from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error
 from optimum_memopt.engines.compile.torch_compat.zero3 import partitioning_of
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A graph as it was compiled for one choice.
+
+    Attributes:
+        partitioned: None where nothing of it is trained, as `analyzed`.
+        analyzed: the joint graph that the choice is for, which is traced again for each.
+        inputs: of the choice.
+    """
+
+    run: Callable[..., Any]
+    programs: InductorPrograms
+    partitioned: PartitionedGraph | None
+    analyzed: AnalyzedGraph | None
+    inputs: InputsPlan = field(default_factory=InputsPlan)
+
+
+@dataclass(eq=False)
+class TracedGraph:
+    """A graph that dynamo has traced, or a part of one.
+
+    Attributes:
+        inputs: fake ones, that it was traced with.
+        parameters: the name of each input that is a parameter, empty for the others.
+        losses: that were decided for it.
+        layer: path of the layer that it was traced for; empty: of none.
+        is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
+        is_whole: it is all that was traced, and no layer.
+        module: whose forward, or a part of it, it is.
+        trace: None where it is compiled while dynamo traces it.
+        analyzed: its joint graph; None where nothing of it is trained.
+        variants: by the keys of their choices.
+        asked: with which choices the latest was chosen, for which run of the forward and which layer.
+    """
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    parameters: tuple[str, ...]
+    losses: tuple[LossDecision, ...]
+    layer: str
+    is_all: bool
+    is_whole: bool
+    module: "weakref.ref[torch.nn.Module] | None"
+    trace: dynamo.Trace | None
+    analyzed: AnalyzedGraph | None = None
+    variants: dict[str, Variant] = field(default_factory=dict)
+    asked: tuple[object, int, str] | None = None
 
 
 @dataclass(frozen=True)
