@@ -179,7 +179,7 @@ def gradients_under_a_budget(setting: Setting) -> Iterator[Figure]:
 
 def dropout(setting: Setting) -> Iterator[Figure]:
     """Masks: how much they drop, and that a plan recomputes the same ones."""
-    from optimum_memopt.engines.compile.partition.passes.dropout import pure_dropout
+    from optimum_memopt.engines.compile.partition.dropout import pure_dropout
 
     elements = 2**16 if setting.quick else 2**26
     for p in (0.1, 0.5):

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from optimum_memopt.engines.compile.partition.passes import host_copies
+from optimum_memopt.engines.compile.partition import host_copies
 
 # Of an activation, round by round: the pool has to grow, and to give larger blocks to smaller ones.
 ELEMENTS = (2**20, 2**19, 5 * 2**18)

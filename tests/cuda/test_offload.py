@@ -13,8 +13,8 @@ from gpu.steps import forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorProgram, _sized
-from optimum_memopt.engines.compile.partition.passes import host_copies
-from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool
+from optimum_memopt.engines.compile.partition import host_copies
+from optimum_memopt.engines.compile.partition.host_copies import PinnedPool
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from tests.cuda.steps import training
 

@@ -27,7 +27,7 @@ def roberta_of_another_batch() -> Captured:
 def gpt2() -> Captured:
     case = ZOO["gpt2"]
     model = case.build(**GPT2_DROPOUT, use_cache=False)
-    # Without a name of its loss it warns, which is a graph break (see `trace_fixes`).
+    # Without a name of its loss it warns, which is a graph break (see `TraceFixes`).
     model.loss_type = "ForCausalLM"
     return capture(model.forward, **case.batch())
 

@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     layer_of,
     operator_name,
 )
-from optimum_memopt.engines.compile.partition.passes import dropout
+from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.partition.passes.dropout import draw_mask, drop, keep_mask, pure_dropout
+from optimum_memopt.engines.compile.partition.dropout import draw_mask, drop, keep_mask, pure_dropout
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool
+from optimum_memopt.engines.compile.partition.host_copies import PinnedPool
 
 PAGE = mmap.PAGESIZE
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
+from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
-from optimum_memopt.engines.compile.partition.passes.host_copies import offload, reload
+from optimum_memopt.engines.compile.partition.host_copies import offload, reload
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import without_dispatch_modes
 

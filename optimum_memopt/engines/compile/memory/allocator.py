@@ -131,7 +131,7 @@ def _up(size: int, granule: int) -> int:
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/passes/host_copies.py`)."""
+    """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/host_copies.py`)."""
     return _up(size, mmap.PAGESIZE)
 
 

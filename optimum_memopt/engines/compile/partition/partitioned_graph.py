@@ -29,9 +29,8 @@ from optimum_memopt.engines.compile.loss.operator import scale_in_place
 from optimum_memopt.engines.compile.memory.events import Prediction, Schedule, schedule
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.workspaces import workspace
-from optimum_memopt.engines.compile.partition import strategies
+from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
-from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.capture.capture import check_model, check_tr
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TracedForward, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
-from optimum_memopt.engines.compile.partition.passes import host_copies
+from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor

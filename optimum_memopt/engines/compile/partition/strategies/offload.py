@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.events import Prediction, Timeline
-from optimum_memopt.engines.compile.partition.passes import host_copies
+from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
 from optimum_memopt.plans.grammar import Strategy
