@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from optimum_memopt.plans.table import PlanRow, PlanTable
     from optimum_memopt.predict.plan import Estimate, plan
     from optimum_memopt.predict.simulate import Simulation, simulate
-    from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
-    from optimum_memopt.trainer_args import MemOptTrainingArguments
+    from optimum_memopt.trainer import Attachment, MemOptTrainer, MemOptTrainingArguments, attach, run_summary
 
     __version__: str
 
@@ -76,8 +75,7 @@ _MODULES = {
         ("plans.table", "PlanRow", "PlanTable"),
         ("predict.plan", "Estimate", "plan"),
         ("predict.simulate", "Simulation", "simulate"),
-        ("trainer", "Attachment", "MemOptTrainer", "attach", "run_summary"),
-        ("trainer_args", "MemOptTrainingArguments"),
+        ("trainer", "Attachment", "MemOptTrainer", "MemOptTrainingArguments", "attach", "run_summary"),
     )
     for name in names
 }

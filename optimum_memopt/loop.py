@@ -6,9 +6,8 @@ import torch
 
 from optimum_memopt.callbacks.plan_stats import tables_shown
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.forward_patch import training_forward
-from optimum_memopt.engines.shared.registry import registrations
+from optimum_memopt.engines.shared.registry import create, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve

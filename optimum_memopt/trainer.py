@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import distributed
 from optimum_memopt.callbacks.input_density import InputDensityCallback
@@ -24,11 +24,11 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
 from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
+from optimum_memopt.distributed import check_world
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
-from optimum_memopt.engines.shared.auto import create
-from optimum_memopt.engines.shared.registry import factory, registrations
+from optimum_memopt.engines.shared.registry import create, factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
@@ -52,7 +52,25 @@ from optimum_memopt.trainer_patches import (
     TrainerPatches,
 )
 from optimum_memopt.training import batches, dry_run, optimizers
-from optimum_memopt.training.phase_check import PhaseCheckCallback
+from optimum_memopt.training.fake_run import PhaseCheckCallback
+
+
+@dataclass
+class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
+    """`transformers.TrainingArguments` with the options of `MemOptOptions`.
+
+    Raises:
+        MemOptError: at construction, when an option of this package is malformed or contradicts another or DeepSpeed,
+            or when this is one of several processes that would each train alone.
+    """
+
+    def __post_init__(self) -> None:
+        self.check()
+        super().__post_init__()
+        check_world(self.world_size)
+        if self.deepspeed_plugin is not None:
+            # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
+            create(resolve(self)).check_arguments(self)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Workloads: a model by its config or as a module, with a batch, and the parameters of it that train."""
+"""Workloads: a model by its config or as a module, with a batch, the parameters that train, and PEFT's adapter."""
 
 import bisect
 import contextlib
@@ -7,10 +7,13 @@ import difflib
 import fnmatch
 import inspect
 import itertools
+import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +21,8 @@ import torch
 from optimum_memopt.compat import torch_init, without_modes
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
-from optimum_memopt.predict.adapter import parse_adapter, with_adapter
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
 
@@ -530,3 +531,86 @@ def _resized(inputs: Mapping[str, Any], before: int, rows: int) -> dict[str, Any
         )
 
     return {name: resized(value) for name, value in inputs.items()}
+
+
+# Short names of LoRA's fields.
+_FIELDS = {"target": "target_modules", "alpha": "lora_alpha", "dropout": "lora_dropout", "type": "peft_type"}
+_ALLOWED = "allowed are fields of PEFT's config as r=16,target=q_proj+v_proj, and an adapter_config.json"
+_FILE = "adapter_config.json"
+
+
+def parse_adapter(text: str) -> dict[str, Any]:
+    """The fields of PEFT's config; LoRA's, where none says of which kind.
+
+    Args:
+        text: fields separated by commas, where several values are joined by a plus; or the path of an
+            adapter_config.json or of its folder.
+
+    Raises:
+        MemOptError: neither.
+    """
+    path = os.path.join(text, _FILE) if os.path.isdir(text) else text
+    if "=" not in text:
+        return _read(path)
+    config: dict[str, Any] = {"peft_type": "LORA"}
+    for part in text.split(","):
+        name, sign, value = part.partition("=")
+        if not (sign and name.strip() and value.strip()):
+            raise MemOptError(f"--peft {excerpt(text)}: {excerpt(part) or repr(part)} is no field; {_ALLOWED}")
+        config[_FIELDS.get(name.strip(), name.strip())] = _value(value.strip())
+    config["peft_type"] = str(config["peft_type"]).upper()
+    target = config.get("target_modules")
+    # PEFT takes a text for a regular expression of the whole path.
+    if isinstance(target, str) and target.replace(".", "").isidentifier():
+        config["target_modules"] = [target]
+    return config
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise MemOptError(f"--peft {path_excerpt(path)}: {excerpt(reason)}; {_ALLOWED}") from error
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise MemOptError(f"--peft {path_excerpt(path)}: no peft_type in it; {_ALLOWED}")
+    return config
+
+
+def _value(text: str) -> Any:
+    if "+" in text:
+        return [_value(part) for part in text.split("+")]
+    try:
+        return json.loads(text.lower() if text in ("True", "False", "None") else text)
+    except ValueError:
+        return text
+
+
+def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model as PEFT's `get_peft_model` returns it.
+
+    Raises:
+        MemOptError: PEFT is missing, or refuses the config.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MemOptError("--peft needs PEFT; pip install peft") from error
+    kinds = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = kinds.get(str(config["peft_type"]))
+    if kind is None:
+        raise MemOptError(f"--peft peft_type={excerpt(config['peft_type'])}: allowed are {', '.join(sorted(kinds))}")
+    given = {name: value for name, value in config.items() if name != "peft_type" and value is not None}
+    known = {field.name for field in fields(kind) if field.init}
+    for name in given.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise MemOptError(f"--peft {excerpt(name)}: {kind.__name__} has no such field{hint}")
+    try:
+        with warnings.catch_warnings():
+            # It calls transformers' deprecated names (0.21).
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(model, kind(**given))
+    # Whatever a config of a user's brings up in PEFT.
+    except Exception as error:
+        raise MemOptError(f"--peft: PEFT refuses it: {excerpt(' '.join(str(error).split()), longest=300)}") from error

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.naming import (
     translate,
 )
 from optimum_memopt.engines.compile.graph.saved_activations import recompute_chain
-from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators

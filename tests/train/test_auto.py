@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 from optimum_memopt import MemOptError, MemOptOptions, optimize
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.support import checks
-from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import resolve
 from tests.trainer_runs import CASES, build, distance, log_lines, make, weights

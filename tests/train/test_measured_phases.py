@@ -34,7 +34,7 @@ from transformers import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
-from optimum_memopt.compat_generation import longest_generation
+from optimum_memopt.compat import longest_generation
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.predict.phases import GENERATION, OF_ROWS

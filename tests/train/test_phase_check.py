@@ -15,7 +15,7 @@ from optimum_memopt import MemOptError, compat
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.predict.phases import RunPhase, host_suggestions
-from optimum_memopt.training import phase_check
+from optimum_memopt.training import fake_run
 from optimum_memopt.training.fake_run import left_as_it_is
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
@@ -85,7 +85,7 @@ def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: p
     def broken(*_: Any) -> Any:
         raise KeyError("broken")
 
-    monkeypatch.setattr(phase_check, "holders_of", broken)
+    monkeypatch.setattr(fake_run, "holders_of", broken)
     trainer, (line,) = run(tmp_path, "100GiB")
     assert line.startswith("what phases beside training take is left out (KeyError: 'broken')")
     assert trainer.state.global_step == 1
@@ -129,7 +129,7 @@ def test_no_other_process_is_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) 
 def test_it_changes_nothing_of_the_run_and_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("small")
     spent: list[float] = []
-    check = phase_check.PhaseCheckCallback._check
+    check = fake_run.PhaseCheckCallback._check
 
     def timed(*args: Any) -> Any:
         begin = time.process_time()
@@ -137,9 +137,9 @@ def test_it_changes_nothing_of_the_run_and_is_quick(tmp_path: Path, monkeypatch:
         spent.append(time.process_time() - begin)
         return found
 
-    monkeypatch.setattr(phase_check.PhaseCheckCallback, "_check", timed)
+    monkeypatch.setattr(fake_run.PhaseCheckCallback, "_check", timed)
     checked, _ = run(tmp_path, "100GiB", model=copy.deepcopy(model), **METRICS)
-    monkeypatch.setattr(phase_check.PhaseCheckCallback, "_check", lambda *_: [])
+    monkeypatch.setattr(fake_run.PhaseCheckCallback, "_check", lambda *_: [])
     unchecked, _ = run(tmp_path, "100GiB", model=model, **METRICS)
     assert distance(weights(checked.model), weights(unchecked.model)) == 0
     assert vars(checked).keys() == vars(unchecked).keys()

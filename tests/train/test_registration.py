@@ -49,7 +49,7 @@ import sys
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from optimum_memopt import MemOptOptions
 from optimum_memopt.distributed import facts
-from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.engines.shared.registry import engine_names, factory
 from optimum_memopt.options import resolve
 

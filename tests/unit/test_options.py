@@ -17,7 +17,7 @@ from optimum_memopt.distributed import facts
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.errors import excerpt
 from optimum_memopt.options import from_keywords, resolve
 from optimum_memopt.plans import grammar

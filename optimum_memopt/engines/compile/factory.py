@@ -112,7 +112,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
         )
 
     def plain_ways(self, workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
-        from optimum_memopt.engines.compile.predict.ways import plain_ways
+        from optimum_memopt.engines.compile.predict.estimate import plain_ways
 
         return plain_ways(workload, spec)
 
