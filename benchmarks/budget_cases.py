@@ -15,7 +15,7 @@ from budget_graphs import Within, attach
 from shared import to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.engines.compile.costs.cache import costs_of
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.partition.choice import Choice

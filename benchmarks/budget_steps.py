@@ -16,7 +16,7 @@ from shared import make_config, to_markdown
 from torch._functorch import config as functorch_config
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.costs.cache import costs_of
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory import malloc

@@ -51,7 +51,7 @@ from optimum_memopt.trainer_patches import (
     SMOOTHED_LOSS,
     TrainerPatches,
 )
-from optimum_memopt.training import batches, dry_run, optimizers
+from optimum_memopt.training import batches, fake_run, optimizers
 from optimum_memopt.training.fake_run import PhaseCheckCallback
 
 
@@ -352,7 +352,7 @@ def _releasing(
 def _dry_run(trainer: Trainer, options: MemOptOptions, *args: Any, **kwargs: Any) -> None:
     """In the place of `train`. Raises SystemExit, or MemOptError."""
     assert options.memory_opt_dry_run is not None
-    dry_run.show(trainer, options.memory_opt_dry_run, options.budget, type(trainer).train)
+    fake_run.show(trainer, options.memory_opt_dry_run, options.budget, type(trainer).train)
 
 
 def _attaching(

@@ -275,7 +275,7 @@ class DryRunCommand(BaseOptimumCLICommand):
 
     def _run(self) -> None:
         from optimum_memopt.sizes import parse_budget
-        from optimum_memopt.training.dry_run import run_script
+        from optimum_memopt.training.fake_run import run_script
 
         args = self.args
         budget = None if args.budget is None else parse_budget(args.budget)

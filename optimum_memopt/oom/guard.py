@@ -17,9 +17,16 @@ from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, For
 from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
 from optimum_memopt.logs import log_from_any_rank, rank
-from optimum_memopt.oom.failure import StepStart, failure_of, forward_call, free_step, held_at_start
 from optimum_memopt.oom.replan import Replanner, StepState
-from optimum_memopt.oom.report import MemoryReport, report_of
+from optimum_memopt.oom.report import (
+    MemoryReport,
+    StepStart,
+    failure_of,
+    forward_call,
+    free_step,
+    held_at_start,
+    report_of,
+)
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2

@@ -15,7 +15,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import log_from_any_rank
-from optimum_memopt.oom.failure import free_step, model_of
+from optimum_memopt.oom.report import free_step, model_of
 from optimum_memopt.sizes import Budget, gib_text
 
 _MOST = 3

@@ -12,9 +12,8 @@ from allocations import allocated
 
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs import costs
-from optimum_memopt.engines.compile.costs.cache import cache_path, known_costs
 from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
-from optimum_memopt.engines.compile.costs.times import replayed
+from optimum_memopt.engines.compile.costs.times import cache_path, known_costs, replayed
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name

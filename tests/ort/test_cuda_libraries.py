@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from optimum_memopt.engines.ort import checks
 from optimum_memopt.engines.ort.compat import installation, ortmodule
-from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.errors import UnsupportedModelError
 from tests import fresh_process
 

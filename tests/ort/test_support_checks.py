@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from optimum_memopt.engines.ort.support import checks
+from optimum_memopt.engines.ort import checks
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 11}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.ort.support import optimizers
+from optimum_memopt.engines.ort import optimizers
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.trainer_runs import log_lines, make, weights
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, optimize
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort.support import checks
+from optimum_memopt.engines.ort import checks
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.errors import UnsupportedModelError

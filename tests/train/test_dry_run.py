@@ -15,7 +15,7 @@ from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.predict.phases import DryRun, Evaluation, generation_flags
 from optimum_memopt.sizes import Budget
-from optimum_memopt.training.dry_run import dry_run, run_script
+from optimum_memopt.training.fake_run import dry_run, run_script
 from tests.trainer_runs import arguments, build, collate, rows
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"

@@ -12,14 +12,12 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
-from optimum_memopt.engines.compile.predict import suggestions
 from optimum_memopt.engines.compile.predict.explain import explain
-from optimum_memopt.engines.compile.predict.holdings import step_of
-from optimum_memopt.engines.compile.predict.reconstruction import capture_failed
+from optimum_memopt.engines.compile.predict.reconstruction import capture_failed, step_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import TimeIsUpError
-from optimum_memopt.oom.failure import forward_call, free_step
+from optimum_memopt.oom.report import forward_call, free_step
 from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still
 from tests.limited_memory import LimitedTensors
@@ -164,7 +162,7 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
         raise TimeIsUpError
         yield
 
-    monkeypatch.setattr(suggestions, "within_budget", takes_too_long)
+    monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain.within_budget", takes_too_long)
     partial = explain(failed)
     assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
     assert partial.suggestions and set(partial.suggestions) <= set(complete.suggestions)

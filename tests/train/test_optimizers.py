@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize
+from optimum_memopt.engines.ort import optimizers
 from optimum_memopt.engines.ort.compat import ortmodule
-from optimum_memopt.engines.ort.support import optimizers
 from optimum_memopt.engines.shared.registry import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs

@@ -167,7 +167,7 @@ def test_work_follows_from_that_of_two_batches(steps):
 def test_operators_are_measured_on_this_machine(steps):
     (graph,) = steps.graphs[False]._graphs
     sizes = partial(graph.sizes_of, tokens=LENGTH)
-    measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
+    measured = times.measured_times(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
@@ -185,7 +185,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
         return [float(number) for number in range(1, len(batches) + 1)]
 
     def measured(within):
-        return times.measured(
+        return times.measured_times(
             graph.analyzed, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
         )
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from optimum_memopt.engines.compile.costs.cache import computed_once
+from optimum_memopt.engines.compile.costs.times import computed_once
 
 WAIT = 60.0
 

@@ -117,7 +117,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
         return plain_ways(workload, spec)
 
     def simulator(self, device: str | None) -> AbstractContextManager[Simulator]:
-        from optimum_memopt.engines.compile.predict.simulator import simulator
+        from optimum_memopt.engines.compile.predict.live_step import simulator
 
         return simulator(device)
 

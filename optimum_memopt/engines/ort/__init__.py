@@ -22,13 +22,13 @@ def _load() -> EngineFactory:
 
 
 def _fused_adam_missing(device: str) -> str:
-    from optimum_memopt.engines.ort.support.optimizers import fused_adam_missing
+    from optimum_memopt.engines.ort.optimizers import fused_adam_missing
 
     return fused_adam_missing(device)
 
 
 def _fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    from optimum_memopt.engines.ort.support.optimizers import fused_adam
+    from optimum_memopt.engines.ort.optimizers import fused_adam
 
     return fused_adam()
 

@@ -9,6 +9,7 @@ import torch
 
 from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.ort import checks
 from optimum_memopt.engines.ort import options as ort_options
 from optimum_memopt.engines.ort.compat import torch_modules
 from optimum_memopt.engines.ort.options import OrtOptions
@@ -16,7 +17,6 @@ from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
 from optimum_memopt.engines.ort.session.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
 from optimum_memopt.engines.ort.session.session import OrtSession, one_line
-from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing

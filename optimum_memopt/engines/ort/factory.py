@@ -90,7 +90,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
             return TrainerParts()
-        from optimum_memopt.engines.ort.support import checks, optimizers
+        from optimum_memopt.engines.ort import checks, optimizers
         from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         if options.ort_module_with_loss:

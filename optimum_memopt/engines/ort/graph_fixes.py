@@ -20,7 +20,7 @@ import numpy
 import onnx
 import torch
 
-from optimum_memopt.engines.ort.support.checks import UnsupportedByOrt
+from optimum_memopt.engines.ort.checks import UnsupportedByOrt
 
 # The export names nodes after their submodules, under this prefix.
 ROOT = "/_original_module/"

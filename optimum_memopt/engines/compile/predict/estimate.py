@@ -33,10 +33,10 @@ from optimum_memopt.engines.compile.partition.captured_forward import forward_so
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
+from optimum_memopt.engines.compile.predict.reconstruction import step_of
 from optimum_memopt.engines.compile.solver.offload import stall_of
 from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved

@@ -15,9 +15,9 @@ from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.device_standin import stand_in_place, traced_for
 from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks, shard
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
-from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around

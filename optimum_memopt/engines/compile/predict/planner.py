@@ -10,8 +10,8 @@ import torch
 from optimum_memopt.compat import of_all_ranks
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
-from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around

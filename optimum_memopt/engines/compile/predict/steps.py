@@ -548,5 +548,5 @@ def _times(
         if case.target is not None:
             of_graphs.append(times.estimated(graph.analyzed, sizes, case.target, fused))
         else:
-            of_graphs.append(times.measured(graph.analyzed, sizes, device, fused, most, peak))
+            of_graphs.append(times.measured_times(graph.analyzed, sizes, device, fused, most, peak))
     return lambda rows: [of_graph(rows) for of_graph in of_graphs]

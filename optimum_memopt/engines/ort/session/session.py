@@ -16,13 +16,13 @@ import torch
 
 from optimum_memopt.compat import installed_version, is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.ort.checks import check_operators, refuse_side_effects
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
 from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
-from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
 from optimum_memopt.errors import MemOptError, says_out_of_memory
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.plans.table import PlanTable
