@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
 from tqdm import tqdm
 
 from optimum_memopt.commands import step
@@ -22,7 +23,6 @@ from optimum_memopt.memory import optimizers
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
-from optimum_memopt.predict.ways import to_dict, to_text
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.report import charts
 from optimum_memopt.report.data import of_estimate, of_way
@@ -207,7 +207,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
     if args.ways == PLAIN_WAYS:
-        return PlanOutput({"ways": to_dict(plain)}, to_text(plain, header), "", ways=plain)
+        return PlanOutput({"ways": _ways_dict(plain)}, _ways_text(plain, header), "", ways=plain)
     estimate = engine.estimate(
         workload,
         resolved.selection,
@@ -222,8 +222,8 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         batches = [asdict(batch) for batch in estimate.batches]
         return PlanOutput(batches, estimate.to_text(), config, estimate.plan, estimate=estimate)
     ways = (*plain, *estimate.ways)
-    report = estimate.to_dict() | ({"ways": to_dict(ways)} if ways else {})
-    shown = to_text(ways, header) if ways else header
+    report = estimate.to_dict() | ({"ways": _ways_dict(ways)} if ways else {})
+    shown = _ways_text(ways, header) if ways else header
     if spec.fsdp > 1:
         twice = engine.estimate(workload, resolved.selection, replace(spec, fsdp=2 * spec.fsdp))
         peak, less = twice.peak, estimate.peak - twice.peak
@@ -256,6 +256,44 @@ def _header(workload: Workload, spec: StepSpec) -> str:
         f"{workload.task}, {workload.batch_size} rows{tokens}{padding}{micro_batches}, weights in "
         f"{workload.weights_dtype}{adapter}{autocast}, {spec.optim}, on {spec.device or 'this machine'}:"
     )
+
+
+def _ways_text(ways: Sequence[Way], header: str) -> str:
+    """A table with a row for each way, and what the first one holds at its peak."""
+    has_reserved = any(way.reserved is not None for way in ways)
+    has_time = any(way.seconds is not None for way in ways)
+    rows = [
+        {
+            "way to train": way.plan.name,
+            "loss": "chunked" if way.plan.chunks_loss else "plain",
+            "predicted peak": "-" if way.note else gib_text(way.peak),
+            **({"reserved": "-" if way.reserved is None else gib_text(way.reserved)} if has_reserved else {}),
+            **({"time": "-" if way.seconds is None else f"{1000 * way.seconds:.0f} ms"} if has_time else {}),
+            "flags": " ".join(way.plan.flags) or "-",
+        }
+        for way in ways
+    ]
+    grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+    notes = [f"{way.plan.name}: {way.note}" for way in ways if way.note]
+    first = ways[0]
+    held = () if first.timeline is None else ("", first.timeline.held_text(first.plan.name))
+    return "\n".join((header, grid, *notes, *held))
+
+
+def _ways_dict(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    """For JSON; bytes and seconds."""
+    return [
+        {
+            "name": way.plan.name,
+            "chunked_loss": way.plan.chunks_loss,
+            "peak": way.peak or None,
+            "reserved": way.reserved,
+            "seconds": way.seconds,
+            "flags": list(way.plan.flags),
+            "note": way.note,
+        }
+        for way in ways
+    ]
 
 
 def measured(args: Any) -> PlanOutput:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from tabulate import tabulate
 
 from optimum_memopt.engines.api.predictions import StepTimeline
-from optimum_memopt.predict.ways import held_at_peak
 from optimum_memopt.sizes import gib_text
 
 
@@ -214,7 +213,7 @@ class DryRun:
         ]
         grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
         fits = self.suggestions or (f"all phases fit into {gib_text(self.limit)}",)
-        return "\n".join((self.header, grid, *fits, "", held_at_peak("the training step", self.timeline)))
+        return "\n".join((self.header, grid, *fits, "", self.timeline.held_text("the training step")))
 
 
 def train_suggestion(peak: int, given: int, limit: int, rows: int) -> str:

@@ -1,18 +1,17 @@
 """`simulate`: the memory of any step of a user's own, run on tensors without data."""
 
 import html
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
 from tabulate import tabulate
 
-from optimum_memopt.engines.api.predictions import SimulatedStep, StepTimeline
+from optimum_memopt.engines.api.predictions import SimulatedStep
 from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.option_values import check_drawing, checked
-from optimum_memopt.predict.ways import held_at_peak
 from optimum_memopt.report.data import ReportData
 from optimum_memopt.report.page import Page, render
 from optimum_memopt.sizes import gib_text
@@ -44,43 +43,27 @@ def simulate(
         copied = simulator.copy((step, args, kwargs))
         call, positional, named = copied
         found = simulator.run(lambda: call(*positional, **named), copied)
-    return Simulation(getattr(step, "__name__", type(step).__name__), "" if device is None else fspath(device), found)
+    name = getattr(step, "__name__", type(step).__name__)
+    return Simulation(**vars(found), name=name, device="" if device is None else fspath(device))
 
 
 @dataclass(frozen=True, repr=False)
-class Simulation:
+class Simulation(SimulatedStep):
     """The predicted memory of a step that was run on tensors without data; `simulate` makes it.
 
-    Bytes are those of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
-
     Attributes:
+        given: bytes that are there at the step's first operator.
+        peak: the most that it holds: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors
+            ask for.
+        reserved: bytes that torch's allocator takes of a CUDA device; None elsewhere.
+        phases: the most bytes that tensors ask for in `forward`, `backward` and `optimizer`, of those that there are.
+        timeline: the step, operator by operator.
         name: of the step.
         device: that it was for; empty: this machine's.
     """
 
     name: str
     device: str
-    _found: SimulatedStep = field(repr=False)
-
-    @property
-    def peak(self) -> int:
-        """The most that the step holds, in bytes."""
-        return self._found.peak
-
-    @property
-    def reserved(self) -> int | None:
-        """Bytes that torch's allocator takes of a CUDA device; None elsewhere."""
-        return self._found.reserved
-
-    @property
-    def phases(self) -> Mapping[str, int]:
-        """The most bytes that tensors ask for in `forward`, `backward` and `optimizer`, of those that there are."""
-        return self._found.phases
-
-    @property
-    def timeline(self) -> StepTimeline:
-        """The step, operator by operator."""
-        return self._found.timeline
 
     def page(self, path: PathLike[str] | str | None = None) -> Page:
         """A page about the step, and beside it a snapshot for PyTorch's memory viewer.
@@ -100,7 +83,7 @@ class Simulation:
     def __str__(self) -> str:
         rows = [*self._facts, *((f"peak in {phase}", gib_text(size)) for phase, size in self.phases.items())]
         return "\n".join(
-            (tabulate(rows, tablefmt="plain", disable_numparse=True), "", held_at_peak(self.name, self.timeline))
+            (tabulate(rows, tablefmt="plain", disable_numparse=True), "", self.timeline.held_text(self.name))
         )
 
     def __repr__(self) -> str:

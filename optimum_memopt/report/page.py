@@ -56,11 +56,7 @@ def _sentences(data: ReportData) -> Iterator[str]:
 
 def _predicted(timeline: StepTimeline) -> Iterator[str]:
     peak, at = timeline.peak, timeline.peak_at
-    if timeline.peak_phase == "optimizer":
-        where = "in the optimizer's step"
-    else:
-        layer = f" of {timeline.layers[at]}" if timeline.layers[at] else ""
-        where = f"in the {timeline.peak_phase}, at {timeline.operators[at]}{layer}"
+    where = "in the optimizer's step" if timeline.peak_phase == "optimizer" else timeline.peak_place
     yield f"The step is predicted to peak at {gib_text(peak)}, {where}."
     held = {name: sizes[at] for name, sizes in timeline.held.items()}
     model = held[PARAMETERS] + held[GRADIENTS] + held[OPTIMIZER]

@@ -4,8 +4,9 @@ import pytest
 import torch
 from gpu.steps import MODELS, forward
 
+from optimum_memopt.engines.api.predictions import Estimate
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
+from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.predict.workload import Workload
 from tests.cuda.steps import model_of, training
 

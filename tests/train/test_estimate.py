@@ -87,8 +87,7 @@ def test_nothing_is_allocated_and_nothing_left_behind(tmp_path):
     assert found.peak_mib > 4 * found.parts["parameters"] / 2**20
     assert type(torch.ones(1)) is torch.Tensor
     assert found.timeline.peak == round(found.peak_mib * 2**20)
-    shown = found._repr_html_()
-    assert found.table._repr_html_() in shown and "Predicted, not run: attention is " in shown
+    assert "Predicted, not run: attention is " in found.to_text()
 
 
 def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):

@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt import plan
+from optimum_memopt.engines.api.predictions import Estimate
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
+from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload

@@ -1,12 +1,18 @@
 """Predictions of training steps, and the workloads that they are for. Pure."""
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tabulate import tabulate
+
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -36,6 +42,10 @@ PHASES = PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_
     "post_backward",
     "post_optimizer_step",
 )
+
+
+# Groups of tensors that are shown of each category, and bytes of the smallest.
+_GROUPS, _SHOWN = 3, 2**20
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,24 @@ class StepTimeline:
         if self.peak_at == self.optimizer_at:
             return "optimizer"
         return "forward" if self.peak_at < self.backward_at else "backward"
+
+    @property
+    def peak_place(self) -> str:
+        """`in the backward, at mm of model.layers.3`."""
+        layer = self.layers[self.peak_at]
+        return f"in the {self.peak_phase}, at {self.operators[self.peak_at]}{f' of {layer}' if layer else ''}"
+
+    def held_text(self, name: str) -> str:
+        """The largest groups of tensors at the peak of what has this name."""
+        rows = []
+        for category in dict.fromkeys(group.category for group in self.alive):
+            groups = [group for group in self.alive if group.category == category]
+            named = (f"{each.name} {gib_text(each.bytes)}" for each in groups if each.name and each.bytes >= _SHOWN)
+            if (total := sum(group.bytes for group in groups)) >= _SHOWN:
+                rows.append((total, category, gib_text(total), ", ".join(itertools.islice(named, _GROUPS))))
+        rows.sort(key=operator.itemgetter(0), reverse=True)
+        grid = tabulate([row for _, *row in rows], tablefmt="plain", disable_numparse=True)
+        return f"{name} holds at its peak, {self.peak_place}:\n{grid}"
 
 
 class Workload(Protocol):
@@ -218,53 +246,86 @@ class BatchPoint:
     reserved: int | None = None
 
 
-class Estimate(Protocol):
+@dataclass(frozen=True)
+class Estimate:
     """The predicted memory of a training step that is not run.
 
     Attributes:
-        peak: bytes that a budget bounds: what tensors ask for, or the blocks of torch's allocator where they are more.
-        curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
-        batches: steps of other batch sizes; empty where nobody asked.
-        costs: where the curve's times are from, as `roofline H100`.
-        frontier: the curve with the plan's place on it; None where nobody asked.
-        ways: steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked.
+        parts: bytes by name.
         peak_mib: of the bytes that tensors ask for.
-        allocated: bytes of the blocks of the device's allocator at the peak; None where it has none that is known.
-        reserved: bytes that this allocator takes of the device; None where it has none that is known.
+        attention: transformers' name of the assumed attention implementation.
+        assumes: what the prediction assumes, and how exact it is.
+        curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
+        costs: where the curve's times are from, as `roofline H100`.
+        batches: steps of other batch sizes; empty where nobody asked.
+        ways: steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked.
+        chosen: the plan's place on the curve, where that is known.
+        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
+        reserved: bytes that it takes of the device; None where it is not known.
     """
 
+    table: PlanTable
+    parts: dict[str, int]
+    peak_mib: float
+    device: str
+    compiler: str
+    attention: str
+    assumes: str = field(repr=False)
+    plan: PlanFile | None = field(default=None, repr=False)
+    curve: tuple[CurvePoint, ...] = ()
+    costs: str = ""
+    batches: tuple[BatchPoint, ...] = ()
+    ways: "tuple[Way, ...]" = field(default=(), repr=False)
+    chosen: CurvePoint | None = None
+    timeline: StepTimeline | None = field(default=None, repr=False)
+    allocated: int | None = None
+    reserved: int | None = None
+    capacity: "Capacity | None" = field(default=None, repr=False)
+
     @property
-    def table(self) -> PlanTable: ...
+    def peak(self) -> int:
+        """Bytes that a budget bounds: what tensors ask for, or the allocator's blocks where they are more."""
+        return max(round(self.peak_mib * MIB), self.allocated or 0)
+
     @property
-    def plan(self) -> PlanFile | None: ...
-    @property
-    def curve(self) -> Sequence[CurvePoint]: ...
-    @property
-    def batches(self) -> Sequence[BatchPoint]: ...
-    @property
-    def costs(self) -> str: ...
-    @property
-    def frontier(self) -> Frontier | None: ...
-    @property
-    def timeline(self) -> StepTimeline | None: ...
-    @property
-    def ways(self) -> "Sequence[Way]": ...
-    @property
-    def peak_mib(self) -> float: ...
-    @property
-    def peak(self) -> int: ...
-    @property
-    def allocated(self) -> int | None: ...
-    @property
-    def reserved(self) -> int | None: ...
-    @property
-    def capacity(self) -> "Capacity | None": ...
+    def frontier(self) -> Frontier | None:
+        """The curve with the plan; None where nobody asked."""
+        return Frontier(self.curve, self.costs, self.chosen) if self.curve else None
 
     def to_text(self) -> str:
-        """For a terminal."""
+        """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
+        curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
+        table = f"{self.table.header[0]}\n{_batches_text(self.batches)}" if self.batches else self.table.to_text()
+        return f"{table}{curve}\n{self.assumes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
+        entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=()))
+        for name in ("assumes", "plan", "timeline", "chosen", "capacity", "ways"):
+            del entries[name]
+        return entries
+
+
+def _batches_text(points: Sequence[BatchPoint]) -> str:
+    sizes = {"predicted peak": "peak", "allocated": "allocated", "reserved": "reserved", "activations": "activations"}
+    rows = [
+        {
+            "batch size": str(point.batch_size),
+            **{title: gib_text(size) for title, name in sizes.items() if (size := getattr(point, name)) is not None},
+            "saved for backward": gib_text(point.saved),
+        }
+        for point in points
+    ]
+    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
+
+
+def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
+    rows = [
+        {"budget": gib_text(point.budget), "predicted peak": gib_text(point.peak), "time": f"{point.extra_time:+.1%}"}
+        for point in reversed(points)
+    ]
+    grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
+    return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
 
 
 # What bounds an operator, or a step.

@@ -2,22 +2,18 @@
 the ways to train it side by side: plain PyTorch, Trainer's checkpointing, and this engine's plans."""
 
 import contextlib
-import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
-from tabulate import tabulate
 
 from optimum_memopt.compat import CHECKPOINTING_FLAG, attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import (
     COMPUTE,
     COPIES,
     BatchPoint,
-    CurvePoint,
+    Estimate,
     Frontier,
-    StepTimeline,
     Technique,
     Training,
     Way,
@@ -41,12 +37,10 @@ from optimum_memopt.engines.compile.solver.offload import stall_of
 from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError, MemOptError
-from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
-from optimum_memopt.sizes import Budget, gib_text
+from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
@@ -149,71 +143,6 @@ _EXACT = {
 }
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The predicted memory of a step.
-
-    Attributes:
-        parts: bytes by name, see `Footprint`.
-        attention: transformers' name of the assumed attention implementation.
-        chosen: the plan's place on the curve, where that is known.
-        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
-        reserved: bytes that it takes of the device; None where it is not known.
-    """
-
-    table: PlanTable
-    parts: dict[str, int]
-    peak_mib: float
-    device: str
-    compiler: str
-    attention: str
-    plan: PlanFile | None = field(default=None, repr=False)
-    curve: tuple[CurvePoint, ...] = ()
-    costs: str = ""
-    batches: tuple[BatchPoint, ...] = ()
-    ways: tuple[Way, ...] = field(default=(), repr=False)
-    chosen: CurvePoint | None = None
-    timeline: StepTimeline | None = field(default=None, repr=False)
-    allocated: int | None = None
-    reserved: int | None = None
-    capacity: Capacity | None = field(default=None, repr=False)
-
-    @property
-    def peak(self) -> int:
-        """Bytes that a budget bounds: what tensors ask for, or the allocator's blocks where they are more."""
-        return max(round(self.peak_mib * MIB), self.allocated or 0)
-
-    @property
-    def frontier(self) -> Frontier | None:
-        """The curve with the plan; None where nobody asked."""
-        return Frontier(self.curve, self.costs, self.chosen) if self.curve else None
-
-    def to_text(self) -> str:
-        """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
-        curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
-        table = f"{self.table.header[0]}\n{_batches_text(self.batches)}" if self.batches else self.table.to_text()
-        return f"{table}{curve}\n{self._assumes}"
-
-    def _repr_html_(self) -> str:
-        curve = tabulate(_curve_rows(self.curve), headers="keys", tablefmt="html", disable_numparse=True)
-        costs = f"<p>What budgets cost ({html.escape(self.costs)} costs)</p>{curve}" if self.curve else ""
-        return f"<div>{self.table._repr_html_()}{costs}<p>{html.escape(self._assumes)}</p></div>"
-
-    @property
-    def _assumes(self) -> str:
-        return (
-            f"Predicted, not run: attention is {self.attention}, with the kernel that torch takes on {self.device}; "
-            f"other devices may take another one. {_EXACT[self.compiler]}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=()))
-        for name in ("plan", "timeline", "chosen", "capacity", "ways"):
-            del entries[name]
-        return entries
-
-
 def estimate(
     workload: Workload,
     selection: Selection,
@@ -255,13 +184,16 @@ def estimate(
     frontier = _frontier(traced, step) if with_curve else Frontier((), "")
     sizes = {"sizes": dict(table.symbols), "device": step.device_name}
     plan = traced.shown.plan_file
+    attention = attention_implementation(getattr(traced.model, "config", None)) or "eager"
     return Estimate(
         table=table,
         parts=asdict(footprint),
         peak_mib=footprint.peak / MIB,
         device=step.device_name,
         compiler=step.compiled_by,
-        attention=attention_implementation(getattr(traced.model, "config", None)) or "eager",
+        attention=attention,
+        assumes=f"Predicted, not run: attention is {attention}, with the kernel that torch takes on "
+        f"{step.device_name}; other devices may take another one. {_EXACT[step.compiled_by]}",
         plan=replace(plan, solved_for={**plan.solved_for, **sizes}),
         curve=frontier.points,
         costs=frontier.costs,
@@ -300,31 +232,6 @@ def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoin
     saved = predictor.saved(plain_sizes(predictor.first, batch_size, None))
     allocated, reserved = (blocks.allocated, blocks.reserved) if blocks is not None else (None, None)
     return BatchPoint(batch_size, footprint.peak, footprint.activations, saved, allocated, reserved)
-
-
-def _batches_text(points: Sequence[BatchPoint]) -> str:
-    sizes = {"predicted peak": "peak", "allocated": "allocated", "reserved": "reserved", "activations": "activations"}
-    rows = [
-        {
-            "batch size": str(point.batch_size),
-            **{title: gib_text(size) for title, name in sizes.items() if (size := getattr(point, name)) is not None},
-            "saved for backward": gib_text(point.saved),
-        }
-        for point in points
-    ]
-    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
-
-
-def _curve_rows(points: Sequence[CurvePoint]) -> list[dict[str, str]]:
-    return [
-        {"budget": gib_text(point.budget), "predicted peak": gib_text(point.peak), "time": f"{point.extra_time:+.1%}"}
-        for point in reversed(points)
-    ]
-
-
-def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
-    grid = tabulate(_curve_rows(points), headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
-    return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
 
 
 def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_decoder: bool) -> PlanTable:
