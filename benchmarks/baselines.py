@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from optimum_memopt import measure as measuring
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure import measure_case
-from optimum_memopt.measure.measure_case import Case, Measurement
+from optimum_memopt.measure import Case, Measurement
 from optimum_memopt.memory.peak_monitor import MIB
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Baseline(Case):
 
 
 def measure(baseline: Baseline) -> Measurement:
-    return measure_case.spawn(baseline, [__file__])
+    return measuring.spawn(baseline, [__file__])
 
 
 def baselines(
@@ -173,4 +173,4 @@ def capped(baseline: Baseline, cap: int, step: int) -> Baseline:
 
 
 if __name__ == "__main__":
-    measure_case.main(Baseline)
+    measuring.main(Baseline)

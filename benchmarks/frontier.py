@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.measure_case import Measurement
+from optimum_memopt.measure import Measurement
 from optimum_memopt.predict.workload import Workload
 
 DECIMALS = {"of eager": 2, "of eager ": 2, "s/step": 2, "CPU-s/step": 2, "samples/s": 2, " of eager ": 2}

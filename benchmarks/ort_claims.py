@@ -25,7 +25,7 @@ from baselines import Baseline, measure
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.measure.measure_case import Measurement
+from optimum_memopt.measure import Measurement
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import Workload
 

@@ -17,8 +17,7 @@ from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
-from optimum_memopt.measure.measure_case import Case, spawn
-from optimum_memopt.measure.sweep import sweep
+from optimum_memopt.measure import Case, spawn, sweep
 from optimum_memopt.memory import optimizers
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve

@@ -1,7 +1,7 @@
 import torch
 import transformers
 
-from optimum_memopt.measure.measure_case import Case, measure
+from optimum_memopt.measure import Case, measure
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 from optimum_memopt.predict.workload import Workload
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from baselines import Baseline
 
+from optimum_memopt import measure as measuring
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure import measure_case
-from optimum_memopt.measure.measure_case import Case, Measurement, spawn
+from optimum_memopt.measure import Case, Measurement, spawn
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
@@ -41,12 +41,12 @@ def test_an_error_of_the_process_is_the_error(tmp_path):
 
 
 def test_how_a_process_ended(monkeypatch):
-    assert "SIGKILL, probably out of memory" in measure_case._reason(-signal.SIGKILL, "half a line")
+    assert "SIGKILL, probably out of memory" in measuring._reason(-signal.SIGKILL, "half a line")
     assert (
-        measure_case._reason(1, "Traceback …\n  File …\nIndexError: index out of range\n\n")
+        measuring._reason(1, "Traceback …\n  File …\nIndexError: index out of range\n\n")
         == "IndexError: index out of range"
     )
-    assert measure_case._reason(3, "") == "the measured process failed with exit code 3"
+    assert measuring._reason(3, "") == "the measured process failed with exit code 3"
 
 
 def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
@@ -55,10 +55,10 @@ def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
     called = []
     monkeypatch.setattr("optimum_memopt.memory.malloc._libc", lambda: called.append(1))
     case = Baseline(Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8), None, steps=1, tuned_malloc=False)
-    measure_case.measure(case)
+    measuring.measure(case)
     assert not called and os.environ["MALLOC_TRIM_THRESHOLD_"] == "131072"
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
-    measure_case.measure(replace(case, tuned_malloc=True))
+    measuring.measure(replace(case, tuned_malloc=True))
     assert called
 
 
@@ -77,7 +77,7 @@ def test_a_step_does_what_the_case_says(monkeypatch, changes):
 
     model = Model()
     monkeypatch.setattr(Workload, "build", lambda self: (model, {"x": torch.ones(1, 2)}))
-    found = measure_case.measure(Case(Workload("folder", "fill-mask"), None, steps=1, **changes))
+    found = measuring.measure(Case(Workload("folder", "fill-mask"), None, steps=1, **changes))
     dtypes, weights = zip(*model.seen, strict=True)
     assert set(dtypes) == {torch.bfloat16 if "bf16" in changes else torch.float32}
     assert torch.equal(*weights) == ("optimizer" not in changes)

@@ -23,7 +23,7 @@ from labels import Box, label, places
 from loss_worker import PLAIN, is_chunked_by_auto
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.measure_case import Measurement
+from optimum_memopt.measure import Measurement
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.measure_case import Case, Measurement
-from optimum_memopt.measure.sweep import (
+from optimum_memopt.measure import (
     FAILED,
     NOTHING,
     PEAK_TOLERANCE,
     TIME_TOLERANCE,
+    Case,
+    Measurement,
     Outcome,
     Search,
     sweep,
