@@ -92,9 +92,10 @@ def reread_batch_size(trainer: Any) -> None:
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
-def training_collator(trainer: Any) -> Callable[[list[Any]], Any]:
-    """The collator of training rows, which lose the columns that the model does not take (transformers 5.23)."""
-    return trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+def collator(trainer: Any, kind: str) -> Callable[[list[Any]], Any]:
+    """The collator of rows for `training` or `evaluation`, which lose the columns that the model does not take
+    (transformers 5.23)."""
+    return trainer._get_collator_with_removed_columns(trainer.data_collator, description=kind)
 
 
 def prepared_inputs(trainer: Any, batch: Any) -> Any:
@@ -339,11 +340,6 @@ def clip_gradients(trainer: Any, model: Any) -> None:
     """As Trainer's loop does (transformers 5.23)."""
     if trainer.args.max_grad_norm:
         trainer._clip_grad_norm(model)
-
-
-def evaluation_collator(trainer: Any) -> Callable[[list[Any]], Any]:
-    """`training_collator` for rows that are evaluated."""
-    return trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
 
 
 @contextmanager

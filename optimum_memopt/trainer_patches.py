@@ -124,7 +124,6 @@ class TrainerPatches:
             self._undo.append(lambda: trainer.remove_callback(callback))
 
     def add_undo(self, undo: Callable[[], None]) -> None:
-        """Undo something else with the rest."""
         self._undo.append(undo)
 
     def undo(self) -> None:

@@ -56,7 +56,6 @@ class AdviseCommand(BaseOptimumCLICommand):
     def _run(self) -> None:
         from optimum_memopt.engines.shared.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
-        from optimum_memopt.options import MemOptOptions
         from optimum_memopt.predict.advise import advise, to_dict, to_text
 
         args = self.args
@@ -67,14 +66,9 @@ class AdviseCommand(BaseOptimumCLICommand):
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
         name = next(name for name in engine_names() if factory(name).predicts)
-        options = MemOptOptions(
+        options = step.checked_options(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
         )
-        try:
-            options.check()
-        except MemOptError as error:
-            # The same options have shorter names here.
-            raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
         steps = factory(name).predict_steps(workload, options, spec)
         advice = advise(steps, args.global_batch)
         print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))

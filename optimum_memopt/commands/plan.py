@@ -54,12 +54,7 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
     }
     if args.engine == "auto" and _is_prediction(args, sizes):
         options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
-    try:
-        MemOptOptions(**options).check()
-    except MemOptError as error:
-        # The same options have shorter names here.
-        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-    (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
+    (name, *_), _ = choose_engines(options["memory_opt_engine"], step.checked_options(**options))
     predicts = factory(name).predicts and not args.measure
     for flag in ("device", "budget_curve", "html"):
         if getattr(args, flag) is not None and not predicts:
@@ -180,7 +175,6 @@ class PlanOutput:
 
 
 def table_of(args: Any) -> PlanOutput:
-    """One measurement, or one prediction."""
     case, options = case_of(args)
     if factory(options["memory_opt_engine"]).predicts:
         return _estimated(case.workload, MemOptOptions(**options), args)
@@ -317,7 +311,6 @@ def _log_once(remarks: Iterable[str]) -> None:
 
 
 def run(args: Any) -> None:
-    """Print what the command found, and write the files that were asked for."""
     result = measured(args) if args.measure else table_of(args)
     print(json.dumps(result.report, indent=2) if args.json else result.text)
     if args.budget_curve:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.api.run import StepSpec
+    from optimum_memopt.options import MemOptOptions
     from optimum_memopt.predict.workload import Workload
 
 
@@ -114,6 +115,23 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
         keeps_outputs=args.keep_outputs,
         fsdp=args.fsdp or 1,
     )
+
+
+def checked_options(**options: Any) -> "MemOptOptions":
+    """Options by their fields.
+
+    Raises:
+        MemOptError: one line, with the commands' shorter names of flags.
+    """
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.options import MemOptOptions
+
+    chosen = MemOptOptions(**options)
+    try:
+        chosen.check()
+    except MemOptError as error:
+        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
+    return chosen
 
 
 def autocast_of(args: Any) -> str:

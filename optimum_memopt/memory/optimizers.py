@@ -181,5 +181,4 @@ Optimizer = torch.optim.Optimizer | PlannedOptimizer
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[int]:
-    """The parameters of a model's embeddings."""
     return frozenset(id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding))

@@ -115,7 +115,6 @@ class Replanner:
 
     @property
     def has_replanned(self) -> bool:
-        """In this run."""
         return self._times > 0
 
     def replan(self, failure: Failure, is_own: bool, before: StepState, trainer: Trainer) -> bool:

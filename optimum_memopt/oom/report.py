@@ -115,7 +115,6 @@ def free_step(error: BaseException) -> None:
 
 
 def forward_call(args: Any, kwargs: Any, reader: str) -> ForwardCall:
-    """The arguments of a model's forward, without its tensors' data."""
     return ForwardCall(_alike(args), _alike(kwargs), reader)
 
 
@@ -131,7 +130,6 @@ def _alike(given: Any) -> Any:
 
 
 def model_of(trainer: Trainer) -> torch.nn.Module:
-    """The model without wrappers."""
     model = trainer.model
     assert isinstance(model, torch.nn.Module)
     return model
@@ -235,7 +233,6 @@ class MemoryReport:
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:

@@ -99,7 +99,6 @@ class Row:
 
     @property
     def samples(self) -> float:
-        """Samples a second."""
         return self.rows * self.accumulation / self.step.total(self.accumulation)
 
     @property
@@ -183,11 +182,9 @@ class _Search:
 
     @property
     def best(self) -> int:
-        """The fastest."""
         return highest(len(self.sizes), self.speed)
 
     def speed(self, index: int) -> float:
-        """Samples a second."""
         accumulation = self._accumulation(index)
         return self.sizes[index] * accumulation / self._steps(index).total(accumulation)
 
@@ -228,7 +225,6 @@ def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int
 
 
 def flags(row: Row) -> tuple[str, ...]:
-    """The flags of a plan and its micro-batch."""
     return (
         f"--per_device_train_batch_size {row.rows}",
         f"--gradient_accumulation_steps {row.accumulation}",

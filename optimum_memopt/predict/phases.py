@@ -103,7 +103,6 @@ class Evaluation:
 
     @property
     def _all(self) -> int:
-        """All that is collected."""
         return round(self.total_rows / self.rows * (self.logits + self.labels))
 
     @property

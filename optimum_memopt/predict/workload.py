@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _SHOWN = 150
 
 
-def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
+def freeze_others(model: torch.nn.Module, patterns: Sequence[str]) -> None:
     """Let only the parameters train that a pattern matches; without patterns nothing is changed.
 
     Raises:
@@ -138,7 +138,7 @@ class Workload:
         task: a key of `TASKS`.
         batch_size: rows per step.
         seq_len: tokens per row, without padding; images have the size of their config.
-        trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
+        trainable: patterns of the parameters that train, see `matches`; empty: those that the model trains.
         has_padding: some row of a batch is shorter than others.
         dtype: of the weights, as `bfloat16`; empty: the config's, else float32.
         attention: transformers' name of the implementation, as `eager`; empty: transformers' choice.
@@ -156,7 +156,6 @@ class Workload:
     adapter: str = ""
 
     def with_rows(self, rows: int) -> "Workload":
-        """The same with another batch size."""
         return replace(self, batch_size=rows)
 
     def checked(self, finds_task: bool) -> "Workload":
@@ -183,7 +182,7 @@ class Workload:
         return f"{str(of_config).removeprefix('torch.')} by its config" if of_config else "float32 by default"
 
     @property
-    def values(self) -> "dict[str, torch.Tensor]":
+    def values(self) -> dict[str, torch.Tensor]:
         """Inputs whose values models branch on; a mask that is not among them counts as one with padding."""
         if self.has_padding or not self.tokens:
             return {}
@@ -257,14 +256,13 @@ class Workload:
             )
             raise MemOptError(f"--model {path_excerpt(self.model)}: {where}{_reason(error)}") from error
 
-    def build(self) -> tuple["torch.nn.Module", dict[str, "torch.Tensor"]]:
+    def build(self) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         """A model with random weights in training mode and a batch with labels, deterministic.
 
         Raises:
             MemOptError: the config does not fit the task, the sequences are longer than it allows, or a pattern
                 matches no parameter.
         """
-        import torch
         import transformers
 
         config = self.load_config()
@@ -288,7 +286,7 @@ class Workload:
         freeze_others(model, self.trainable)
         return model.train(), batch
 
-    def _model_of(self, kind: Any, config: Any) -> "torch.nn.Module":
+    def _model_of(self, kind: Any, config: Any) -> torch.nn.Module:
         given = {"dtype": self.dtype and getattr(torch, self.dtype), "attn_implementation": self.attention}
         given = {name: value for name, value in given.items() if value}
         if not self.adapter:
@@ -304,10 +302,8 @@ class Workload:
                 model = with_adapter(model, parse_adapter(self.adapter))
         return _without_data(model)
 
-    def batch_of(self, config: Any) -> dict[str, "torch.Tensor"]:
+    def batch_of(self, config: Any) -> dict[str, torch.Tensor]:
         """A batch with labels for a model with this config."""
-        import torch
-
         if self.task == "image-classification":
             size, channels = config.image_size, getattr(config, "num_channels", 3)
             height, width = (size, size) if isinstance(size, int) else size
@@ -325,7 +321,7 @@ class Workload:
         return {**batch, "labels": ids.clone()}
 
 
-def decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
+def decide_problem_type(config: Any, labels: torch.Tensor | None) -> None:
     """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
     if labels is None or labels.dim() != 1 or labels.is_floating_point():
         return
@@ -362,10 +358,8 @@ def _reason(error: Exception) -> str:
     return kind + excerpt(" ".join(str(error).split()), longest=300)
 
 
-def _tokens(config: Any, rows: int, length: int) -> "torch.Tensor":
+def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
     """Ids without padding, which position ids and masks treat differently."""
-    import torch
-
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     if padding is None:
@@ -374,9 +368,7 @@ def _tokens(config: Any, rows: int, length: int) -> "torch.Tensor":
     return ids + (ids >= padding)
 
 
-def _classes(config: Any, rows: int) -> "torch.Tensor":
-    import torch
-
+def _classes(config: Any, rows: int) -> torch.Tensor:
     # transformers takes a single label for a regression.
     return torch.rand(rows) if config.num_labels == 1 else torch.randint(0, config.num_labels, (rows,))
 
@@ -445,7 +437,6 @@ class ModuleWorkload:
         return ""
 
     def with_rows(self, rows: int) -> "ModuleWorkload":
-        """The same with another batch size."""
         return replace(self, inputs=_resized(self.inputs, self.batch_size, rows), batch_size=rows)
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:

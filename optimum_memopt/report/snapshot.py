@@ -72,7 +72,6 @@ def _freed(alive: list[Block], size: int, index: int) -> Iterator[Block]:
 
 
 def predicted_snapshot(timeline: StepTimeline) -> bytes:
-    """The pickle of a predicted step."""
     return _pickled(timeline.held, timeline.operators, timeline.layers)
 
 

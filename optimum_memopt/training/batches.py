@@ -7,8 +7,9 @@ ValueError at the second epoch (`if not self.sample_complexities` on an array), 
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -191,19 +192,17 @@ def complexities(dataset: Any, length_column: str = "length", pad_token_id: int 
         )
     # A transform (`set_transform`) makes samples of something else than the columns; a stored length stays what it is.
     in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
-    values = _column(dataset, field) if in_columns else (dataset[index][field] for index in range(len(dataset)))
+    values: Iterable[Any] = (dataset[index][field] for index in range(len(dataset)))
+    if in_columns:
+        # Without reading the other columns.
+        batches = dataset.select_columns([field]).with_format("numpy").iter(1000)
+        values = itertools.chain.from_iterable(rows[field] for rows in batches)
     if field == length_column:
         return np.asarray([float(value) for value in values])
     if field == "input_ids" and pad_token_id is None:
         return np.asarray([len(value) for value in values], dtype=np.float64)
     padding = 0 if field == "attention_mask" else pad_token_id
     return np.asarray([np.count_nonzero(np.asarray(value) != padding) for value in values], dtype=np.float64)
-
-
-def _column(dataset: Any, field: str) -> Iterator[Any]:
-    """One column of a `datasets.Dataset`, without reading the others."""
-    for rows in dataset.select_columns([field]).with_format("numpy").iter(1000):
-        yield from rows[field]
 
 
 class ComplexityCallback(TrainerCallback):
@@ -395,7 +394,7 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
 def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:
     args, model = trainer.args, trainer.model
     assert isinstance(model, torch.nn.Module)
-    collate = compat.training_collator(trainer)
+    collate = compat.collator(trainer, "training")
     data: Any = trainer.train_dataset
 
     def make_batch(rows: int) -> Mapping[str, Any]:

@@ -126,15 +126,11 @@ def evaluation_data(trainer: Any, reads_any: bool) -> EvaluationData | None:
     if data is None or not hasattr(data, "__len__") or not len(data) or not (reads_any or is_readable(data)):
         return None
     rows = min(trainer.args.eval_batch_size, len(data))
-    batch = largest_batch_of(
-        trainer, data, rows, compat.evaluation_collator, lambda: trainer.get_eval_dataloader(data)
-    )
+    batch = largest_batch_of(trainer, data, rows, "evaluation", lambda: trainer.get_eval_dataloader(data))
     return EvaluationData(batch, rows, len(data))
 
 
-def largest_batch_of(
-    trainer: Any, data: Any, rows: int, collator: Callable[[Any], Any], dataloader: Callable[[], Any]
-) -> Any:
+def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: Callable[[], Any]) -> Any:
     """The longest rows of the data in one batch; the first batch where the data cannot tell.
 
     Raises:
@@ -145,7 +141,7 @@ def largest_batch_of(
             with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
                 lengths = complexities(data, trainer.args.length_column_name)
                 longest = np.argsort(-lengths, kind="stable")
-                return collator(trainer)([data[int(longest[place % len(data)])] for place in range(rows)])
+                return compat.collator(trainer, kind)([data[int(longest[place % len(data)])] for place in range(rows)])
         return _longest_texts(next(iter(dataloader())), data)
     except MemOptError:
         raise
@@ -272,7 +268,6 @@ class FakeRun:
         return evaluation, [_phase(GENERATION, generated, generation), phase]
 
     def load(self) -> RunPhase:
-        """Parameters and buffers."""
         size = self.simulator.constant + self.weights
         if self.simulator.shares_host:
             return RunPhase("load", size, note="parameters and buffers")
@@ -285,7 +280,8 @@ class FakeRun:
         resident = self.simulator.constant + weights + states
         # PEFT writes adapters alone.
         is_adapter = hasattr(self.trainer.model, "peft_config")
-        written = _trained_bytes(self.trainer.model) if is_adapter else weights
+        trained = sum(each.nbytes for each in self.trainer.model.parameters() if each.requires_grad)
+        written = trained if is_adapter else weights
         if self.simulator.shares_host:
             yield RunPhase("save", resident, note="weights and states are written from where they are")
             read = self.simulator.constant + weights + written
@@ -314,10 +310,6 @@ def _phase(name: str, peak: int, generation: Generation) -> RunPhase:
     if name == GENERATION:
         return generation_phase(peak, generation.rows, generation.length)
     return RunPhase(name, peak, note="modules that are called without gradients" if name == NO_GRAD else "")
-
-
-def _trained_bytes(model: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _tree_bytes(value: Any) -> int:
@@ -354,8 +346,10 @@ class PhaseCheckCallback(TrainerCallback):
         """Log what may not fit; returns a line for each phase that certainly does not."""
         if is_sharded(trainer):
             return ()
+        args = trainer.args
+        evaluates = args.do_eval or args.do_predict or args.eval_on_start
         with left_as_it_is(trainer):
-            data = evaluation_data(trainer, reads_any=False) if _evaluates(trainer.args) else None
+            data = evaluation_data(trainer, reads_any=False) if evaluates else None
             with predicting_factory().simulator(None) as simulator:
                 memory = simulator.memory
                 limit = min(memory.total, self._budget.on_device(memory.total, memory.available))
@@ -385,10 +379,6 @@ class PhaseCheckCallback(TrainerCallback):
         for line in (*suggestions(phases, limit, flags), *host_suggestions(phases, host_available())):
             self.reporter.lines(f"--memory_opt_budget {text}: {line}", "warning")
         return ()
-
-
-def _evaluates(args: Any) -> bool:
-    return bool(args.do_eval or args.do_predict or args.eval_on_start)
 
 
 def _coming_states(trainer: Any) -> int:
@@ -484,9 +474,7 @@ def dry_run(
 def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     args = trainer.args
     rows = compat.train_batch_size(trainer)
-    batch = largest_batch_of(
-        trainer, trainer.train_dataset, rows, compat.training_collator, trainer.get_train_dataloader
-    )
+    batch = largest_batch_of(trainer, trainer.train_dataset, rows, "training", trainer.get_train_dataloader)
     steps = 2 if args.gradient_accumulation_steps > 1 else 1
     items = compat.items_in_batch(trainer, [batch] * steps)
     evaluated = evaluation_data(trainer, reads_any=True)

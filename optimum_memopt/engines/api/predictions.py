@@ -116,7 +116,6 @@ class StepTimeline:
 
     @property
     def peak_at(self) -> int:
-        """Index of the first operator at which most is held."""
         return self.total.index(self.peak)
 
     @property

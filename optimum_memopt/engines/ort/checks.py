@@ -220,7 +220,6 @@ def needs_eager_attention(config: Any) -> str:
 
 
 def attention(model: torch.nn.Module) -> str | None:
-    """The current attention implementation of a transformers model."""
     return attention_implementation(getattr(model, "config", None))
 
 

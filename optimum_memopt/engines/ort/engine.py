@@ -59,7 +59,6 @@ class OrtEngine(in_place.InPlaceEngine):
         super().apply(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Refuse Trainer arguments that ONNX Runtime cannot train with. Raises MemOptError."""
         checks.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
         ort_options.check_arguments(self._options, args)
 
@@ -104,7 +103,6 @@ class OrtEngine(in_place.InPlaceEngine):
         ort_options.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
-        """The table of the current training graph, None before the first training forward."""
         return self._session.table if self._session is not None else self._fallback_table
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> None:

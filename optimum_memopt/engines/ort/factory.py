@@ -41,7 +41,6 @@ class OrtFactory(EngineFactory[OrtOptions]):
     options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
 
     def missing(self) -> str:
-        """Why this engine cannot work here and how to get it; empty when it can."""
         return installation.missing()
 
     def declines(self, options: OrtOptions) -> str:
@@ -77,7 +76,6 @@ class OrtFactory(EngineFactory[OrtOptions]):
         return chosen, remarks
 
     def create(self, options: OrtOptions, selection: Selection) -> Engine:
-        """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
         return OrtEngine(selection, options)
@@ -118,7 +116,6 @@ class OrtFactory(EngineFactory[OrtOptions]):
         return Report(installed, (engine, *_with_engine(compiler_missing)), advice, built)
 
     def build(self) -> None:
-        """Compile ONNX Runtime's two torch extensions. Raises MemOptError."""
         extensions.build()
 
     def version_facts(self) -> dict[str, str]:

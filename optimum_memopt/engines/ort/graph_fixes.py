@@ -95,7 +95,6 @@ def _embeddings(module: torch.nn.Module) -> dict[str, torch.nn.Embedding]:
 
 
 def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
-    """The embedding that a node was exported from."""
     scope = module_scope(node_name)
     # From the second call of a submodule in one forward on, its scope ends with a number.
     called, _, count = scope.rpartition("_")

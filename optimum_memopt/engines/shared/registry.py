@@ -81,7 +81,6 @@ def factory(name: str) -> EngineFactory[Any]:
 
 
 def predicting_factory() -> EngineFactory[Any]:
-    """The factory of the first engine that predicts steps."""
     return next(made for made in map(factory, engine_names()) if made.predicts)
 
 

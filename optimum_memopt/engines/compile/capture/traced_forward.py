@@ -359,7 +359,6 @@ class TracedForward:
         return self._wrapped(call)(*call.args, **call.inputs)
 
     def say(self, line: str) -> None:
-        """Log a line, once."""
         if line not in self._said:
             self._said.add(line)
             get_logger().info(line)
@@ -491,7 +490,6 @@ class TracedForward:
         return 0 if analyzed is None else self._turns[analyzed.digest, self._regions.layer]
 
     def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
-        """The variant for this run of the graph."""
         (*_, latest), analyzed, choices = graph.variants.values(), graph.analyzed, self._current
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
@@ -529,7 +527,6 @@ class TracedForward:
     def _question(
         self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool]
     ) -> tuple[AnalyzedGraph, GraphInForward]:
-        """The arguments of `Choose`."""
         untrained = without_gradient([*(earlier.gradients for earlier in self._ran), gradients])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, tuple(self._choices), untrained, self._progress, is_all)

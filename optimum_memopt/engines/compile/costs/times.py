@@ -264,10 +264,6 @@ def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -
     return times
 
 
-def _line(rows: tuple[int, int], low: float, high: float, at: int) -> float:
-    return low + (high - low) * (at - rows[0]) / (rows[1] - rows[0])
-
-
 def measured_times(
     graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int, peak: Callable[[int], int]
 ) -> Callable[[int], OperatorTimes]:
@@ -302,7 +298,8 @@ def measured_times(
         if rows <= batches[-1]:
             seconds = float(np.interp(rows, batches, measured_seconds))
         else:
-            seconds = _line((batches[-2], batches[-1]), measured_seconds[-2], measured_seconds[-1], rows)
+            low, high = measured_seconds[-2:]
+            seconds = low + (high - low) * (rows - batches[-2]) / (batches[-1] - batches[-2])
         seconds += max(0.0, operator_overhead - launch)
         if seconds < 2 * max(launch, operator_overhead):
             return seconds, LAUNCHES

@@ -99,7 +99,6 @@ def symbolic(number: Number) -> sympy.Expr:
 
 
 def elements(tensor: torch.Tensor) -> sympy.Expr:
-    """How many a tensor has."""
     return sympy.Mul(*map(symbolic, tensor.shape))
 
 

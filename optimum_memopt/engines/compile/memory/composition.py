@@ -123,7 +123,9 @@ class _Composition:
                 again = self._returned_by(index, position)
                 later = self._later[again]
                 kept = {name for local, name in self._names[again].items() if local not in later}
-                self._kept.setdefault(index, set()).update(kept - self._outputs_of(again))
+                self._kept.setdefault(index, set()).update(
+                    kept.difference(map(_shared, self._calls[again].outputs.values()))
+                )
         for index, kept in self._kept.items():
             for name in kept:
                 self._readers.setdefault(name, set()).add(index)
@@ -178,9 +180,6 @@ class _Composition:
         """The run that has returned an argument of a later one."""
         number = self._calls[index].inputs[position]
         return next(at for at in reversed(range(index)) if number in self._calls[at].outputs.values())
-
-    def _outputs_of(self, index: int) -> set[str]:
-        return set(map(_shared, self._calls[index].outputs.values()))
 
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""

@@ -184,7 +184,6 @@ class TapeRecorder:
         self._orders.append(order_of(results))
 
     def end(self, outputs: Iterable[object]) -> None:
-        """The forward has returned."""
         self._note_released()
         outputs = list(outputs)
         self._note_saved(set(self._numbered(outputs).values()))

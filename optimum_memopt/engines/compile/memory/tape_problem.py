@@ -112,7 +112,6 @@ class _Builder:
     def add(
         self, run: int, layer: str, problem: Problem, node: int, number: Mapping[int, int], **changed: object
     ) -> int:
-        """Add a node of a run's problem."""
         new = len(self.places)
         for name, column in self.columns.items():
             column.append(getattr(problem, name)[node])

@@ -98,7 +98,6 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
 
 
 def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> list[str]:
-    """Lines about the predicted memory of a step with the first batch."""
     footprint, run = predictor.footprint(), predictor.run
     caveat = predictor.caveat and f" ({predictor.caveat})"
     optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()

@@ -154,7 +154,6 @@ def runs_as_blocks(problem: Problem, of_run: PlansOfRun) -> Blocks:
 
 
 def _nodes(problem: Problem) -> Iterator[int]:
-    """Operators of the forward, without numbers."""
     for node, is_forward in enumerate(problem.is_forward):
         if is_forward and not problem.is_number[node]:
             yield node

@@ -145,7 +145,6 @@ class DynamicProgram:
         return None
 
     def _all(self, limit: int) -> tuple[int, ...]:
-        """One limit for all blocks."""
         return (limit,) * len(self.tops)
 
     def lowest(self) -> Simulation:

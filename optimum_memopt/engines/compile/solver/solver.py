@@ -67,7 +67,6 @@ class Solver:
 
     @cached_property
     def everything(self) -> Simulation:
-        """All activations saved."""
         return simulate(self.problem, self.problem.closure(self.problem.activations))
 
     @cached_property
@@ -94,7 +93,6 @@ class Solver:
         return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
 
     def plan(self, simulation: Simulation) -> Plan:
-        """The plan that saves what a simulation does."""
         extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
         return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
 

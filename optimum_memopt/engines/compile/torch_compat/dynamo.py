@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from optimum_memopt.compat import backward_pass
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -323,7 +323,6 @@ def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gra
 
 
 def traced_value(node: fx.Node) -> Any:
-    """The value of a node in a graph that dynamo has traced."""
     return node.meta["example_value"]
 
 
@@ -534,7 +533,7 @@ class TraceFixes:
                 stack.enter_context(mock.patch.object(file, name, function))
             for tensor in inputs.values():
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
-                    dynamo.mark_static(tensor, range(1, tensor.dim()))
+                    mark_static(tensor, range(1, tensor.dim()))
             if self._config is not None and hasattr(self._config, "problem_type"):
                 stack.enter_context(self._problem_type(inputs.get("labels")))
             yield
@@ -592,5 +591,5 @@ def _each_row_has_one_label(config: Any, labels: Any) -> bool:
         and not labels.is_floating_point()
         and config.num_labels > 1
         # A traced step's labels have no values.
-        and (dynamo.is_fake(labels) or bool((labels >= 0).all()))
+        and (is_fake(labels) or bool((labels >= 0).all()))
     )

@@ -93,7 +93,6 @@ class LengthBuckets:
         return timeline
 
     def frontier(self) -> Frontier | None:
-        """Costs of budgets for the largest batch; None where nobody asked."""
         solved = self.largest.planner.solved
         return solved.frontier if solved is not None else None
 

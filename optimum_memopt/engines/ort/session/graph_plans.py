@@ -50,7 +50,6 @@ class Opportunity:
 
 
 def parse_insight(text: str) -> tuple[Opportunity, ...]:
-    """All opportunities of an insight text, in its order."""
     opportunities: list[Opportunity] = []
     frequency = 0
     for line in text.splitlines():
