@@ -27,7 +27,7 @@ def random_choice(problem: Problem, generator: random.Random) -> frozenset[int]:
     return problem.closure(kept)
 
 
-def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> Prediction:
+def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> Prediction[str]:
     graph = partitioned_graph.analyze(captured.copied(), captured.inputs, captured.num_fwd_outputs, captured.others)
     nodes = [graph.joint.nodes[node] for node in sorted(saved)]
     assert [node.name for node in nodes] == [problem.names[node] for node in sorted(saved)]

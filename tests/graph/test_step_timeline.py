@@ -41,7 +41,7 @@ def test_every_operator_holds_what_is_predicted(roberta_step):
     prediction, found = roberta_step
     expected = [*prediction.forward.held, *prediction.backward.held]
     assert [size - ALWAYS for size in found.total[:-1]] == expected
-    assert found.operators[:-1] == (*prediction.forward.nodes, *prediction.backward.nodes)
+    assert found.operators[:-1] == (*prediction.forward.order, *prediction.backward.order)
     assert found.backward_at == len(prediction.forward.held)
     assert found.held.keys() == set(CATEGORIES)
     assert min(size for sizes in found.held.values() for size in sizes) == 0
@@ -71,8 +71,8 @@ def test_between_the_graphs_is_what_is_saved(roberta_step):
     assert saved[found.backward_at - 1] == prediction.saved_bytes == max(saved)
     phases = {phase.name: phase for phase in found.phases}
     assert phases[POST_FORWARD].held == ALWAYS + prediction.forward.end
-    assert phases[POST_FORWARD].peak == ALWAYS + prediction.forward.peak.held
-    assert phases[POST_BACKWARD].peak == ALWAYS + prediction.backward.peak.held
+    assert phases[POST_FORWARD].peak == ALWAYS + prediction.forward.peak
+    assert phases[POST_BACKWARD].peak == ALWAYS + prediction.backward.peak
 
 
 def test_what_the_backward_returns_are_gradients(roberta_step):

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeGuard, cast
+from typing import Generic, NamedTuple, TypeGuard, TypeVar, cast
 
 import sympy
 import torch
@@ -159,51 +159,47 @@ class GraphEvents:
         return sum(storage.bytes for storage in self.saved)
 
 
-class Moment(NamedTuple):
-    """The bytes held while an operator runs."""
-
-    node: str
-    held: int
+Node = TypeVar("Node", int, str)
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """The bytes held while each operator of a graph runs, and after the last."""
+class Run(Generic[Node]):
+    """A graph's run.
 
-    nodes: tuple[str, ...]
+    Attributes:
+        order: its operators, by name or number.
+        held: bytes while each of them runs.
+        end: bytes after the last.
+    """
+
+    order: tuple[Node, ...]
     held: tuple[int, ...]
     end: int
 
-    @property
-    def peak(self) -> Moment:
-        """The first operator at which most is held."""
+    @cached_property
+    def peak(self) -> int:
         # A backward that returns the gradient it is given has no operator.
-        if not self.held:
-            return Moment("", self.end)
-        held = max(self.held)
-        return Moment(self.nodes[self.held.index(held)], held)
+        return max(self.held, default=self.end)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Generic[Node]):
     """The memory of one graph's forward and backward, in bytes over parameters, inputs and gradients that were there.
 
     Attributes:
         saved_bytes: held between the two.
-        tangents: bytes of the gradients that the backward is given.
     """
 
-    forward: Timeline
-    backward: Timeline
+    forward: Run[Node]
+    backward: Run[Node]
     saved_bytes: int
-    tangents: int
 
     @property
     def peak(self) -> int:
-        return max(self.forward.peak.held, self.backward.peak.held)
+        return max(self.forward.peak, self.backward.peak)
 
 
-def prediction_of(graph: GraphEvents) -> Prediction:
+def prediction_of(graph: GraphEvents) -> Prediction[str]:
     """The two runs of a graph that is all of a forward."""
     before = Event("", frees=graph.returned)
     given = Event("", allocates=tuple(storage for _, storage in graph.tangents))
@@ -212,12 +208,7 @@ def prediction_of(graph: GraphEvents) -> Prediction:
     _, left = bytes_during(graph.forward)
     _, saved = bytes_during((*graph.forward, before))
     forward, backward = (tuple(event.operator for event in events) for events in (graph.forward, graph.backward))
-    return Prediction(
-        Timeline(forward, tuple(during[:count]), left),
-        Timeline(backward, tuple(during[count + 2 :]), end),
-        saved,
-        sum(storage.bytes for storage in given.allocates),
-    )
+    return Prediction(Run(forward, tuple(during[:count]), left), Run(backward, tuple(during[count + 2 :]), end), saved)
 
 
 class _Sizes:
@@ -305,7 +296,7 @@ class Schedule:
             if symbol.is_Symbol
         }
 
-    def predict(self, values: SymbolValues) -> Prediction:
+    def predict(self, values: SymbolValues) -> Prediction[str]:
         """The runs of both graphs alone; see `at`."""
         return prediction_of(self.at(values))
 

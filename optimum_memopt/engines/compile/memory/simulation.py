@@ -8,60 +8,37 @@ before the first of the backward's own operators that needs it. `tests/graph/tes
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Storage
+from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, Run, Storage
 
 
 @dataclass(frozen=True)
-class Run:
-    """A graph's run.
-
-    Attributes:
-        order: its operators.
-        held: bytes while each of them runs.
-        end: bytes after the last.
-    """
-
-    order: tuple[int, ...]
-    held: tuple[int, ...]
-    end: int
-
-    @cached_property
-    def peak(self) -> int:
-        return max(self.held, default=self.end)
-
-    def seconds(self, problem: Problem) -> float:
-        return math.fsum(problem.seconds[node] for node in self.order)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The forward and backward of a joint graph, in bytes over parameters and inputs.
+class Simulation(Prediction[int]):
+    """The memory of a joint graph under a set of saved nodes.
 
     Attributes:
         saved: nodes that the forward saves for the backward.
-        saved_bytes: held between the two.
         recomputed: operators of the forward that the backward runs again, in its order.
     """
 
     saved: frozenset[int]
-    forward: Run
-    backward: Run
-    saved_bytes: int
     recomputed: tuple[int, ...]
 
-    @property
-    def peak(self) -> int:
-        return max(self.forward.peak, self.backward.peak)
+    def seconds(self, problem: Problem) -> float:
+        """Seconds of all operators."""
+        return seconds_of(problem, self.forward.order) + seconds_of(problem, self.backward.order)
 
     def extra_seconds(self, problem: Problem) -> float:
         """Seconds of the recomputed operators."""
-        return math.fsum(problem.seconds[node] for node in self.recomputed)
+        return seconds_of(problem, self.recomputed)
+
+
+def seconds_of(problem: Problem, operators: Iterable[int]) -> float:
+    return math.fsum(problem.seconds[node] for node in operators)
 
 
 def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
@@ -83,7 +60,7 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, order, problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    return Simulation(saved, forward, backward, saved_bytes, recomputed)
+    return Simulation(forward, backward, saved_bytes, saved, recomputed)
 
 
 def simulate_everything_saved(problem: Problem) -> Simulation:
@@ -143,7 +120,7 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     return ran[np.argsort(places, kind="stable")]
 
 
-def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> Run:
+def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> Run[int]:
     """Allocate and free as `_events` does.
 
     Args:

@@ -69,7 +69,7 @@ class PartitionedGraph:
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
     timeline: Schedule | None
-    prediction: Prediction | None
+    prediction: Prediction[str] | None
     plan: GraphEntry
     has_convolutions: bool = False
     has_half_products: bool = False

@@ -23,7 +23,6 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.predict.reconstruction import (
-    HeldStep,
     Reconstruction,
     capture_failed,
     of_graphs,
@@ -281,12 +280,11 @@ def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Mome
     free."""
     if failed.place.phase == OPTIMIZER_STEP:
         return Moment(OPTIMIZER_STEP), ()
-    held = HeldStep(ran.step, ran.modules, ran.shows_layers)
     made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
-    moment, point = held.moment(failed.place, max(0, failed.held - made_before), failed.requested)
+    moment, point = ran.moment(failed.place, max(0, failed.held - made_before), failed.requested)
     if is_plain:
-        held = replace(held, step=with_variables(failed, ran.begin + point.index))
-    return moment, tuple(held.parts(point))
+        ran = replace(ran, step=with_variables(failed, ran.begin + point.index))
+    return moment, tuple(ran.parts(point))
 
 
 def _suggestions(

@@ -32,6 +32,15 @@ from optimum_memopt.logs import only_warnings
 
 
 @dataclass(frozen=True)
+class Point:
+    """An operator of a step, by the index of its event: bytes of all graphs before it allocates, and while it runs."""
+
+    index: int
+    before: int
+    during: int
+
+
+@dataclass(frozen=True)
 class Reconstruction:
     """The step that failed, as it would have run with enough memory.
 
@@ -60,6 +69,47 @@ class Reconstruction:
     @property
     def chunks_loss(self) -> bool:
         return any(graph.chunks_loss for graph in self.graphs)
+
+    def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
+        """Where the allocation failed."""
+        points = self._points(place.phase == BACKWARD)
+        named = [point for point in points if place.node and self._node(point) == place.node]
+        if not named and place.module:
+            points = [point for point in points if self.modules.get(self._node(point)) == place.module] or points
+        point = named[0] if named else _likeliest(points, held, requested)
+        event = self.step.events[point.index]
+        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
+
+    def parts(self, point: Point) -> list[Part]:
+        """The storages that the graphs hold just before an operator allocates, by category, row and layer."""
+        groups: dict[str, dict[tuple[str, str], int]] = {}
+        for storage in held_before(self.step.events[: point.index]).values():
+            group = groups.setdefault(storage.category, {})
+            key = storage.kind, self._layer(storage.layer)
+            group[key] = group.get(key, 0) + storage.bytes
+        parts = []
+        for category in CATEGORIES:
+            tensors = [Tensors(row, layer, size) for (row, layer), size in groups.get(category, {}).items() if size]
+            if tensors:
+                tensors.sort(key=lambda each: -each.bytes)
+                parts.append(Part(category, sum(each.bytes for each in tensors), tuple(tensors)))
+        return parts
+
+    def _layer(self, layer: str) -> str:
+        """Empty where a graph runs for several layers, whose operators have the first one's path."""
+        return layer if self.shows_layers else ""
+
+    def _node(self, point: Point) -> str:
+        return self.step.events[point.index].operator
+
+    def _points(self, in_backward: bool) -> list[Point]:
+        during, _ = bytes_during(self.step.events)
+        first = len(self.step.forward)
+        return [
+            Point(index, size - event.workspace - sum(storage.bytes for storage in event.allocates), size)
+            for index, (event, size) in enumerate(zip(self.step.events, during, strict=True))
+            if event.operator and (index > first) == in_backward
+        ]
 
 
 def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstruction:
@@ -223,68 +273,6 @@ def step_of(
     return compose(tape, runs, accumulates)
 
 
-@dataclass(frozen=True)
-class Point:
-    """An operator of a step, by the index of its event: bytes of all graphs before it allocates, and while it runs."""
-
-    index: int
-    before: int
-    during: int
-
-
-@dataclass(frozen=True)
-class HeldStep:
-    """A step up to the operator whose allocation failed.
-
-    Attributes:
-        modules: paths of modules, by operator.
-        shows_layers: each operator is of the layer that it names.
-    """
-
-    step: StepEvents
-    modules: Mapping[str, str]
-    shows_layers: bool = True
-
-    def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
-        """Where the allocation failed."""
-        points = self._points(place.phase == BACKWARD)
-        named = [point for point in points if place.node and self._node(point) == place.node]
-        if not named and place.module:
-            points = [point for point in points if self.modules.get(self._node(point)) == place.module] or points
-        point = named[0] if named else _likeliest(points, held, requested)
-        event = self.step.events[point.index]
-        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
-
-    def parts(self, point: Point) -> list[Part]:
-        """The storages that the graphs hold just before an operator allocates, by category, row and layer."""
-        groups: dict[str, dict[tuple[str, str], int]] = {}
-        for storage in held_before(self.step.events[: point.index]).values():
-            group = groups.setdefault(storage.category, {})
-            key = storage.kind, self._layer(storage.layer)
-            group[key] = group.get(key, 0) + storage.bytes
-        return [
-            Part(category, sum(groups[category].values()), _sorted(groups[category]))
-            for category in CATEGORIES
-            if any(groups.get(category, {}).values())
-        ]
-
-    def _layer(self, layer: str) -> str:
-        """Empty where a graph runs for several layers, whose operators have the first one's path."""
-        return layer if self.shows_layers else ""
-
-    def _node(self, point: Point) -> str:
-        return self.step.events[point.index].operator
-
-    def _points(self, in_backward: bool) -> list[Point]:
-        during, _ = bytes_during(self.step.events)
-        first = len(self.step.forward)
-        return [
-            Point(index, size - event.workspace - sum(storage.bytes for storage in event.allocates), size)
-            for index, (event, size) in enumerate(zip(self.step.events, during, strict=True))
-            if event.operator and (index > first) == in_backward
-        ]
-
-
 def _likeliest(points: Sequence[Point], held: int, requested: int | None) -> Point:
     wanted = held + (requested or 1)
     # The step did not get further than to the first operator with which this much is held.
@@ -293,8 +281,3 @@ def _likeliest(points: Sequence[Point], held: int, requested: int | None) -> Poi
     as_large = [p for p in points if requested and abs(p.during - p.before - requested) <= 0.01 * requested]
     likely = [*as_large, reached or max(points, key=lambda point: point.during)]
     return min(likely, key=lambda point: abs(point.before - held))
-
-
-def _sorted(group: dict[tuple[str, str], int]) -> tuple[Tensors, ...]:
-    tensors = (Tensors(row, layer, size) for (row, layer), size in group.items() if size)
-    return tuple(sorted(tensors, key=lambda each: -each.bytes))

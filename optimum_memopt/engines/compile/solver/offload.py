@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.simulation import Simulation, seconds_of, simulate
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
@@ -146,7 +146,7 @@ def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host:
     if recompute is None:
         yield from map(solver.plan, dict.fromkeys((solver.lowest, solver.layers_recomputed)))
     larger = solver.lowest.peak if recompute is None else budget
-    moved = host.bandwidth * solver.everything.forward.seconds(solver.problem)
+    moved = host.bandwidth * seconds_of(solver.problem, solver.everything.forward.order)
     for share in _SHARES:
         relaxed = larger + int(share * moved)
         with contextlib.suppress(Infeasible):

@@ -90,7 +90,7 @@ class Solver:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the forward and backward with all activations saved."""
-        return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
+        return self.everything.seconds(self.problem)
 
     def plan(self, simulation: Simulation) -> Plan:
         extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)

@@ -28,7 +28,7 @@ class MemoryStrategy(FindsCandidate, Protocol):
         """For the note of a row in the plan table; empty where there is nothing to say."""
         return ""
 
-    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
+    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction[str], sizes: SymbolValues) -> str:
         """For the note of a row that is on, in one graph; empty where there is nothing to say."""
         return ""
 

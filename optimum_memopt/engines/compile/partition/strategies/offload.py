@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.events import Prediction, Timeline
+from optimum_memopt.engines.compile.memory.events import Prediction, Run
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
@@ -61,7 +61,7 @@ class Offload(MemoryStrategy):
             return "offload"
         return "offload; saves nothing on the CPU, whose memory is the host's"
 
-    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
+    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction[str], sizes: SymbolValues) -> str:
         """Says so where the peak would be the same if all of them had stayed on the device."""
         bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
         sizes_by_name = dict(zip((candidate.activation.root.name for candidate in candidates), bytes_of, strict=True))
@@ -79,13 +79,13 @@ class Offload(MemoryStrategy):
 register_strategy(Offload())
 
 
-def _most_if_kept(run: Timeline, sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
+def _most_if_kept(run: Run[str], sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
     """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
     copies."""
     copies = {copy_name.format(name): size for name, size in sizes.items()}
     kept = 0 if is_forward else sum(copies.values())
     most = 0
-    for name, held in zip(run.nodes, run.held, strict=True):
+    for name, held in zip(run.order, run.held, strict=True):
         size = copies.get(name, 0)
         kept -= 0 if is_forward else size
         most = max(most, held + kept)
@@ -161,7 +161,7 @@ def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
 
 
 def place_copies(
-    modules: Modules, prediction: Prediction, seconds: Mapping[str, float], sizes: SymbolValues, bandwidth: float
+    modules: Modules, prediction: Prediction[str], seconds: Mapping[str, float], sizes: SymbolValues, bandwidth: float
 ) -> None:
     """Move copies to the host, and the waits for them, apart, so that a GPU computes meanwhile.
 
