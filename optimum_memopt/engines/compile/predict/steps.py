@@ -250,7 +250,7 @@ class ModelStepPredictor:
     Attributes:
         tokens: of a row; 0 where rows have no tokens.
         compares: there are other plans beside that of the budget, with either loss.
-        ranks: as in `_Case`; plain PyTorch is simulated on one device.
+        ranks: that share parameters, gradients and states; plain PyTorch is simulated on one device.
     """
 
     model: str
@@ -304,23 +304,17 @@ class _Case:
 
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
-        unit: what is compiled as one, of `options.UNITS`.
-        keeps_outputs: see `Training`.
-        ranks: that share parameters, gradients and states; the step is that of one.
         values_at: `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
+    spec: StepSpec
     compiler: str
     target: Device | None
     autocast: torch.dtype | None
     budget: Budget
-    optim: str
     tokens: int
     may_chunk: bool = True
     compares: bool = True
-    unit: str = AUTO
-    keeps_outputs: bool = False
-    ranks: int = 1
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
@@ -334,15 +328,12 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
     planned = PlannedStep(workload, Selection(), spec)
 
     case = _Case(
+        spec,
         planned.compiled_by,
         planned.target,
         planned.cast_to,
         budget,
-        spec.optim,
         workload.tokens,
-        unit=spec.unit,
-        keeps_outputs=spec.keeps_outputs,
-        ranks=spec.fsdp,
         values_at=lambda rows: workload.with_rows(rows).values,
     )
     with planned_ranks(spec.fsdp, planned.here.type) as mesh:
@@ -376,14 +367,14 @@ def of_model(
         MemOptError: it cannot be traced without data, or not for any batch.
     """
     compiled_by = spec.compiler or default_compiler(next(model.parameters()).device.type)[0]
-    optim = spec.optim if is_known(spec.optim) else DEFAULT
+    spec = spec if is_known(spec.optim) else replace(spec, optim=DEFAULT)
     autocast = getattr(torch, spec.autocast) if spec.autocast else None
 
     def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         fake, copied = fake_tensors.fake_model(model)
         return fake, copied.train(), fake_tensors.fake_copy(dict(make_batch(rows)), fake)
 
-    case = _Case(compiled_by, None, autocast, budget, optim, tokens, may_chunk, compares=False, unit=spec.unit)
+    case = _Case(spec, compiled_by, None, autocast, budget, tokens, may_chunk, compares=False)
     return _predictor(case, model, make_batch(_FEW), make)
 
 
@@ -391,12 +382,12 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     traced = [_captured(case, make, loss) for loss in losses]
     captured = [graphs for _, graphs in traced]
-    if case.ranks > 1:
+    if case.spec.fsdp > 1:
         # FSDP2 knows the types that a parameter is gathered and reduced in once the model has run.
         model = traced[0][0]
     untrained, target, device = captured[0][0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
-    optimizer = PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model))
+    optimizer = PlannedOptimizer(case.spec.optim, is_on_cuda, embeddings_of(model))
     run = Run(optimizer, gradient_accumulation=True)
     # On a CPU a process holds more once it has traced a model, as in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
@@ -419,7 +410,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         graphs,
         times.update_times(trained, optimizer, device, target),
         case.compares,
-        case.ranks,
+        case.spec.fsdp,
         tuple(collective_lines(captured[0][0].tape.sharding)),
     )
 
@@ -449,7 +440,7 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
         fake, model, batch = make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
-        training = Training(every, case.keeps_outputs)
+        training = Training(every, case.spec.keeps_outputs)
         values = case.values_at(rows)
         with torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
             for name in values:
@@ -488,7 +479,7 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module,
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
         fake, model, batch = make(other_rows)
     name = type(model).__name__
-    spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.unit)
+    spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.spec.unit)
     try:
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
             graphs = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
