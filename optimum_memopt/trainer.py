@@ -24,7 +24,6 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
 from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
-from optimum_memopt.distributed import check_world
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -67,7 +66,7 @@ class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
     def __post_init__(self) -> None:
         self.check()
         super().__post_init__()
-        check_world(self.world_size)
+        distributed.check_world(self.world_size)
         if self.deepspeed_plugin is not None:
             # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
             create(resolve(self)).check_arguments(self)

@@ -1,4 +1,6 @@
-"""Reads a JSON file that a user named. Pure."""
+"""Plan files: the plan of each graph of a forward, activation by activation; and how a JSON file of a user's is read.
+Pure.
+"""
 
 import hashlib
 import json

@@ -5,10 +5,9 @@ this torch is known to be new enough.
 """
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -88,28 +87,10 @@ class CompileFactory(EngineFactory[CompileOptions]):
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
         return _report()
 
-    def estimate(
-        self,
-        workload: Workload,
-        selection: Selection,
-        spec: StepSpec,
-        *,
-        symbolic: bool = False,
-        with_curve: bool = False,
-        with_ways: bool = False,
-        batch_sizes: Sequence[int] = (),
-    ) -> Estimate:
+    def estimate(self, workload: Workload, selection: Selection, spec: StepSpec, **asked: Any) -> Estimate:
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
-        return estimate(
-            workload,
-            selection,
-            spec,
-            symbolic=symbolic,
-            with_curve=with_curve,
-            with_ways=with_ways,
-            batch_sizes=batch_sizes,
-        )
+        return estimate(workload, selection, spec, **asked)
 
     def plain_ways(self, workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
         from optimum_memopt.engines.compile.predict.estimate import plain_ways
