@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
 from optimum_memopt.engines.api.run import AUTO, EngineOptions, Resolved, Selection
+from optimum_memopt.engines.shared.optimizers import OPTIMIZERS
 from optimum_memopt.engines.shared.registry import (
-    OPTIMIZERS,
     check_flags_of_others,
     choose_engines,
     engine_names,

@@ -27,6 +27,7 @@ from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointin
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
+from optimum_memopt.engines.shared import optimizers
 from optimum_memopt.engines.shared.registry import create, factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
@@ -50,7 +51,7 @@ from optimum_memopt.trainer_patches import (
     SMOOTHED_LOSS,
     TrainerPatches,
 )
-from optimum_memopt.training import batches, fake_run, optimizers
+from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
 
 

@@ -11,7 +11,7 @@ import torch
 from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize
 from optimum_memopt.engines.ort import optimizers
 from optimum_memopt.engines.ort.compat import ortmodule
-from optimum_memopt.engines.shared.registry import OPTIMIZERS
+from optimum_memopt.engines.shared.optimizers import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs
 from tests.train.deepspeed_runs import NAME, TRAINING

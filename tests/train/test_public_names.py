@@ -76,7 +76,7 @@ STEPS = {
         ["optimum_memopt.engines.shared.registry"],
         {"onnxruntime", "torch._inductor.compile_fx", "torch._functorch.partitioners"},
     ),
-    "optimizers": (["optimum_memopt.training.optimizers"], {"onnxruntime", "deepspeed"}),
+    "optimizers": (["optimum_memopt.engines.shared.optimizers"], {"onnxruntime", "deepspeed"}),
     "callbacks": (
         ["optimum_memopt.callbacks.memory_phases", "optimum_memopt.callbacks.input_density"],
         {"onnxruntime", "deepspeed"},

@@ -10,7 +10,8 @@ import torch
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
 from optimum_memopt.engines.ort.options import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
-from optimum_memopt.engines.shared.registry import Provider, Registration, register_engine, register_optimizer
+from optimum_memopt.engines.shared.optimizers import Provider, register_optimizer
+from optimum_memopt.engines.shared.registry import Registration, register_engine
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 

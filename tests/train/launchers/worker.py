@@ -32,7 +32,7 @@ from transformers.distributed import DistributedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, attach
 from optimum_memopt.compat import of_all_ranks
-from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
+from optimum_memopt.engines.shared.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut

@@ -1,13 +1,105 @@
-"""AdamW of another library in a Trainer: what it conflicts with, and how it is created."""
+"""AdamW of another library in a Trainer: where it comes from, what it conflicts with, and how it is created."""
 
+import importlib
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.shared.registry import OPTIMIZERS
+import torch
+
+from optimum_memopt.compat import extension_lock, installed_version
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One value of `--memory_opt_optim`.
+
+    Attributes:
+        missing: why it cannot run on this device type and what to do, empty when it can.
+        load: the class, and the arguments that make it torch's AdamW (decoupled weight decay).
+        needs: for the flag's help, as `CUDA`; empty: nothing.
+    """
+
+    missing: Callable[[str], str]
+    load: Callable[[], tuple[type[torch.optim.Optimizer], dict[str, Any]]]
+    needs: str = ""
+
+
+def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
+    if installed_version(("deepspeed",)) is None:
+        return "deepspeed is not installed; pip install 'optimum-memopt[deepspeed]', or use torch_fused_adamw"
+    if needs_cpu and device != "cpu":
+        return (
+            f"DeepSpeedCPUAdam steps on the CPU, this run is on {device}; turn on DeepSpeed's offload_optimizer, or "
+            "use deepspeed_fused_adam"
+        )
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if not needs_cpu and accelerator.partition(":")[0] != device:
+        return f"DeepSpeed builds for {accelerator}, this run is on {device}; set DS_ACCELERATOR={device}"
+    operator = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder)()
+    if not operator.is_compatible():
+        return f"DeepSpeed cannot build {operator.name} here ({operator.error_log}); use torch_fused_adamw"
+    if importlib.import_module("deepspeed.git_version_info").installed_ops.get(operator.name):
+        return ""
+    if lacking := _build_tools_missing():
+        return f"DeepSpeed compiles its operator {operator.name}: {lacking}, or use torch_fused_adamw"
+    name = operator.name
+    get_logger().info(f"DeepSpeed compiles its operator {name} at its first use on a machine, which takes minutes")
+    if (lock := extension_lock(name)).exists():
+        get_logger().warning(
+            f"{lock}: another process compiles {name}, and this one waits for it; a process that was killed leaves "
+            "the file behind: if none compiles, delete it"
+        )
+    return ""
+
+
+def _build_tools_missing() -> str:
+    tools = importlib.import_module("torch.utils.cpp_extension")
+    if shutil.which(tools.get_cxx_compiler()) is None:
+        return f"no C++ compiler {tools.get_cxx_compiler()} here; install one or name yours in CXX"
+    if not tools.is_ninja_available():
+        return "no ninja on the PATH; pip install ninja and activate its environment"
+    return ""
+
+
+def _of_deepspeed(name: str, mode: str, builder: str, needs: str = "") -> Provider:
+    return Provider(
+        lambda device: _deepspeed_missing(device, builder, needs_cpu=bool(needs)),
+        lambda: (getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}),
+        needs,
+    )
+
+
+def _torch_missing(device: str) -> str:
+    try:
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    except RuntimeError as error:
+        return f"torch {torch.__version__} has no fused AdamW on {device} ({error}); leave the flag out"
+    return ""
+
+
+OPTIMIZERS = {
+    "deepspeed_fused_adam": _of_deepspeed("FusedAdam", "adam_w_mode", "FusedAdamBuilder"),
+    "deepspeed_cpu_adam": _of_deepspeed(
+        "DeepSpeedCPUAdam", "adamw_mode", "CPUAdamBuilder", needs="the CPU or DeepSpeed's offload"
+    ),
+    "torch_fused_adamw": Provider(_torch_missing, lambda: (torch.optim.AdamW, {"fused": True})),
+}
+
+
+def register_optimizer(name: str, provider: Provider) -> None:
+    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported. Raises ValueError where
+    the name is taken."""
+    if name in OPTIMIZERS:
+        raise ValueError(f"there is an optimizer {name} already")
+    OPTIMIZERS[name] = provider
+
 
 FLAG = "--memory_opt_optim"
 
