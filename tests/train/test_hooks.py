@@ -1,5 +1,6 @@
 """Hooks of submodules that come and go after the first step are called as in plain PyTorch."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
 from tests.gradients import assert_bitwise_same_step
+from tests.model_zoo import ZOO
 from tests.trainer_runs import log_lines
 
 
@@ -26,10 +28,10 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.layers = torch.nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> CausalLMOutput:
         for layer in self.layers:
@@ -95,6 +97,41 @@ def test_hooks_come_and_go(register):
             handle.remove()
         assert_bitwise_same_step(ours, plain, batch)
         assert [calls[linear] for linear in linears] == [2, 2]
+
+
+def test_hooks_of_layers_come_and_go_while_the_forward_runs():
+    """Such layers are compiled by themselves, and have no hooks while torch traces what is around them."""
+    ours, plain, batch = Net(4), Net(4), {"x": torch.randn(4, 8)}
+    engine = optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+
+    def doubles_once(model: Net, layer: int, calls: list[int], then: Callable[[], Any] = lambda: None) -> None:
+        def hook(module, inputs, outputs):
+            calls.append(layer)
+            handle.remove()
+            then()
+            return outputs * 2
+
+        handle = model.layers[layer].register_forward_hook(hook)
+
+    calls = {ours: [], plain: []}
+    for model, its in calls.items():
+        doubles_once(model, 1, its)
+    assert_bitwise_same_step(ours, plain, batch, batch)
+    for model, its in calls.items():
+        doubles_once(model, 2, its, lambda model=model, its=its: doubles_once(model, 3, its))
+    assert_bitwise_same_step(ours, plain, batch, batch)
+    assert calls[ours] == calls[plain] == [1, 2, 3]
+    assert "for 4 layers" in engine.plans().header[0]
+
+
+def test_hidden_states_that_hooks_of_layers_collect():
+    """transformers puts these hooks on the layers in the first forward."""
+    case = ZOO["llama"]
+    ours, batch = case.build(**case.deep(4)), {**case.batch(), "output_hidden_states": True}
+    plain = copy.deepcopy(ours)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    for found, expected in zip(ours(**batch).hidden_states, plain(**batch).hidden_states, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():

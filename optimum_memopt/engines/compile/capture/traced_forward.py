@@ -252,7 +252,7 @@ class TracedForward:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=True) if is_first else None
-        hooks = None if self._has_run else forward_hook_ids(self._model)
+        hooks = None if self._has_run else set(forward_hook_ids(self._model))
         outputs, self._inputs, self._reader = None, call.inputs, call.reader
         self._ran = {}
         self._turns.clear()
@@ -272,7 +272,7 @@ class TracedForward:
         except BaseException as error:
             if before is not None:
                 before.restore(self._model)
-            if not isinstance(error, Exception) or hooks is None or forward_hook_ids(self._model) == hooks:
+            if not isinstance(error, Exception) or hooks is None or hooks.issuperset(forward_hook_ids(self._model)):
                 own = own_error(error)
                 if own is None or own is error:
                     raise
@@ -280,7 +280,7 @@ class TracedForward:
         finally:
             self._inputs = {}
             self._layer_inputs.clear()
-        if hooks is not None and forward_hook_ids(self._model) != hooks:
+        if hooks is not None and not hooks.issuperset(forward_hook_ids(self._model)):
             assert before is not None
             before.restore(self._model)
             return None
