@@ -207,9 +207,10 @@ class TracedForward:
         try:
             traced = self._call(call)
         except Exception as error:
-            if not self._regions.all or not self.is_first or own_error(error) is not None:
+            why = self._regions.refusal or (line_of(error) if self.is_first else "")
+            if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            self._say_whole(line_of(error))
+            self._say_whole(why)
             self._regions = Regions((), weak_method(self._compile_alone))
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
