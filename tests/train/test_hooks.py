@@ -84,19 +84,21 @@ def hook_of_every_module(module: torch.nn.Module, count: Callable[[Any], None]) 
 @pytest.mark.parametrize(
     "register", [forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_of_every_module]
 )
-def test_hooks_come_and_go(register):
-    ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
+@pytest.mark.parametrize("layers", [2, 4])
+def test_hooks_come_and_go(register, layers):
+    """On a module in a layer, and on layers that are compiled by themselves."""
+    ours, plain, batch = Net(layers), Net(layers), {"x": torch.randn(4, 8)}
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     assert_bitwise_same_step(ours, plain, batch)
     for layer in (0, 1):
         calls = Counter()
-        linears = [model.layers[layer].linear for model in (ours, plain)]
-        handles = [register(linear, lambda module, calls=calls: calls.update([module])) for linear in linears]
+        hooked = [model.layers[layer] if layers > 2 else model.layers[layer].linear for model in (ours, plain)]
+        handles = [register(each, lambda module, calls=calls: calls.update([module])) for each in hooked]
         assert_bitwise_same_step(ours, plain, batch, batch)
         for handle in handles:
             handle.remove()
         assert_bitwise_same_step(ours, plain, batch)
-        assert [calls[linear] for linear in linears] == [2, 2]
+        assert [calls[each] for each in hooked] == [2, 2]
 
 
 def test_hooks_of_layers_come_and_go_while_the_forward_runs():

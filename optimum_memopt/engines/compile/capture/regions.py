@@ -141,6 +141,7 @@ class Regions:
     ) -> None:
         self.all: list[Region] = []
         self.layer = self.refusal = ""
+        self._only_layers = only_layers
         self._current: Region | None = None
         self._graphs: Counter[Region] = Counter()
         # What may be called while a layer runs, and writes to what is traced before that.
@@ -171,8 +172,8 @@ class Regions:
     @property
     def are_closed(self) -> bool:
         """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
-        traced before they run."""
-        return bool(self.all) and not any(self._hooks)
+        traced before they run, and none of all modules would be called around a layer and in it."""
+        return bool(self.all) and not any(self._hooks) and (self._only_layers or not dynamo.global_hooks())
 
     def note_graph(self) -> str:
         """Note that a graph was traced in the first call; a line where the current group has too many."""

@@ -246,7 +246,7 @@ class TracedForward:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         choices, has_regions = self._current, self._regions.are_closed
         if self._regions.all and not has_regions:
-            self._say_whole("modules in them have hooks")
+            self._say_whole("modules in them, or all modules, have hooks")
         key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
