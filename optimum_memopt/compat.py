@@ -69,6 +69,11 @@ def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def hooks_around_call(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The same, and its hooks before and after its backward (torch 2.13)."""
+    return *hooks_around_forward(module), module._backward_pre_hooks, module._backward_hooks
+
+
 def forward_hook_ids(model: torch.nn.Module) -> list[int]:
     """Ids of the forward hooks of all its modules, which grow with each hook that is registered (torch 2.13)."""
     return [id for module in model.modules() for id in forward_hooks(module)]

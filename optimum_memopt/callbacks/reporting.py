@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import functools
 import json
 import os
@@ -41,10 +42,15 @@ class JsonLines:
         """Write one line for each record."""
         if self._lost:
             return
+        lines = "".join(f"{json.dumps(record)}\n" for record in records).encode()
         # A full disk costs the log, not the training.
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{json.dumps(record)}\n" for record in records))
+            with self.path.open("ab", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
+                if file.write(lines) < len(lines):
+                    # Else the next run's first record would be appended to half a line.
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._lost = True
             get_logger().warning(f"stopped writing the log file {self.path} ({_reason(error)}); training goes on")

@@ -1,5 +1,6 @@
 """Hooks of submodules that come and go after the first step are called as in plain PyTorch."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
 from tests.gradients import assert_bitwise_same_step
+from tests.model_zoo import ZOO
 from tests.trainer_runs import log_lines
 
 
@@ -26,10 +28,10 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.layers = torch.nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> CausalLMOutput:
         for layer in self.layers:
@@ -82,19 +84,56 @@ def hook_of_every_module(module: torch.nn.Module, count: Callable[[Any], None]) 
 @pytest.mark.parametrize(
     "register", [forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_of_every_module]
 )
-def test_hooks_come_and_go(register):
-    ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
+@pytest.mark.parametrize("layers", [2, 4])
+def test_hooks_come_and_go(register, layers):
+    """On a module in a layer, and on layers that are compiled by themselves."""
+    ours, plain, batch = Net(layers), Net(layers), {"x": torch.randn(4, 8)}
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     assert_bitwise_same_step(ours, plain, batch)
     for layer in (0, 1):
         calls = Counter()
-        linears = [model.layers[layer].linear for model in (ours, plain)]
-        handles = [register(linear, lambda module, calls=calls: calls.update([module])) for linear in linears]
+        hooked = [model.layers[layer] if layers > 2 else model.layers[layer].linear for model in (ours, plain)]
+        handles = [register(each, lambda module, calls=calls: calls.update([module])) for each in hooked]
         assert_bitwise_same_step(ours, plain, batch, batch)
         for handle in handles:
             handle.remove()
         assert_bitwise_same_step(ours, plain, batch)
-        assert [calls[linear] for linear in linears] == [2, 2]
+        assert [calls[each] for each in hooked] == [2, 2]
+
+
+def test_hooks_of_layers_come_and_go_while_the_forward_runs():
+    """Such layers are compiled by themselves, and have no hooks while torch traces what is around them."""
+    ours, plain, batch = Net(4), Net(4), {"x": torch.randn(4, 8)}
+    engine = optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+
+    def doubles_once(model: Net, layer: int, calls: list[int], then: Callable[[], Any] = lambda: None) -> None:
+        def hook(module, inputs, outputs):
+            calls.append(layer)
+            handle.remove()
+            then()
+            return outputs * 2
+
+        handle = model.layers[layer].register_forward_hook(hook)
+
+    calls = {ours: [], plain: []}
+    for model, its in calls.items():
+        doubles_once(model, 1, its)
+    assert_bitwise_same_step(ours, plain, batch, batch)
+    for model, its in calls.items():
+        doubles_once(model, 2, its, lambda model=model, its=its: doubles_once(model, 3, its))
+    assert_bitwise_same_step(ours, plain, batch, batch)
+    assert calls[ours] == calls[plain] == [1, 2, 3]
+    assert "for 4 layers" in engine.plans().header[0]
+
+
+def test_hidden_states_that_hooks_of_layers_collect():
+    """transformers puts these hooks on the layers in the first forward."""
+    case = ZOO["llama"]
+    ours, batch = case.build(**case.deep(4)), {**case.batch(), "output_hidden_states": True}
+    plain = copy.deepcopy(ours)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    for found, expected in zip(ours(**batch).hidden_states, plain(**batch).hidden_states, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():

@@ -157,6 +157,62 @@ def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
     engine.detach()
 
 
+class Stateful(torch.nn.Module):
+    """Blocks that pass something on by an attribute, `how` says which way."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.linear, self.how, self.calls = torch.nn.Linear(8, 8), how, 0
+            self.loss = self.condition = torch.ones(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).relu() * self.condition
+            if self.how == "its loss is read":
+                self.loss = y.square().mean()
+            if self.how == "it counts":
+                self.calls += 1
+                y = y * self.calls
+            return x + y
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.how = torch.nn.ModuleList(self.Block(how) for _ in range(4)), how
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            if self.how == "it is given a condition" or (self.how == "later" and len(x) > 4):
+                layer.condition = x.mean()
+            if self.how == "its weights are others":
+                weights = {name: weight * 2 for name, weight in layer.named_parameters()}
+                x = torch.func.functional_call(layer, weights, (x,))
+            else:
+                x = layer(x)
+        return {"loss": x.square().mean() + sum(layer.loss for layer in self.layers)}
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("its loss is read", "the forward of Block sets loss"),
+        ("it counts", "the forward of Block sets calls"),
+        ("it is given a condition", "attributes of Block are set around it"),
+        ("its weights are others", "attributes of Block are set around it"),
+        ("later", "attributes of Block are set around it"),
+    ],
+)
+def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) -> None:
+    model, xs = Stateful(how), [torch.randn(rows, 8) for rows in (4, 6)]
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"), AUTO)
+    with log_lines() as lines:
+        for x in xs:
+            assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
+    assert [line for line in lines if "as a whole" in line and line.endswith(why)]
+    engine.detach()
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_hook_is_called_whatever_is_compiled(inside: bool) -> None:
     """Around a layer it stays outside of its graph; on a module in a layer the forward is compiled as a whole."""

@@ -1,6 +1,7 @@
 import gc
 import json
 import pickle
+import resource
 import types
 import weakref
 
@@ -198,6 +199,21 @@ def test_other_ranks_neither_create_nor_check_it(tmp_path, monkeypatch):
     JsonLines(tmp_path / "new" / "found.jsonl")
     JsonLines(tmp_path)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_fills_up_leaves_no_half_line(tmp_path):
+    """Else the first record of a run that is resumed would be lost with it."""
+    file, limits = JsonLines(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.append([{"step": 1}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with log_lines() as lines:
+            file.append([{"step": 2}, {"step": 3}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len([line for line in lines if "stopped writing" in line]) == 1
+    JsonLines(file.path).append([{"step": 4}])
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 4]
 
 
 def test_a_full_disk_costs_the_log_and_says_so_once(trainer_of):

@@ -22,7 +22,7 @@ from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import attribute_set_by, replaced
 from optimum_memopt.errors import UnsupportedModelError
 
 # Layers of one class and structure, by their paths in the model, in order.
@@ -129,6 +129,7 @@ class Regions:
     Attributes:
         all: one for each group.
         layer: path of the layer whose forward runs; empty: none does.
+        refusal: why layers cannot be compiled by themselves; empty: they can, as far as is known.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class Regions:
         only_layers: bool = False,
     ) -> None:
         self.all: list[Region] = []
-        self.layer = ""
+        self.layer = self.refusal = ""
+        self._only_layers = only_layers
         self._current: Region | None = None
         self._graphs: Counter[Region] = Counter()
         # What may be called while a layer runs, and writes to what is traced before that.
@@ -170,8 +172,8 @@ class Regions:
     @property
     def are_closed(self) -> bool:
         """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
-        traced before they run."""
-        return bool(self.all) and not any(self._hooks)
+        traced before they run, and none of all modules would be called around a layer and in it."""
+        return bool(self.all) and not any(self._hooks) and (self._only_layers or not dynamo.global_hooks())
 
     def note_graph(self) -> str:
         """Note that a graph was traced in the first call; a line where the current group has too many."""
@@ -241,10 +243,20 @@ class Regions:
 
         return cast(types.FunctionType, layer_region)
 
+    def _refused(self, why: str) -> RuntimeError:
+        self.refusal = why
+        return RuntimeError(why)
+
     def _traced(
         self, layer: torch.nn.Module, region: Region, trace: dynamo.Trace, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's."""
+        """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's.
+
+        Raises:
+            RuntimeError: what runs around the layer would not see what the layer sets, or the other way round.
+        """
+        if trace.changes(_state(layer)):
+            raise self._refused(f"attributes of {region.name} are set around it")
         given, structure = dynamo.tree_flatten((args, kwargs))
         constants = list(map(_constants, given))
         self._constants[region] = list(map(_common, constants, self._constants.get(region, constants)))
@@ -254,7 +266,10 @@ class Regions:
             return dynamo.tree_map(_copied, self._results[key])
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
-            results = type(layer).forward(layer, *cast_args, **cast_kwargs)
+            forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
+            results, name = attribute_set_by(forward, layer)
+        if name:
+            raise self._refused(f"the forward of {region.name} sets {name}")
         results = fully_shard.with_cast_outputs(layer, results)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
         values = dynamo.tree_leaves(results)
@@ -263,6 +278,12 @@ class Regions:
         if known and is_new and all(isinstance(value, _DESCRIBED) for value in values):
             self._results[key] = results
         return results
+
+
+def _state(layer: torch.nn.Module) -> Iterator[object]:
+    """A layer's modules, and all that these hold."""
+    for module in layer.modules():
+        yield from (module, *vars(module).values())
 
 
 # Kinds of values of which `_described` says all that results depend on.

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.engines.shared.forward_patch import weak_method
 
@@ -31,7 +31,8 @@ class ShardedModules:
     def __init__(self, closed: Sequence[torch.nn.Module], opened: Sequence[torch.nn.Module]) -> None:
         self._closed = [weakref.ref(module) for module in closed]
         self._opened = [(weakref.ref(module), self._opened_forward(module)) for module in opened]
-        # Of each module its hooks before and after the forward, while they are taken from it.
+        # Of each module its hooks before and after the forward, and a closed one's around its backward, while they are
+        # taken from it.
         self._taken: dict[torch.nn.Module, tuple[dict[int, Any], ...]] = {}
 
     @contextlib.contextmanager
@@ -43,13 +44,14 @@ class ShardedModules:
             for module, forward in opened:
                 fully_shard.gather(module)
                 module.__dict__["forward"] = types.MethodType(forward, module)
-            for module in (*closed, *(module for module, _ in opened)):
-                self._taken[module] = tuple(map(dict, hooks_around_forward(module)))
-                _put(module, ({}, {}))
+            for module in closed:
+                self._taken[module] = _take(module, _ALL)
+            for module, _ in opened:
+                self._taken[module] = _take(module, _AROUND_FORWARD)
             yield
         finally:
             for module, hooks in self._taken.items():
-                _put(module, hooks)
+                _give_back(module, hooks)
             self._taken.clear()
             for module, _ in opened:
                 module.__dict__.pop("forward", None)
@@ -60,14 +62,13 @@ class ShardedModules:
         """The forward of a closed module, between its hooks; of any other module the forward alone."""
         if module not in self._taken:
             return forward(*args, **kwargs)
-        before, after = self._taken[module]
-        return _hooked(module, (before, after), forward, args, kwargs)
+        return self._hooked(module, (True,) * _ALL, forward, args, kwargs)
 
     def finish(self, outputs: Any) -> Any:
         """The model's outputs behind the hooks of its open modules."""
         opened = [module for held, _ in self._opened if (module := held()) in self._taken]
         for module in filter(None, opened):
-            outputs = _hooked(module, ({}, self._taken[module][1]), functools.partial(_same, outputs), (), {})
+            outputs = self._hooked(module, (False, True), functools.partial(_same, outputs), (), {})
         return outputs
 
     def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
@@ -90,34 +91,51 @@ class ShardedModules:
         return cast(types.FunctionType, forward)
 
     def _run_hooks(self, module: torch.nn.Module, given: torch.Tensor) -> torch.Tensor:
-        (given,) = _hooked(module, (self._taken[module][0], {}), lambda *given: given, (given,), {})
+        (given,) = self._hooked(module, (True, False), lambda *given: given, (given,), {})
         return given
+
+    def _hooked(
+        self,
+        module: torch.nn.Module,
+        kinds: Sequence[bool],
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A call of a module with this forward and the kinds of its hooks that are wanted."""
+        inner, taken = module.__dict__.get("forward"), self._taken[module]
+        _give_back(module, [hooks if wanted else {} for hooks, wanted in zip(taken, kinds, strict=True)])
+        module.__dict__["forward"] = forward
+        try:
+            return module(*args, **kwargs)
+        finally:
+            # Hooks may remove themselves, and register others.
+            left = zip(_take(module, len(kinds)), taken, kinds, strict=True)
+            self._taken[module] = tuple(now if wanted else {**hooks, **now} for now, hooks, wanted in left)
+            if inner is not None:
+                module.__dict__["forward"] = inner
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _put(module: torch.nn.Module, hooks: Sequence[Mapping[int, Any]]) -> None:
-    for place, wanted in zip(hooks_around_forward(module), hooks, strict=True):
+# How many of the kinds of `hooks_around_call` are taken.
+_AROUND_FORWARD, _ALL = 2, 4
+
+
+def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
+    """Leave a module without hooks of the first kinds, and return them."""
+    places = hooks_around_call(module)[:kinds]
+    taken = tuple(map(dict, places))
+    for place in places:
         place.clear()
-        place.update(wanted)
+    return taken
 
 
-def _hooked(
-    module: torch.nn.Module,
-    hooks: Sequence[Mapping[int, Any]],
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """A call of a module that has these hooks and this forward."""
-    before = module.__dict__.get("forward")
-    _put(module, hooks)
-    module.__dict__["forward"] = forward
-    try:
-        return module(*args, **kwargs)
-    finally:
-        _put(module, ({}, {}))
-        if before is not None:
-            module.__dict__["forward"] = before
+def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:
+    """Put hooks before those that have been registered since they were taken."""
+    for place, hooks in zip(hooks_around_call(module), taken, strict=False):
+        since = dict(place)
+        place.clear()
+        place.update({**hooks, **since})

@@ -254,9 +254,10 @@ class TracedForward:
         try:
             traced = self._call(call)
         except Exception as error:
-            if not self._regions.all or not self.is_first or own_error(error) is not None:
+            why = self._regions.refusal or (line_of(error) if self.is_first else "")
+            if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            self._say_whole(line_of(error))
+            self._say_whole(why)
             self._regions = Regions((), weak_method(self._compile_alone))
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
@@ -292,14 +293,14 @@ class TracedForward:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         choices, has_regions = self._current, self._regions.are_closed
         if self._regions.all and not has_regions:
-            self._say_whole("modules in them have hooks")
+            self._say_whole("modules in them, or all modules, have hooks")
         key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=True) if is_first else None
-        hooks = None if self._has_run else forward_hook_ids(self._model)
+        hooks = None if self._has_run else set(forward_hook_ids(self._model))
         outputs, self._inputs, self._reader = None, call.inputs, call.reader
         self._ran = {}
         self._turns.clear()
@@ -319,7 +320,7 @@ class TracedForward:
         except BaseException as error:
             if before is not None:
                 before.restore(self._model)
-            if not isinstance(error, Exception) or hooks is None or forward_hook_ids(self._model) == hooks:
+            if not isinstance(error, Exception) or hooks is None or hooks.issuperset(forward_hook_ids(self._model)):
                 own = own_error(error)
                 if own is None or own is error:
                     raise
@@ -327,7 +328,7 @@ class TracedForward:
         finally:
             self._inputs = {}
             self._layer_inputs.clear()
-        if hooks is not None and forward_hook_ids(self._model) != hooks:
+        if hooks is not None and not hooks.issuperset(forward_hook_ids(self._model)):
             assert before is not None
             before.restore(self._model)
             return None

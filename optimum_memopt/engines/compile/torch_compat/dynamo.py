@@ -295,6 +295,13 @@ class Trace:
 
         return list(map(fake, tensors))
 
+    @staticmethod
+    def changes(objects: Iterable[object]) -> bool:
+        """True where the traced code has changed one of these objects, which only happens when the graph has run."""
+        effects = _translator().output.side_effects
+        variables = (effects.id_to_variable.get(id(each)) for each in objects)
+        return any(variable is not None and effects.is_modified(variable) for variable in variables)
+
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """As while dynamo traced the frame, for compiling its graph once more, or a part of it.
 

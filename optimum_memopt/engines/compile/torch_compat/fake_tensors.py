@@ -193,6 +193,23 @@ def replaced(
             tensor.grad = gradient
 
 
+def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
+    """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute; with one,
+    all attributes are as before. Whoever reads it around the layers is traced before their forwards really run."""
+    places = [held for module in layer.modules() for held in (vars(module), module._buffers)]
+    before = list(map(dict, places))
+    results = run()
+    for place, values in zip(places, before, strict=True):
+        for name, value in place.items():
+            is_known = value is values.get(name) or not isinstance(value, torch.Tensor | int | float | torch.SymInt)
+            if not is_known and (isinstance(value, torch.Tensor) or value != values.get(name)):
+                for held, earlier in zip(places, before, strict=True):
+                    held.clear()
+                    held.update(earlier)
+                return results, name
+    return results, ""
+
+
 @contextlib.contextmanager
 def without_hooks(model: torch.nn.Module) -> Iterator[None]:
     """Within it no hook of a module is called (torch 2.13)."""
