@@ -126,10 +126,7 @@ class Planner(Generic[_P]):
             self.largest = self._spec.run().largest_batch()
         planned, number = attempt(), 1
         if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
-            raise MemOptError(
-                f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
-                "--memory_opt_level 1 or --memory_opt_config"
-            )
+            raise unpredicted(why)
         if self.solved is None and planned.predictor is not None:
             self._graphs = self._captured(planned.predictor)
             # It holds what the forward has saved.
@@ -300,6 +297,14 @@ class Planner(Generic[_P]):
             run = self._spec.run()
             self._peaks[key] = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
         return self._peaks[key]
+
+
+def unpredicted(why: str) -> MemOptError:
+    """The refusal of a budget under ZeRO 3."""
+    return MemOptError(
+        f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
+        "--memory_opt_level 1 or --memory_opt_config"
+    )
 
 
 def bounded_bytes(
