@@ -160,8 +160,9 @@ class LayerInputs:
     def clear(self) -> None:
         """Forget the forward; its autograd graph holds what the backward needs."""
         self._last: _Offloaded | None = None
-        # By storage the run that has returned it, the place among its results, and the offset there.
-        self._returned: dict[int, tuple[_Repeated, int, int]] = {}
+        # By storage the run that has returned it, the place among its results, the offset there, and what keeps
+        # another storage from having its address.
+        self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef]] = {}
 
     def possible(self, plan: InputsPlan, args: Sequence[Any]) -> InputsPlan:
         """The part of a plan that holds for these arguments: what a hook has changed on its way is no run's result."""
@@ -179,7 +180,7 @@ class LayerInputs:
             )
             arguments[dynamo.storage_id(given)] = self._last
         for place in sorted(plan.recomputed):
-            source, at, offset = self._returned[storage := dynamo.storage_id(args[place])]
+            source, at, offset, _ = self._returned[storage := dynamo.storage_id(args[place])]
             arguments[storage] = source.results.setdefault(at, _Recomputed(offset, source=source))
 
         def unless_held(value: Any) -> Any:
@@ -205,7 +206,8 @@ class LayerInputs:
             repeated = _Repeated(run, list(map(unless_held, args)), random if is_drawn else None)
             for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
-                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset())
+                    held = dynamo.StorageWeakRef(result.untyped_storage())
+                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset()), held
         return results
 
 
