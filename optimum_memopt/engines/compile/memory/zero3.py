@@ -4,18 +4,19 @@ Each layer is one operator of such a run, and its own memory that of its graph.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from optimum_memopt.compat import hooks_around_forward
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError
@@ -146,10 +147,15 @@ def steps_around(
         layers: leaf modules by path.
         compiled: paths of those whose graphs are known.
     """
+    results: _Results = {}
     recording = Gathering(model, partitioning, layers.values(), None)
-    first = _Run(model, recording, layers, compiled).around(forward)
+    first = _Run(model, recording, layers, compiled, results).around(forward)
     gathering = Gathering(model, partitioning, layers.values(), recording.order)
-    return first, _Run(model, gathering, layers, compiled).around(forward)
+    return first, _Run(model, gathering, layers, compiled, results).around(forward)
+
+
+# Of equal layers that are given the same: results on fake tensors, and their structure.
+_Results = dict[Hashable, tuple[list[Any], Any]]
 
 
 class _Run:
@@ -161,7 +167,9 @@ class _Run:
         gathering: Gathering,
         layers: Mapping[str, torch.nn.Module],
         compiled: Collection[str],
+        results: _Results,
     ) -> None:
+        self._results = results
         self._model, self._gathering, self._layers, self._compiled = model, gathering, layers, compiled
         self._reduction = Reduction(gathering.spec)
         self.recorder = LiveRecorder(model)
@@ -257,12 +265,23 @@ class _Run:
             if number >= 0:
                 self.recorder.leave_out([values[place] for place in at])
                 self.recorder.mark(_Mark(_FORWARD, number))
-            with self.recorder.paused(), torch.no_grad():
-                args, kwargs = dynamo.tree_unflatten(values, structure)
-                results, made = dynamo.tree_flatten(type(layer).forward(layer, *args, **kwargs))
+            shapes = tuple(held.spec.shape for held in self._gathering.inside[layer])
+            key = type(layer), shapes, str(structure), tuple(map(fake_tensors.described, values))
+            # Hooks may write to what is outside.
+            has_hooks = any(any(hooks_around_forward(inner)) for inner in layer.modules() if inner is not layer)
+            is_known = not has_hooks and all(isinstance(value, fake_tensors.DESCRIBED) for value in values)
+            if not is_known or key not in self._results:
+                with self.recorder.paused(), torch.no_grad():
+                    args, kwargs = dynamo.tree_unflatten(values, structure)
+                    results, made = dynamo.tree_flatten(type(layer).forward(layer, *args, **kwargs))
+                if is_known:
+                    self._results[key] = results, made
+            else:
+                results, made = self._results[key]
+            results = list(results)
             tensors = [place for place, value in enumerate(results) if isinstance(value, torch.Tensor)]
-            shapes = [results[place] for place in tensors]
-            returned = _Layer.apply(self, number, trained, shapes, *(values[place] for place in at))
+            likes = [results[place] for place in tensors]
+            returned = _Layer.apply(self, number, trained, likes, *(values[place] for place in at))
             for place, value in zip(tensors, returned, strict=True):
                 results[place] = value
             if number >= 0:
