@@ -6,6 +6,8 @@ gathered meanwhile. The gradients of a group are held until its reduce-scatter h
 next group's.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -31,8 +33,6 @@ class AnySharding(Protocol):
         stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
         tells_outside: its events are those of what runs in no graph, too.
         unknown: why it is not known what ranks gather; empty where it is.
-        moved: bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an
-            optimizer step, whatever is recomputed; None: not counted.
     """
 
     @property
@@ -56,14 +56,15 @@ class AnySharding(Protocol):
     @property
     def unknown(self) -> str: ...
 
-    @property
-    def moved(self) -> tuple[int, int] | None: ...
-
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
 
     def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+        self,
+        layers: Sequence[str],
+        parameters: Sequence[Mapping[int, str]],
+        gradients: Sequence[Collection[int]],
+        again: Sequence[Sequence[int]],
     ) -> "Collectives":
         """The events around the runs of a forward's graphs; see `collectives`."""
 
@@ -96,9 +97,13 @@ class Sharding:
         return self
 
     def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+        self,
+        layers: Sequence[str],
+        parameters: Sequence[Mapping[int, str]],
+        gradients: Sequence[Collection[int]],
+        again: Sequence[Sequence[int]],
     ) -> "Collectives":
-        return collectives(self, layers, parameters, gradients)
+        return collectives(self, layers, parameters, gradients, again)
 
     @property
     def is_sharded(self) -> bool:
@@ -108,14 +113,6 @@ class Sharding:
     def ranks(self) -> int:
         """Those that share the parameters."""
         return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """See `AnySharding`. A rank's own share moves nowhere; recompute runs inside of a gathered module."""
-        again = sum(group.gathered for group in self.groups if group.reshards and not group.is_open)
-        every = (*self.groups, *filter(None, [self.root]))
-        gathered, reduced = again + sum(group.gathered for group in every), sum(group.reduced for group in every)
-        return gathered * (self.ranks - 1) // self.ranks, reduced * (self.ranks - 1) // self.ranks
 
     def of_module(self, path: str) -> ShardedGroup | None:
         """The closed group that runs under the path."""
@@ -173,6 +170,8 @@ class Collectives:
         end_of_forward: behind that of the last.
         prefetched: at the begin of the backward.
         before_backward: before that of each call.
+        before_again: the forward of each call, where a backward runs it once more.
+        after_again: behind that.
         outside: what runs in no graph, before the backward of each call is given its gradients.
         reduced: behind the backward of each call.
         last: behind that of the first.
@@ -186,6 +185,8 @@ class Collectives:
     end_of_forward: tuple[Event, ...]
     prefetched: tuple[Event, ...]
     before_backward: tuple[tuple[Event, ...], ...]
+    before_again: tuple[tuple[Event, ...], ...]
+    after_again: tuple[tuple[Event, ...], ...]
     outside: tuple[tuple[Event, ...], ...]
     reduced: tuple[tuple[Reduced, ...], ...]
     last: tuple[Reduced, ...]
@@ -193,12 +194,23 @@ class Collectives:
     owners: tuple[Mapping[int, ShardedGroup], ...]
     given: tuple[ShardedGroup | None, ...]
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
+        reduced = (each.copied for each in (*itertools.chain(*self.reduced), *self.last))
+        gathered = itertools.chain(*self.before, self.prefetched, *self.before_backward, *self.before_again)
+        sizes = Counter[str]()
+        for storage in itertools.chain(*(event.allocates for event in (*gathered, *reduced))):
+            sizes[storage.kind] += storage.bytes if storage.category == TEMPORARY else 0
+        return sizes[_GATHER], sizes[_REDUCE]
+
 
 def collectives(
     sharding: Sharding,
     layers: Sequence[str],
     parameters: Sequence[Mapping[int, str]],
     gradients: Sequence[Collection[int]],
+    again: Sequence[Sequence[int]],
 ) -> Collectives:
     """The events around the runs of a forward's graphs.
 
@@ -206,6 +218,7 @@ def collectives(
         layers: of each run the path of its module, empty outside of all.
         parameters: among its arguments, by position; names may be those of an equal layer's.
         gradients: positions of the arguments whose gradients its backward returns.
+        again: see `Tape.again`.
     """
     step = _Step()
     count = len(layers)
@@ -235,6 +248,8 @@ def collectives(
     prefetched = step.prefetch(order[-1]) if order and has_hook else ()
     last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
     before_backward: list[tuple[Event, ...]] = [()] * count
+    before_again: list[tuple[Event, ...]] = [()] * count
+    after_again: list[tuple[Event, ...]] = [()] * count
     reduced: list[tuple[Reduced, ...]] = [()] * count
     deferred: list[ShardedGroup] = []
     for index in reversed(range(count)):
@@ -242,6 +257,9 @@ def collectives(
         if owner is not None and ends[index]:
             order.pop()
             before_backward[index] = step.pre_backward(owner, order[-1] if order else None)
+        for at in again[index]:
+            if (repeated := owners[at]) is not None:
+                before_again[at], after_again[at] = step.around_again(repeated)
         ended = [owner] if owner is not None and begins[index] else []
         if owner is not None and not set(gradients[index]) - parameters[index].keys():
             deferred += ended
@@ -257,6 +275,8 @@ def collectives(
         end_of_forward,
         prefetched,
         tuple(before_backward),
+        tuple(before_again),
+        tuple(after_again),
         ((),) * count,
         tuple(reduced),
         last,
@@ -321,6 +341,12 @@ class _Step:
     def pre_backward(self, group: ShardedGroup, before: ShardedGroup | None) -> tuple[Event, ...]:
         gathered = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
         return (*gathered, *self.prefetch(before))
+
+    def around_again(self, group: ShardedGroup) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+        """What has been gathered for the group's own backward stays."""
+        stays = _key(group) in {*self.gathered, *self.flat}
+        before = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
+        return before, () if stays else self.reshard(group)
 
     def post_backward(self, group: ShardedGroup) -> Reduced:
         freed = [*self.reshard(group)[0].frees]

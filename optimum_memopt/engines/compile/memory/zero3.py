@@ -3,7 +3,9 @@
 Each layer is one operator of such a run, and its own memory that of its graph.
 """
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -22,10 +24,15 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError
 
 _FORWARD, _FORWARD_END, _LOSS, _BACKWARD = "forward", "forward end", "loss", "backward"
+_AGAIN, _AGAIN_END = "forward again", "forward again end"
+
+# For each layer's run what its backward runs again: calls of graphs, each with the number of the layer's run.
+Repeats = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class _Mark(NamedTuple):
-    """A moment of a run: of the layer that has run as that number, or the begin of the backward."""
+    """A moment of a run: of the layer that has run as that number, or the call that runs again, or the begin of the
+    backward."""
 
     kind: str
     run: int = -1
@@ -40,6 +47,7 @@ class AroundLayers:
         before: the forward of each.
         end_of_forward: behind that of the last.
         before_backward: of each.
+        again: by the call that runs again, before that and behind it.
         end: of the backward, behind that of the first.
     """
 
@@ -47,6 +55,7 @@ class AroundLayers:
     before: tuple[tuple[Event, ...], ...]
     end_of_forward: tuple[Event, ...]
     before_backward: tuple[tuple[Event, ...], ...]
+    again: Mapping[int, tuple[tuple[Event, ...], tuple[Event, ...]]]
     end: tuple[Event, ...]
 
 
@@ -58,14 +67,14 @@ class LeafSharding:
     """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others; see `Sharding`.
 
     Attributes:
-        steps: the first one of a run and all later ones, with a batch of these sizes, by name, and so many elements
-            gathered ahead.
+        steps: the first one of a run and all later ones, with a batch of these sizes, by name, so many elements
+            gathered ahead, and what runs again.
         prefetched: elements that each module has gathered ahead.
         sizes: of the batch.
         is_first: the step is the run's first.
     """
 
-    steps: Callable[[Mapping[str, int], int], Steps]
+    steps: Callable[[Mapping[str, int], int, Repeats], Steps]
     ranks: int
     prefetched: int
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -76,7 +85,6 @@ class LeafSharding:
     stays_gathered = False
     tells_outside = True
     unknown = ""
-    moved = None
 
     def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
         return replace(self, sizes=sizes)
@@ -86,18 +94,27 @@ class LeafSharding:
         return replace(self, is_first=True)
 
     def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
+        self,
+        layers: Sequence[str],
+        parameters: Sequence[Mapping[int, str]],
+        gradients: Sequence[Collection[int]],
+        again: Sequence[Sequence[int]],
     ) -> Collectives:
         """The events around the runs of a forward's graphs; arguments as in `sharding.collectives`.
 
         Raises:
             MemOptError: other layers have run.
         """
-        first, later = self.steps(self.sizes, self.prefetched)
-        around, count = first if self.is_first else later, len(layers)
+        count = len(layers)
         # A layer with graph breaks is several runs.
         begins = [index for index, layer in enumerate(layers) if not index or layers[index - 1] != layer]
         ends = [*(index - 1 for index in begins[1:]), count - 1]
+        repeats = tuple(
+            tuple((at, bisect.bisect(begins, at) - 1) for index in range(end, begin - 1, -1) for at in again[index])
+            for begin, end in zip(begins, ends, strict=True)
+        )
+        first, later = self.steps(self.sizes, self.prefetched, repeats)
+        around = first if self.is_first else later
         if tuple(layers[index] for index in begins) != around.layers:
             raise MemOptError(f"{self.name}: the layers run in another order than in plain PyTorch")
         before: list[tuple[Event, ...]] = [()] * count
@@ -122,6 +139,8 @@ class LeafSharding:
             end_of_forward=around.end_of_forward,
             prefetched=(),
             before_backward=nothing,
+            before_again=tuple(around.again.get(index, ((), ()))[0] for index in range(count)),
+            after_again=tuple(around.again.get(index, ((), ()))[1] for index in range(count)),
             outside=tuple(outside),
             reduced=tuple(reduced),
             last=(),
@@ -137,6 +156,7 @@ def steps_around(
     partitioning: Partitioning,
     layers: Mapping[str, torch.nn.Module],
     compiled: Collection[str],
+    repeats: Repeats,
 ) -> Steps:
     """The events of the first step and of later ones outside of layers.
 
@@ -149,9 +169,9 @@ def steps_around(
     """
     results: _Results = {}
     recording = Gathering(model, partitioning, layers.values(), None)
-    first = _Run(model, recording, layers, compiled, results).around(forward)
+    first = _Run(model, recording, layers, compiled, repeats, results).around(forward)
     gathering = Gathering(model, partitioning, layers.values(), recording.order)
-    return first, _Run(model, gathering, layers, compiled, results).around(forward)
+    return first, _Run(model, gathering, layers, compiled, repeats, results).around(forward)
 
 
 # Of equal layers that are given the same: results on fake tensors, and their structure.
@@ -167,9 +187,10 @@ class _Run:
         gathering: Gathering,
         layers: Mapping[str, torch.nn.Module],
         compiled: Collection[str],
+        repeats: Repeats,
         results: _Results,
     ) -> None:
-        self._results = results
+        self._repeats, self._results = repeats, results
         self._model, self._gathering, self._layers, self._compiled = model, gathering, layers, compiled
         self._reduction = Reduction(gathering.spec)
         self.recorder = LiveRecorder(model)
@@ -211,7 +232,7 @@ class _Run:
             loss.backward()
             self._reduction.reduce(loss)
             gathering.end()
-        return _around(recorder.run(), self._ran)
+        return _around(recorder.run(), self._ran, self._repeats)
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not self._has_hooks(module):
@@ -308,6 +329,16 @@ class _Run:
             self.recorder.leave_out([each for each in made if each is not None])
         return made
 
+    def begin_backward(self, number: int) -> None:
+        """The backward of a layer begins, and runs others again, whose parameters are gathered as for a backward."""
+        self.recorder.mark(_Mark(_BACKWARD, number))
+        for at, of in self._repeats[number] if self._repeats else ():
+            layer = self._layers[self._ran[of]]
+            self._gathering.fetch(layer, in_backward=True)
+            self.recorder.mark(_Mark(_AGAIN, at))
+            self._gathering.release(layer, in_backward=True)
+            self.recorder.mark(_Mark(_AGAIN_END, at))
+
     def reduce(self, trained: Sequence[ParameterState]) -> None:
         """The backward of a layer has returned the gradients of its parameters."""
         for held in trained:
@@ -340,7 +371,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         if ctx.number >= 0:
             ctx.run.recorder.leave_out([each for each in gradients if each is not None])
-            ctx.run.recorder.mark(_Mark(_BACKWARD, ctx.number))
+            ctx.run.begin_backward(ctx.number)
         ctx.run.reduce(ctx.trained)
         return (None, None, None, None, *ctx.run.made(ctx.number, ctx.likes))
 
@@ -363,7 +394,7 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
     return _Calling.apply(call, value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
+def _around(run: LiveRun, layers: Sequence[str], repeats: Repeats) -> AroundLayers:
     """A run's events between its layers, where they are counted by their graphs."""
     count = len(layers)
     places = {mark: place for place, mark in run.marks}
@@ -378,15 +409,19 @@ def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
                 yield event._replace(allocates=allocates, frees=frees)
 
     forwards = [None, *(_Mark(_FORWARD_END, number) for number in range(count))]
-    backwards = [_Mark(_LOSS), *(_Mark(_BACKWARD, number) for number in reversed(range(count)))]
-    if missing := set(backwards) - places.keys():
-        raise MemOptError(f"no gradient comes to {layers[next(iter(missing)).run]}")
+    backwards = [_Mark(_LOSS)]
+    for number in reversed(range(count)):
+        if (begin := _Mark(_BACKWARD, number)) not in places:
+            raise MemOptError(f"no gradient comes to {layers[number]}")
+        again = (_Mark(kind, at) for at, _ in (repeats or {number: ()})[number] for kind in (_AGAIN, _AGAIN_END))
+        backwards += [begin, *again]
     before = [tuple(between(forwards[number], _Mark(_FORWARD, number))) for number in range(count)]
-    before_backward = [tuple(between(backwards[number], backwards[number + 1])) for number in range(count)]
+    until = {end: tuple(between(begin, end)) for begin, end in itertools.pairwise(backwards)}
     return AroundLayers(
         tuple(layers),
         tuple(before),
         tuple(between(forwards[-1], backwards[0])),
-        tuple(reversed(before_backward)),
+        tuple(until[_Mark(_BACKWARD, number)] for number in range(count)),
+        {at: (until[mark], until[_Mark(_AGAIN_END, at)]) for mark in until for kind, at in [mark] if kind == _AGAIN},
         tuple(between(backwards[-1], None)),
     )
