@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,22 @@ from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+
+class GraphRun(NamedTuple):
+    """A run of a forward's graph.
+
+    Attributes:
+        layer: the path of its module, empty outside of all.
+        parameters: among its arguments, by position; names may be those of an equal layer's.
+        gradients: positions of the arguments whose gradients its backward returns.
+        again: see `Tape.again`.
+    """
+
+    layer: str
+    parameters: Mapping[int, str]
+    gradients: Collection[int]
+    again: Sequence[int]
 
 
 class AnySharding(Protocol):
@@ -35,8 +51,9 @@ class AnySharding(Protocol):
         unknown: why it is not known what ranks gather; empty where it is.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    stays_gathered: ClassVar[bool]
+    tells_outside: ClassVar[bool]
 
     @property
     def is_sharded(self) -> bool: ...
@@ -48,25 +65,13 @@ class AnySharding(Protocol):
     def first(self) -> "AnySharding": ...
 
     @property
-    def stays_gathered(self) -> bool: ...
-
-    @property
-    def tells_outside(self) -> bool: ...
-
-    @property
     def unknown(self) -> str: ...
 
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
 
-    def collectives(
-        self,
-        layers: Sequence[str],
-        parameters: Sequence[Mapping[int, str]],
-        gradients: Sequence[Collection[int]],
-        again: Sequence[Sequence[int]],
-    ) -> "Collectives":
-        """The events around the runs of a forward's graphs; see `collectives`."""
+    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
+        """The events around the runs of a forward's graphs."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,9 @@ class Sharding:
     whole: frozenset[str] = frozenset()
     unknown: str = ""
 
-    name = "FSDP2"
-    stays_gathered = True
-    tells_outside = False
+    name: ClassVar = "FSDP2"
+    stays_gathered: ClassVar = True
+    tells_outside: ClassVar = False
 
     @property
     def first(self) -> "Sharding":
@@ -96,14 +101,8 @@ class Sharding:
     def at(self, sizes: Mapping[str, int]) -> "Sharding":
         return self
 
-    def collectives(
-        self,
-        layers: Sequence[str],
-        parameters: Sequence[Mapping[int, str]],
-        gradients: Sequence[Collection[int]],
-        again: Sequence[Sequence[int]],
-    ) -> "Collectives":
-        return collectives(self, layers, parameters, gradients, again)
+    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
+        return _collectives(self, runs)
 
     @property
     def is_sharded(self) -> bool:
@@ -205,24 +204,10 @@ class Collectives:
         return sizes[_GATHER], sizes[_REDUCE]
 
 
-def collectives(
-    sharding: Sharding,
-    layers: Sequence[str],
-    parameters: Sequence[Mapping[int, str]],
-    gradients: Sequence[Collection[int]],
-    again: Sequence[Sequence[int]],
-) -> Collectives:
-    """The events around the runs of a forward's graphs.
-
-    Args:
-        layers: of each run the path of its module, empty outside of all.
-        parameters: among its arguments, by position; names may be those of an equal layer's.
-        gradients: positions of the arguments whose gradients its backward returns.
-        again: see `Tape.again`.
-    """
+def _collectives(sharding: Sharding, runs: Sequence[GraphRun]) -> Collectives:
     step = _Step()
-    count = len(layers)
-    owners = [sharding.of_module(layer) if layer else None for layer in layers]
+    count = len(runs)
+    owners = [sharding.of_module(run.layer) if run.layer else None for run in runs]
     opened = [group for group in sharding.groups if group.is_open]
     # Runs with which a closed module's forward begins, and ends.
     begins = [
@@ -257,11 +242,11 @@ def collectives(
         if owner is not None and ends[index]:
             order.pop()
             before_backward[index] = step.pre_backward(owner, order[-1] if order else None)
-        for at in again[index]:
+        for at in runs[index].again:
             if (repeated := owners[at]) is not None:
                 before_again[at], after_again[at] = step.around_again(repeated)
         ended = [owner] if owner is not None and begins[index] else []
-        if owner is not None and not set(gradients[index]) - parameters[index].keys():
+        if owner is not None and not set(runs[index].gradients) - runs[index].parameters.keys():
             deferred += ended
             ended = []
         if index == last_closed + 1:
@@ -281,7 +266,7 @@ def collectives(
         tuple(reduced),
         last,
         step.end_of_backward(),
-        tuple(_owners(sharding, owner, names) for owner, names in zip(owners, parameters, strict=True)),
+        tuple(_owners(sharding, owner, run.parameters) for owner, run in zip(owners, runs, strict=True)),
         (None,) * count,
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Schedule
-from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, Sharding
+from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, GraphRun, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 
@@ -104,9 +104,9 @@ class Tape:
     sharding: AnySharding = field(default_factory=Sharding)
 
     def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives:
-        """The events around its calls; see `sharding.collectives`."""
-        layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
-        return self.sharding.collectives(layers, parameters, gradients, self.again)
+        """The events around its calls; `gradients` as `GraphRun` has them."""
+        each = zip(self.calls, zip(gradients, self.again, strict=True), strict=True)
+        return self.sharding.collectives([GraphRun(call.layer, call.parameters, *own) for call, own in each])
 
     def at(self, sizes: Mapping[str, int]) -> "Tape":
         """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -17,7 +17,7 @@ from optimum_memopt.compat import hooks_around_forward
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
-from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced
+from optimum_memopt.engines.compile.memory.sharding import Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
@@ -80,10 +80,10 @@ class LeafSharding:
     sizes: Mapping[str, int] = field(default_factory=dict)
     is_first: bool = False
 
-    name = "ZeRO 3"
+    name: ClassVar = "ZeRO 3"
     is_sharded = True
-    stays_gathered = False
-    tells_outside = True
+    stays_gathered: ClassVar = False
+    tells_outside: ClassVar = True
     unknown = ""
 
     def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
@@ -93,24 +93,14 @@ class LeafSharding:
     def first(self) -> "LeafSharding":
         return replace(self, is_first=True)
 
-    def collectives(
-        self,
-        layers: Sequence[str],
-        parameters: Sequence[Mapping[int, str]],
-        gradients: Sequence[Collection[int]],
-        again: Sequence[Sequence[int]],
-    ) -> Collectives:
-        """The events around the runs of a forward's graphs; arguments as in `sharding.collectives`.
-
-        Raises:
-            MemOptError: other layers have run.
-        """
-        count = len(layers)
+    def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
+        """The events around the runs of a forward's graphs. Raises MemOptError where other layers have run."""
+        layers, count = [run.layer for run in runs], len(runs)
         # A layer with graph breaks is several runs.
         begins = [index for index, layer in enumerate(layers) if not index or layers[index - 1] != layer]
         ends = [*(index - 1 for index in begins[1:]), count - 1]
         repeats = tuple(
-            tuple((at, bisect.bisect(begins, at) - 1) for index in range(end, begin - 1, -1) for at in again[index])
+            tuple((at, bisect.bisect(begins, at) - 1) for run in reversed(runs[begin : end + 1]) for at in run.again)
             for begin, end in zip(begins, ends, strict=True)
         )
         first, later = self.steps(self.sizes, self.prefetched, repeats)
@@ -127,9 +117,9 @@ class LeafSharding:
             # Gradients of a layer stay until its backward is over.
             group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
             reduced[begin] = (Reduced(group, Event(""), Event(""), Event("")),)
-            owners[begin : end + 1] = [dict.fromkeys(names, group) for names in parameters[begin : end + 1]]
-            runs = range(begin, end + 1)
-            if any(set(gradients[index]) & parameters[index].keys() for index in runs):
+            of_layer = runs[begin : end + 1]
+            owners[begin : end + 1] = [dict.fromkeys(each.parameters, group) for each in of_layer]
+            if any(set(each.gradients) & each.parameters.keys() for each in of_layer):
                 # DeepSpeed reduces its gradients in a hook behind its backward, which is given those of its outputs.
                 given[end] = group
         nothing: tuple[tuple[Event, ...], ...] = ((),) * count
