@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.options import MODEL
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -32,6 +33,11 @@ def hold_still(patch: pytest.MonkeyPatch) -> None:
     """What the process itself holds is constant: it grows and shrinks by more than small models take."""
     for module in (step_context, step_predictor):
         patch.setattr(module, "constant_of", lambda *held: 2**29)
+
+
+def below_recompute(less: int = 1) -> contextlib.AbstractContextManager[Any]:
+    """Budgets, whatever they are, leave so many bytes less than the least that recompute inside of layers takes."""
+    return mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver._in_segments(solver.lowest - less))
 
 
 @dataclass(frozen=True)

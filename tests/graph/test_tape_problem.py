@@ -80,7 +80,7 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: s
     if is_leaf and name == "deberta-v2-mlm":
         # Its encoder reads a parameter of a module that it does not call, which DeepSpeed gathers then.
         with pytest.raises(MemOptError, match="outside of the layers of .* cannot be run on tensors without data"):
-            tape.collectives([])
+            tape.collectives([()] * len(tape.calls))
         return
     forward = problem_of(graphs, [graph.sizes for graph in graphs])
     generator = random.Random(name)

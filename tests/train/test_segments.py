@@ -145,6 +145,23 @@ def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> 
     engine.detach()
 
 
+def test_a_batch_that_torch_traces_again_runs_in_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks that share parameters must, of which another one may have a batch as before."""
+    hold_still(monkeypatch)
+    model, batch, alone = deep("llama"), ZOO["llama"].batch(8, 48), ZOO["llama"].batch(1, 48)
+    plain = copy.deepcopy(model)
+    engine = attached(model, below_all_plans(model, batch))
+    accumulate(model, [batch])
+    layers = recomputed(engine)
+    assert_bitwise_same_step(model, plain, alone)
+    (first, again) = engine._planned.predictors
+    assert {graph.digest for graph in first.graphs}.isdisjoint(graph.digest for graph in again.graphs)
+    assert [call.layer for call in again.tape.calls if call.recomputed] == layers
+    _, peak = measured(model, alone)
+    assert again.activations(again.sizes_of(alone)) == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
 def with_entries(plan: PlanFile, **changes: tuple[str, ...]) -> PlanFile:
     """The plan with more paths for all layers but the first."""
 

@@ -33,8 +33,11 @@ from optimum_memopt.engines.compile.predict.steps import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.workload import Workload
-from optimum_memopt.sizes import parse_budget
+from optimum_memopt.sizes import Budget, parse_budget
+from tests.compiled import below_recompute, hold_still
+from tests.gradients import Batch
 from tests.rotation import nightly
+from tests.train.test_segments import attached
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
@@ -66,8 +69,9 @@ def sharded(
     ranks: int = 8,
     mesh: Any = None,
     ignored: str = "",
+    layers: int = CONFIG.num_hidden_layers,
 ) -> Iterator[LlamaForCausalLM]:
-    model = LlamaForCausalLM(CONFIG)
+    model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     more = dict(shard or {})
@@ -111,6 +115,14 @@ def moved() -> Iterator[dict[str, int]]:
         yield found
 
 
+def measured_step(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
+    """Bytes that are saved, and those that a step holds at most."""
+    model.zero_grad(set_to_none=True)
+    up, saved, loss = allocated(lambda: model(**batch).loss)
+    down, _, _ = allocated(loss.backward)
+    return saved, max(up, saved + down)
+
+
 @pytest.mark.parametrize("name", nightly(CASES, but=["level", "frozen"]))
 def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     case = dict(CASES[name])
@@ -118,25 +130,19 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     ids = torch.randint(3, 512, (4, 64))
     mask = torch.ones_like(ids)
     mask[0, 50:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     with sharded(**case) as model:
         engine = optimize(
             model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain", **wanted
         )
-
-        def step() -> tuple[int, int]:
-            model.zero_grad(set_to_none=True)
-            up, saved, loss = allocated(lambda: model(input_ids=ids, attention_mask=mask, labels=ids).loss)
-            down, _, _ = allocated(loss.backward)
-            return saved, max(up, saved + down)
-
-        step()
+        measured_step(model, batch)
         with moved() as between:
-            saved, peak = step()
+            saved, peak = measured_step(model, batch)
         assert isinstance(engine, CompileEngine) and engine.predictor is not None
         footprint = engine.predictor.footprint()
         parameters = sum(map(own_bytes, model.parameters()))
         assert footprint.parameters == parameters
-        assert engine.predictor.tape.sharding.moved == tuple(between.values())
+        assert engine.predictor.tape.moved == tuple(between.values())
         # The loss itself.
         assert abs(engine.predictor.saved() - saved) <= 64
         assert abs(footprint.activations - peak) <= 64
@@ -145,13 +151,40 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
             model.zero_grad(set_to_none=True)
             for is_last in (False, True):
                 model.set_requires_gradient_sync(is_last)
-                model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+                model(**batch).loss.backward()
 
         # As gradients are reduced, those of earlier micro-batches go, too.
         both, whole = allocated(accumulate)[0], engine.predictor.footprint(gradient_accumulation=True)
         assert both <= whole.accumulated + whole.activations
         if name == "level":
             assert whole.accumulated + whole.activations < 1.25 * both
+
+
+# With how many bytes less than recompute inside of layers takes: one, or more than an input of a layer.
+SEGMENTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "released": (768 * 2**10, {"units": ["embed", "tail"]}),
+    "gathered": (1, {"units": ["embed", "tail"], "shard": {"reshard_after_forward": False}}),
+    "half": (384 * 2**10, {"units": ["embed", "tail"], "shard": {"mp_policy": HALF}}),
+    "root": (1, {}),
+}
+
+
+@pytest.mark.parametrize("name", nightly(SEGMENTS, but=["released"]))
+def test_layers_that_run_again_are_gathered_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_still(monkeypatch)
+    ids = torch.randint(3, 512, (4, 256))
+    batch = {"input_ids": ids, "attention_mask": (ids > 3).long(), "labels": ids}
+    less, how = SEGMENTS[name]
+    with sharded(**how, layers=9) as model, below_recompute(less):
+        engine = attached(model, Selection(budget=Budget("2 GiB", 2**31)))
+        measured_step(model, batch)
+        with moved() as between:
+            saved, peak = measured_step(model, batch)
+        footprint = engine.predictor.footprint()
+        assert any(engine.predictor.tape.repeated)
+        assert abs(engine.predictor.saved() - saved) <= 64
+        assert abs(footprint.activations - peak) <= 64
+        assert engine.predictor.tape.moved == tuple(between.values())
 
 
 @pytest.mark.nightly

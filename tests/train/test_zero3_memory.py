@@ -24,7 +24,18 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"level": 1, "micro_batches": 2, "zero": {"reduce_bucket_size": 500_000}},
     "distance": {"zero": {"stage3_max_reuse_distance": 100_000}},
 }
-SETS = ("released frozen", "gathered ahead persistent half half-level accumulated distance")
+# `segments`: bytes below what recompute inside of layers takes; an input of a layer has 512 KiB.
+SEGMENTS = {"segments": 1, "budget": "2GiB", "config": {"num_hidden_layers": 9}, "lengths": [256], "zero": RELEASED}
+CASES |= {
+    "segments": {**SEGMENTS, "segments": 600 * 2**10},
+    "segments-frozen": {**SEGMENTS, "trained": "q_proj"},
+    "segments-ahead": {**SEGMENTS, "segments": 1600 * 2**10, "zero": {**RELEASED, AHEAD: 150_000}},
+}
+SETS = (
+    "released frozen",
+    "gathered ahead persistent half half-level accumulated distance",
+    "segments segments-frozen segments-ahead",
+)
 # The loss itself, and numbers of an update.
 FEW = 64
 
@@ -51,6 +62,7 @@ def test_a_step_is_predicted_to_the_byte(tmp_path: Path, names: str) -> None:
         assert abs(predicted - stay - update) <= FEW, name
         assert found["caveat"] in ("", "without what oneDNN keeps for each shape in half precision")
         assert "ZeRO 3 on 8 ranks" in found["table"][0]
+        assert bool(found["again"]) == name.startswith("segments")
 
 
 @needs_deepspeed

@@ -6,6 +6,7 @@ allocates nothing: what is measured in one process is what a rank itself allocat
 For each case: bytes that the last of its steps held at most and the optimizer's step, and the predicted ones.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import parse_budget
+from tests.compiled import below_recompute
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.fresh_process import fork_ranks
 
@@ -41,7 +43,7 @@ AHEAD = "stage3_prefetch_bucket_size"
 
 def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, Any]:
     """The last step of a case."""
-    model = LlamaForCausalLM(CONFIG)
+    model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), **case.get("config", {})}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.get("trained", "") in name)
     zero = {**ZERO, **case.get("zero", {})}
@@ -82,7 +84,12 @@ def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, An
             "caveat": predictor.caveat,
             "peak": predicted.peak,
         }
-    found |= {"ahead": trainer.optimizer.parameter_offload._prefetch_bucket_sz, "table": list(engine.plans().header)}
+    assert engine.predictor is not None
+    found |= {
+        "ahead": trainer.optimizer.parameter_offload._prefetch_bucket_sz,
+        "table": list(engine.plans().header),
+        "again": sum(engine.predictor.tape.repeated),
+    }
     engine.detach()
     trainer.destroy()
     return found
@@ -127,6 +134,9 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     measure = TensorCounter().allocated if sys.argv[3] == "gloo" else allocated
     wanted = json.loads(cases.read_text()).items()
-    found = {name: steps(case, deepspeed.initialize, measure) for name, case in wanted}
+    found = {}
+    for name, case in wanted:
+        with below_recompute(case["segments"]) if "segments" in case else contextlib.nullcontext():
+            found[name] = steps(case, deepspeed.initialize, measure)
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps(found))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, run_jobs
-from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, compared, differing
+from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, SEGMENTS, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
 
@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replicas": {"distributed": {"fsdp_size": 1, "dp_replicate_size": 2}, "plan": {"memory_opt_budget": "90%"}},
     "tied_lora": {**LORA, "config": TIED},
     "all": {**LORA, "arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
+    "segments": SEGMENTS,
     "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}, "arguments": {"bf16": True}},
 }
 LAUNCHES = (
@@ -69,6 +70,7 @@ LAUNCHES = (
     "config experts tied",
     "checkpointing all chunked",
     "native replicas tied_lora",
+    "segments",
 )
 # Chunks change the order of sums.
 ROUNDS = ("chunked",)
@@ -107,9 +109,11 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
         assert differing(weights, plain) == []
         for rank in ranks if job.engine == "compile" else ():
             lines, header = rank["lines"], rank["table"]["header"]
-            assert f" for {DEPTH} layers, compiled once for equal ones" in header[0]
+            depth = SEGMENTS["config"]["num_hidden_layers"] if name == "segments" else DEPTH
+            assert f" for {depth} layers, compiled once for equal ones" in header[0]
             assert "not exact" not in header[1]
-            assert ("level 1" in header[0]) == (name not in ("budget", "config", "replicas"))
+            assert ("level 1" in header[0]) == (name not in ("budget", "config", "replicas", "segments"))
+            assert ("third time, for segments of layers" in header[0]) == (name == "segments")
             assert not [line for line in lines if "graph break" in line or "NOT " in line or "as a whole" in line]
 
 

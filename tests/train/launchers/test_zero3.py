@@ -12,7 +12,7 @@ import pytest
 
 from tests.rotation import nightly
 from tests.train.launchers.launching import launcher, needs_deepspeed, run_jobs
-from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, compared, differing
+from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, SEGMENTS, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
 
@@ -75,8 +75,16 @@ CASES: dict[str, dict[str, Any]] = {
     "router": {"model": "mixtral", "config": {"num_hidden_layers": DEPTH, "output_router_logits": True}},
     "no_plan": {"plan": {"memory_opt_level": 0}, "zero": RELEASED},
     "budget": {"plan": {"memory_opt_budget": "90%"}, "zero": RELEASED},
+    "segments": {**SEGMENTS, "zero": RELEASED},
+    "segments_lora": {**SEGMENTS, "zero": RELEASED, "adapters": ["q_proj", "down_proj"]},
 }
-LAUNCHES = ("level budget", "config lora bf16", "accumulation init all", "experts router no_plan gathered")
+LAUNCHES = (
+    "level budget",
+    "config lora bf16",
+    "accumulation init all",
+    "experts router no_plan gathered",
+    "segments segments_lora",
+)
 # A layer of several graphs sums gradients in another order.
 ROUNDS = ("router",)
 
@@ -109,24 +117,26 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
         for rank in ranks if job.engine == "compile" else ():
             lines, header = rank["lines"], rank["table"]["header"]
             counts = {plan["applied_count"] for plan in rank["table"]["plans"]}
-            assert f" for {DEPTH} layers, compiled once for equal ones" in header[0]
+            is_cut = name.startswith("segments")
+            depth = SEGMENTS["config"]["num_hidden_layers"] if is_cut else DEPTH
+            assert f" for {depth} layers, compiled once for equal ones" in header[0]
+            assert ("third time, for segments of layers" in header[0]) == is_cut
             assert "ZeRO 3 on 2 ranks" in header[0] and "not exact" not in header[1] and "without the" not in header[1]
             assert not [line for line in lines if "graph break" in line or "NOT under" in line or "as a whole" in line]
             assert any("the elements of a layer" in line for line in lines)
             wanted_counts = {"config": {0, 2}, "no_plan": {0}}
             if name in wanted_counts:
                 assert counts == wanted_counts[name]
-            elif name != "budget":
+            elif name != "budget" and not is_cut:
                 assert counts and not any(count % DEPTH for count in counts)
 
 
 @needs_deepspeed
 @pytest.mark.nightly
 def test_budgets_that_are_refused_end_all_ranks(tmp_path: Path) -> None:
-    elsewhere = zero_3(offload_param={"device": "cpu"})
-    wanted = {
-        "small": {"deepspeed": zero_3(), "memory_opt_budget": "1%"},
-        "elsewhere": {"deepspeed": elsewhere, "memory_opt_budget": "90%"},
+    elsewhere = ("offload_param", "offload_optimizer")
+    wanted = {"small": {"deepspeed": zero_3(), "memory_opt_budget": "1%"}} | {
+        name: {"deepspeed": zero_3(**{name: {"device": "cpu"}}), "memory_opt_budget": "90%"} for name in elsewhere
     }
     refused = [
         Job(name, "compile", model="llama", config={"num_hidden_layers": DEPTH}, arguments=arguments)
@@ -134,5 +144,6 @@ def test_budgets_that_are_refused_end_all_ranks(tmp_path: Path) -> None:
     ]
     done = run_jobs(launcher("torchrun"), tmp_path, refused, WITHOUT_SHARED_MEMORY="1")
     assert all("budget 1%" in rank["error"] for rank in done.ranks("small")), done.ranks("small")
-    why = "not predicted, since offload_param changes what is on the device"
-    assert all(why in rank["error"] for rank in done.ranks("elsewhere")), done.ranks("elsewhere")
+    for name in elsewhere:
+        why = f"not predicted, since {name} changes what is on the device"
+        assert all(why in rank["error"] for rank in done.ranks(name)), done.ranks(name)

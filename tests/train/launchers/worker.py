@@ -34,6 +34,7 @@ from optimum_memopt import MemOptError, MemOptOptions, attach
 from optimum_memopt.compat import of_all_ranks
 from optimum_memopt.engines.shared.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
+from tests.compiled import below_recompute
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
 from tests.train.launchers.accelerators import cpus_as_accelerators
@@ -66,6 +67,8 @@ class Job:
         sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
         distributed: of a `DistributedConfig`, by which transformers shards the model while it loads.
         sft: by TRL's SFTTrainer.
+        segments: on rank 0 the budget is a little less than recompute inside of layers takes; its plan is left in a
+            file.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Job:
     sharded_from_start: bool = False
     distributed: dict[str, Any] = field(default_factory=dict)
     sft: bool = False
+    segments: bool = False
 
 
 class Killed(TrainerCallback):
@@ -206,6 +210,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         log_lines() as lines,
         mock.patch.dict(os.environ, job.environment.get(own, {})),
         cpus_as_accelerators() if is_sharded else contextlib.nullcontext(),
+        below_recompute() if job.segments and rank() == 0 else contextlib.nullcontext(),
     ):
         try:
             output = folder / f"{job.name}-output"
@@ -221,6 +226,9 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         except MemOptError as error:
             print(f"error: {error}", file=sys.stderr)
             return {"error": str(error), "steps": trainer.state.global_step if trainer else 0}
+    if job.segments and rank() == 0:
+        trainer.memopt.save_plan(folder / f"{job.name}.plan.json")
+    # All ranks wait for each other.
     after = whole_weights(trainer)
     save_file(after, folder / f"{job.name}.{own}.safetensors")
     optimizer = trainer.optimizer

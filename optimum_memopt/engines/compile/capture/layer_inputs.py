@@ -111,19 +111,21 @@ class _Repeated:
 
     Attributes:
         args: those that are not held are views.
+        gathered: around it, has the parameters among them.
         random: the states before it; None: it draws nothing.
         results: those that are arguments of others, by their places.
     """
 
     run: Callable[..., Any]
     args: Sequence[Any]
+    gathered: Callable[[], contextlib.AbstractContextManager[None]]
     random: _Random | None
     results: "weakref.WeakValueDictionary[int, _Recomputed]" = field(default_factory=weakref.WeakValueDictionary)
 
     def again(self) -> None:
         """Set the values of its results."""
         args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
-        with contextlib.nullcontext() if self.random is None else _drawing_again(self.random):
+        with self.gathered(), contextlib.nullcontext() if self.random is None else _drawing_again(self.random):
             # Without gradients, so that nothing holds what it saves.
             results = listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         for place, result in self.results.items():
@@ -160,16 +162,27 @@ class LayerInputs:
     def clear(self) -> None:
         """Forget the forward; its autograd graph holds what the backward needs."""
         self._last: _Offloaded | None = None
-        # By storage the run that has returned it, the place among its results, and the offset there.
-        self._returned: dict[int, tuple[_Repeated, int, int]] = {}
+        # By storage the run that has returned it, the place among its results, the offset there, and what keeps
+        # another storage from having its address.
+        self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef]] = {}
 
     def possible(self, plan: InputsPlan, args: Sequence[Any]) -> InputsPlan:
         """The part of a plan that holds for these arguments: what a hook has changed on its way is no run's result."""
         known = {at for at in plan.recomputed if dynamo.storage_id(args[at]) in self._returned}
         return plan if known == plan.recomputed else replace(plan, recomputed=frozenset(known))
 
-    def run(self, run: Callable[..., Any], args: Sequence[Any], plan: InputsPlan) -> Any:
-        """The results of a run."""
+    def run(
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        plan: InputsPlan,
+        gathered: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> Any:
+        """The results of a run.
+
+        Args:
+            gathered: around one in a backward, has the parameters among its arguments.
+        """
         arguments: dict[int, _Argument] = {}
         # Not in the forward's autograd graph.
         offloaded = {place: args[place].detach() for place in sorted(plan.offloaded)}
@@ -179,7 +192,7 @@ class LayerInputs:
             )
             arguments[dynamo.storage_id(given)] = self._last
         for place in sorted(plan.recomputed):
-            source, at, offset = self._returned[storage := dynamo.storage_id(args[place])]
+            source, at, offset, _ = self._returned[storage := dynamo.storage_id(args[place])]
             arguments[storage] = source.results.setdefault(at, _Recomputed(offset, source=source))
 
         def unless_held(value: Any) -> Any:
@@ -191,7 +204,8 @@ class LayerInputs:
             if isinstance(packed, _View):
                 packed.argument.saved += 1
                 return packed
-            return saved.detach()
+            # ZeRO 3 takes a parameter's data away, and gives it others.
+            return saved if isinstance(saved, torch.nn.Parameter) else saved.detach()
 
         random = _Random.now(args) if plan.is_repeated else None
         with saved_tensors_hooks(pack, _unpacked):
@@ -202,10 +216,11 @@ class LayerInputs:
             torch.ops.optimum_memopt.wait(argument.host, given, [])
         if random is not None:
             is_drawn = not random.is_equal(_Random.now(args))
-            repeated = _Repeated(run, list(map(unless_held, args)), random if is_drawn else None)
+            repeated = _Repeated(run, list(map(unless_held, args)), gathered, random if is_drawn else None)
             for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
-                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset())
+                    held = dynamo.StorageWeakRef(result.untyped_storage())
+                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset()), held
         return results
 
 

@@ -11,7 +11,7 @@ import torch
 from optimum_memopt.compat import full_shape
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.live import loss_of
-from optimum_memopt.engines.compile.memory.zero3 import Steps, steps_around
+from optimum_memopt.engines.compile.memory.zero3 import Repeats, Steps, steps_around
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
@@ -47,20 +47,21 @@ class LeafSteps:
         self._args, self._inputs = dynamo.tree_map(self._fake, (args, dict(inputs)))
         self._of_sizes = functools.lru_cache(_MOST_STEPS)(self._run)
 
-    def __call__(self, sizes: Mapping[str, int], prefetched: int) -> Steps:
+    def __call__(self, sizes: Mapping[str, int], prefetched: int, repeats: Repeats = ()) -> Steps:
         """The steps with a batch; what `sizes` does not name is as large as in the first batch, or has grown with a
         size that it was equal to.
 
         Args:
             prefetched: elements that each module has gathered ahead.
+            repeats: nothing of it runs again where it is empty.
 
         Raises:
             MemOptError: the model cannot be run on fake tensors.
         """
         named = frozenset((name, size) for name, size in sizes.items() if name in self._first)
-        return self._of_sizes(named, prefetched)
+        return self._of_sizes(named, prefetched, repeats if any(repeats) else ())
 
-    def _run(self, named: frozenset[tuple[str, int]], prefetched: int) -> Steps:
+    def _run(self, named: frozenset[tuple[str, int]], prefetched: int, repeats: Repeats) -> Steps:
         model, sizes, partitioning = self._model(), dict(named), replace(self._partitioning, prefetched=prefetched)
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
@@ -74,7 +75,7 @@ class LeafSteps:
 
             try:
                 with fake_tensors.replaced([model], self._fakes), fake_tensors.run_as_eager():
-                    return steps_around(model, loss, partitioning, layers, self._compiled)
+                    return steps_around(model, loss, partitioning, layers, self._compiled, repeats)
             except MemOptError:
                 raise
             except Exception as error:

@@ -22,7 +22,7 @@ from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import attribute_set_by, replaced
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import DESCRIBED, attribute_set_by, described, replaced
 from optimum_memopt.errors import UnsupportedModelError
 
 # Layers of one class and structure, by their paths in the model, in order.
@@ -260,8 +260,8 @@ class Regions:
         given, structure = dynamo.tree_flatten((args, kwargs))
         constants = list(map(_constants, given))
         self._constants[region] = list(map(_common, constants, self._constants.get(region, constants)))
-        known = all(isinstance(value, _DESCRIBED) for value in given)
-        key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(_described, given))
+        known = all(isinstance(value, DESCRIBED) for value in given)
+        key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(described, given))
         if known and key in self._results:
             return dynamo.tree_map(_copied, self._results[key])
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
@@ -275,7 +275,7 @@ class Regions:
         values = dynamo.tree_leaves(results)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         is_new = all(dynamo.storage_id(tensor) not in inputs for tensor in tensors)
-        if known and is_new and all(isinstance(value, _DESCRIBED) for value in values):
+        if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
             self._results[key] = results
         return results
 
@@ -284,10 +284,6 @@ def _state(layer: torch.nn.Module) -> Iterator[object]:
     """A layer's modules, and all that these hold."""
     for module in layer.modules():
         yield from (module, *vars(module).values())
-
-
-# Kinds of values of which `_described` says all that results depend on.
-_DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def _constants(value: Any) -> Any:
@@ -306,13 +302,6 @@ def _common(one: Any, other: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _described(value: Any) -> Hashable:
-    if not isinstance(value, torch.Tensor):
-        return type(value), value
-    sizes = str(tuple(value.shape)), str(value.stride())
-    return sizes, value.dtype, value.device, value.requires_grad
 
 
 def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

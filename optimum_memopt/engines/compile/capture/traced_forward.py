@@ -41,9 +41,8 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error
-from optimum_memopt.engines.compile.torch_compat.zero3 import partitioning_of
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
@@ -350,11 +349,6 @@ class TracedForward:
         """True where layers are compiled by themselves."""
         return self._regions.are_closed
 
-    @property
-    def gathers(self) -> bool:
-        """True where hooks gather the parameters of a layer for its forward, and for its backward."""
-        return self._is_sharded or self.spec.only_layers
-
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
         return self._wrapped(call)(*call.args, **call.inputs)
@@ -367,7 +361,7 @@ class TracedForward:
     def _leaf_sharding(self, call: ForwardArgs, compiled: set[str]) -> AnySharding:
         """That of a model whose layers ZeRO 3 gathers; of none where it is not known what is gathered."""
         try:
-            if (partitioning := partitioning_of(self._model)) is None:
+            if (partitioning := zero3.partitioning_of(self._model)) is None:
                 return Sharding()
             forward = functools.partial(weak_method(self._plain_forward), call.loss_only, call.reader)
             layers = [path for group in layer_groups(self._model) for path in group]
@@ -478,7 +472,12 @@ class TracedForward:
             variant = choices.variants[key] = self._variant(graph, args)
         plan = self._layer_inputs.possible(variant.inputs, args)
         self._tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
-        results = variant.run(*args) if plan.is_empty else self._layer_inputs.run(variant.run, args, plan)
+        if plan.is_empty:
+            results = variant.run(*args)
+        else:
+            gathered = zero3.gathered_again if self.spec.only_layers else fully_shard.gathered_again
+            around = functools.partial(gathered, self._model.get_submodule(layer))
+            results = self._layer_inputs.run(variant.run, args, plan, around)
         self._tape.after(listed(results))
         if variant.partitioned is not None and variant.analyzed is not None:
             self._ran.setdefault(variant.partitioned, variant.analyzed)

@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     module_path,
     operator_name,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
 
@@ -150,6 +150,12 @@ class AnalyzedGraph:
     layer: str = ""
     turn: int = 0
     layers_at_once: int = 1
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The positions of arguments that are tensors of the batch, in order."""
+        given = (node for node in self.joint.inputs if is_tensor(node) and node not in self.static_inputs)
+        return tuple(sorted(place for node in given if (place := fx_graph.input_position(node)) is not None))
 
 
 def nodes_to_save(

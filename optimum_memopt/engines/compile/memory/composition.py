@@ -107,6 +107,7 @@ class _Composition:
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
         self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
+        self._repeats = tape.again
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
@@ -120,7 +121,7 @@ class _Composition:
                 if local in names:
                     self._readers.setdefault(names[local], set()).add(index)
             for position in self._calls[index].recomputed:
-                again = self._returned_by(index, position)
+                again = tape.source(index, self._calls[index].inputs[position])
                 later = self._later[again]
                 kept = {name for local, name in self._names[again].items() if local not in later}
                 self._kept.setdefault(index, set()).update(
@@ -175,11 +176,6 @@ class _Composition:
             for place, category in places.items()
             if place in inputs
         }
-
-    def _returned_by(self, index: int, position: int) -> int:
-        """The run that has returned an argument of a later one."""
-        number = self._calls[index].inputs[position]
-        return next(at for at in reversed(range(index)) if number in self._calls[at].outputs.values())
 
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
@@ -251,7 +247,8 @@ class _Composition:
         self._passed = []
         yield from self.collectives.before_backward[index]
         yield from self._reloaded(index)
-        yield from self._recomputed(index)
+        for at in self._repeats[index]:
+            yield from (*self.collectives.before_again[at], *self._again(at), *self.collectives.after_again[at])
         for event in graph.backward:
             allocates = tuple(
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
@@ -280,15 +277,6 @@ class _Composition:
                 self._held.update(storage.name for storage in new)
                 yield Event(f"{new[0].name} reloaded", "reload", self._calls[at].layer, new)
 
-    def _recomputed(self, index: int) -> Iterator[Event]:
-        """The runs that compute again what a run's backward reads, from the first whose arguments are there."""
-        later = {self._later[index][self._graphs[index].inputs[at].name].name for at in self._calls[index].recomputed}
-        if later <= self._held:
-            return
-        for at in sorted({self._returned_by(index, position) for position in self._calls[index].recomputed}):
-            yield from self._recomputed(at)
-            yield from self._again(at)
-
     def _again(self, index: int) -> Iterator[Event]:
         """The forward of a run once more; of its results those are held that backwards read."""
         graph, call, held = self._graphs[index], self._calls[index], set[str]()
@@ -310,7 +298,6 @@ class _Composition:
             held = held.union(storage.name for storage in allocates).difference(frees)
             yield event._replace(layer=call.layer, allocates=allocates, frees=frees)
         left = {storage.name for storage in wanted.values()}
-        self._held |= left
         yield Event("", frees=tuple(sorted(held - left)))
 
     def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:

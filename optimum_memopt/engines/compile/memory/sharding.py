@@ -6,9 +6,11 @@ gathered meanwhile. The gradients of a group are held until its reduce-scatter h
 next group's.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +23,22 @@ from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
 
+class GraphRun(NamedTuple):
+    """A run of a forward's graph.
+
+    Attributes:
+        layer: the path of its module, empty outside of all.
+        parameters: among its arguments, by position; names may be those of an equal layer's.
+        gradients: positions of the arguments whose gradients its backward returns.
+        again: see `Tape.again`.
+    """
+
+    layer: str
+    parameters: Mapping[int, str]
+    gradients: Collection[int]
+    again: Sequence[int]
+
+
 class AnySharding(Protocol):
     """A description of a step whose parameters several ranks share.
 
@@ -31,12 +49,11 @@ class AnySharding(Protocol):
         stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
         tells_outside: its events are those of what runs in no graph, too.
         unknown: why it is not known what ranks gather; empty where it is.
-        moved: bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an
-            optimizer step, whatever is recomputed; None: not counted.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    stays_gathered: ClassVar[bool]
+    tells_outside: ClassVar[bool]
 
     @property
     def is_sharded(self) -> bool: ...
@@ -48,24 +65,13 @@ class AnySharding(Protocol):
     def first(self) -> "AnySharding": ...
 
     @property
-    def stays_gathered(self) -> bool: ...
-
-    @property
-    def tells_outside(self) -> bool: ...
-
-    @property
     def unknown(self) -> str: ...
-
-    @property
-    def moved(self) -> tuple[int, int] | None: ...
 
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
 
-    def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
-    ) -> "Collectives":
-        """The events around the runs of a forward's graphs; see `collectives`."""
+    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
+        """The events around the runs of a forward's graphs."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,9 @@ class Sharding:
     whole: frozenset[str] = frozenset()
     unknown: str = ""
 
-    name = "FSDP2"
-    stays_gathered = True
-    tells_outside = False
+    name: ClassVar = "FSDP2"
+    stays_gathered: ClassVar = True
+    tells_outside: ClassVar = False
 
     @property
     def first(self) -> "Sharding":
@@ -95,10 +101,8 @@ class Sharding:
     def at(self, sizes: Mapping[str, int]) -> "Sharding":
         return self
 
-    def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
-    ) -> "Collectives":
-        return collectives(self, layers, parameters, gradients)
+    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
+        return _collectives(self, runs)
 
     @property
     def is_sharded(self) -> bool:
@@ -108,14 +112,6 @@ class Sharding:
     def ranks(self) -> int:
         """Those that share the parameters."""
         return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """See `AnySharding`. A rank's own share moves nowhere; recompute runs inside of a gathered module."""
-        again = sum(group.gathered for group in self.groups if group.reshards and not group.is_open)
-        every = (*self.groups, *filter(None, [self.root]))
-        gathered, reduced = again + sum(group.gathered for group in every), sum(group.reduced for group in every)
-        return gathered * (self.ranks - 1) // self.ranks, reduced * (self.ranks - 1) // self.ranks
 
     def of_module(self, path: str) -> ShardedGroup | None:
         """The closed group that runs under the path."""
@@ -173,6 +169,8 @@ class Collectives:
         end_of_forward: behind that of the last.
         prefetched: at the begin of the backward.
         before_backward: before that of each call.
+        before_again: the forward of each call, where a backward runs it once more.
+        after_again: behind that.
         outside: what runs in no graph, before the backward of each call is given its gradients.
         reduced: behind the backward of each call.
         last: behind that of the first.
@@ -186,6 +184,8 @@ class Collectives:
     end_of_forward: tuple[Event, ...]
     prefetched: tuple[Event, ...]
     before_backward: tuple[tuple[Event, ...], ...]
+    before_again: tuple[tuple[Event, ...], ...]
+    after_again: tuple[tuple[Event, ...], ...]
     outside: tuple[tuple[Event, ...], ...]
     reduced: tuple[tuple[Reduced, ...], ...]
     last: tuple[Reduced, ...]
@@ -193,23 +193,21 @@ class Collectives:
     owners: tuple[Mapping[int, ShardedGroup], ...]
     given: tuple[ShardedGroup | None, ...]
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
+        reduced = (each.copied for each in (*itertools.chain(*self.reduced), *self.last))
+        gathered = itertools.chain(*self.before, self.prefetched, *self.before_backward, *self.before_again)
+        sizes = Counter[str]()
+        for storage in itertools.chain(*(event.allocates for event in (*gathered, *reduced))):
+            sizes[storage.kind] += storage.bytes if storage.category == TEMPORARY else 0
+        return sizes[_GATHER], sizes[_REDUCE]
 
-def collectives(
-    sharding: Sharding,
-    layers: Sequence[str],
-    parameters: Sequence[Mapping[int, str]],
-    gradients: Sequence[Collection[int]],
-) -> Collectives:
-    """The events around the runs of a forward's graphs.
 
-    Args:
-        layers: of each run the path of its module, empty outside of all.
-        parameters: among its arguments, by position; names may be those of an equal layer's.
-        gradients: positions of the arguments whose gradients its backward returns.
-    """
+def _collectives(sharding: Sharding, runs: Sequence[GraphRun]) -> Collectives:
     step = _Step()
-    count = len(layers)
-    owners = [sharding.of_module(layer) if layer else None for layer in layers]
+    count = len(runs)
+    owners = [sharding.of_module(run.layer) if run.layer else None for run in runs]
     opened = [group for group in sharding.groups if group.is_open]
     # Runs with which a closed module's forward begins, and ends.
     begins = [
@@ -235,6 +233,8 @@ def collectives(
     prefetched = step.prefetch(order[-1]) if order and has_hook else ()
     last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
     before_backward: list[tuple[Event, ...]] = [()] * count
+    before_again: list[tuple[Event, ...]] = [()] * count
+    after_again: list[tuple[Event, ...]] = [()] * count
     reduced: list[tuple[Reduced, ...]] = [()] * count
     deferred: list[ShardedGroup] = []
     for index in reversed(range(count)):
@@ -242,8 +242,11 @@ def collectives(
         if owner is not None and ends[index]:
             order.pop()
             before_backward[index] = step.pre_backward(owner, order[-1] if order else None)
+        for at in runs[index].again:
+            if (repeated := owners[at]) is not None:
+                before_again[at], after_again[at] = step.around_again(repeated)
         ended = [owner] if owner is not None and begins[index] else []
-        if owner is not None and not set(gradients[index]) - parameters[index].keys():
+        if owner is not None and not set(runs[index].gradients) - runs[index].parameters.keys():
             deferred += ended
             ended = []
         if index == last_closed + 1:
@@ -257,11 +260,13 @@ def collectives(
         end_of_forward,
         prefetched,
         tuple(before_backward),
+        tuple(before_again),
+        tuple(after_again),
         ((),) * count,
         tuple(reduced),
         last,
         step.end_of_backward(),
-        tuple(_owners(sharding, owner, names) for owner, names in zip(owners, parameters, strict=True)),
+        tuple(_owners(sharding, owner, run.parameters) for owner, run in zip(owners, runs, strict=True)),
         (None,) * count,
     )
 
@@ -321,6 +326,12 @@ class _Step:
     def pre_backward(self, group: ShardedGroup, before: ShardedGroup | None) -> tuple[Event, ...]:
         gathered = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
         return (*gathered, *self.prefetch(before))
+
+    def around_again(self, group: ShardedGroup) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+        """What has been gathered for the group's own backward stays."""
+        stays = _key(group) in {*self.gathered, *self.flat}
+        before = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
+        return before, () if stays else self.reshard(group)
 
     def post_backward(self, group: ShardedGroup) -> Reduced:
         freed = [*self.reshard(group)[0].frees]

@@ -6,8 +6,9 @@ One graph is a tape of one.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import sympy
@@ -15,7 +16,7 @@ import torch
 
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Schedule
-from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, Sharding
+from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, GraphRun, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 
@@ -103,9 +104,9 @@ class Tape:
     sharding: AnySharding = field(default_factory=Sharding)
 
     def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives:
-        """The events around its calls; see `sharding.collectives`."""
-        layers, parameters = [call.layer for call in self.calls], [call.parameters for call in self.calls]
-        return self.sharding.collectives(layers, parameters, gradients)
+        """The events around its calls; `gradients` as `GraphRun` has them."""
+        each = zip(self.calls, zip(gradients, self.again, strict=True), strict=True)
+        return self.sharding.collectives([GraphRun(call.layer, call.parameters, *own) for call, own in each])
 
     def at(self, sizes: Mapping[str, int]) -> "Tape":
         """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""
@@ -124,11 +125,42 @@ class Tape:
         last = replace(self.calls[-1], released=frozenset())
         return replace(self, calls=(*self.calls[:-1], last), outside=(), sharding=sharding)
 
+    @cached_property
+    def again(self) -> tuple[tuple[int, ...], ...]:
+        """The calls that the backward of each runs again, in order."""
+        again: list[tuple[int, ...]] = [()] * len(self.calls)
+        there: set[int] = set()
+
+        def missing(index: int) -> Iterator[int]:
+            recomputed = (self.calls[index].inputs[place] for place in self.calls[index].recomputed)
+            for source in sorted({self.source(index, number) for number in recomputed} - there):
+                yield from missing(source)
+                there.add(source)
+                yield source
+
+        for index in reversed(range(len(self.calls))):
+            again[index] = tuple(missing(index))
+        return tuple(again)
+
+    def source(self, index: int, number: int) -> int:
+        """The last call before one that has returned a storage."""
+        return next(at for at in reversed(range(index)) if number in self.calls[at].outputs.values())
+
     @property
     def repeated(self) -> tuple[bool, ...]:
         """True for each call that a backward runs again, for an argument of another one."""
-        recomputed = {call.inputs[place] for call in self.calls for place in call.recomputed}
-        return tuple(not recomputed.isdisjoint(call.outputs.values()) for call in self.calls)
+        repeated = {source for sources in self.again for source in sources}
+        return tuple(index in repeated for index in range(len(self.calls)))
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an optimizer
+        step; 0 for a single one, and where that is not counted. Its own share moves nowhere."""
+        if not self.sharding.is_sharded or self.sharding.tells_outside:
+            return 0, 0
+        others, ranks = self.sharding.ranks - 1, self.sharding.ranks
+        gathered, reduced = self.collectives([()] * len(self.calls)).moved
+        return gathered * others // ranks, reduced * others // ranks
 
     @classmethod
     def of_one(cls) -> "Tape":

@@ -3,28 +3,36 @@
 Each layer is one operator of such a run, and its own memory that of its graph.
 """
 
+import bisect
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from optimum_memopt.compat import hooks_around_forward
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
-from optimum_memopt.engines.compile.memory.sharding import Collectives, Reduced
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.memory.sharding import Collectives, GraphRun, Reduced
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError
 
 _FORWARD, _FORWARD_END, _LOSS, _BACKWARD = "forward", "forward end", "loss", "backward"
+_AGAIN, _AGAIN_END = "forward again", "forward again end"
+
+# For each layer's run what its backward runs again: calls of graphs, each with the number of the layer's run.
+Repeats = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class _Mark(NamedTuple):
-    """A moment of a run: of the layer that has run as that number, or the begin of the backward."""
+    """A moment of a run: of the layer that has run as that number, or the call that runs again, or the begin of the
+    backward."""
 
     kind: str
     run: int = -1
@@ -39,6 +47,7 @@ class AroundLayers:
         before: the forward of each.
         end_of_forward: behind that of the last.
         before_backward: of each.
+        again: by the call that runs again, before that and behind it.
         end: of the backward, behind that of the first.
     """
 
@@ -46,6 +55,7 @@ class AroundLayers:
     before: tuple[tuple[Event, ...], ...]
     end_of_forward: tuple[Event, ...]
     before_backward: tuple[tuple[Event, ...], ...]
+    again: Mapping[int, tuple[tuple[Event, ...], tuple[Event, ...]]]
     end: tuple[Event, ...]
 
 
@@ -57,25 +67,24 @@ class LeafSharding:
     """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others; see `Sharding`.
 
     Attributes:
-        steps: the first one of a run and all later ones, with a batch of these sizes, by name, and so many elements
-            gathered ahead.
+        steps: the first one of a run and all later ones, with a batch of these sizes, by name, so many elements
+            gathered ahead, and what runs again.
         prefetched: elements that each module has gathered ahead.
         sizes: of the batch.
         is_first: the step is the run's first.
     """
 
-    steps: Callable[[Mapping[str, int], int], Steps]
+    steps: Callable[[Mapping[str, int], int, Repeats], Steps]
     ranks: int
     prefetched: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     is_first: bool = False
 
-    name = "ZeRO 3"
+    name: ClassVar = "ZeRO 3"
     is_sharded = True
-    stays_gathered = False
-    tells_outside = True
+    stays_gathered: ClassVar = False
+    tells_outside: ClassVar = True
     unknown = ""
-    moved = None
 
     def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
         return replace(self, sizes=sizes)
@@ -84,19 +93,18 @@ class LeafSharding:
     def first(self) -> "LeafSharding":
         return replace(self, is_first=True)
 
-    def collectives(
-        self, layers: Sequence[str], parameters: Sequence[Mapping[int, str]], gradients: Sequence[Collection[int]]
-    ) -> Collectives:
-        """The events around the runs of a forward's graphs; arguments as in `sharding.collectives`.
-
-        Raises:
-            MemOptError: other layers have run.
-        """
-        first, later = self.steps(self.sizes, self.prefetched)
-        around, count = first if self.is_first else later, len(layers)
+    def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
+        """The events around the runs of a forward's graphs. Raises MemOptError where other layers have run."""
+        layers, count = [run.layer for run in runs], len(runs)
         # A layer with graph breaks is several runs.
         begins = [index for index, layer in enumerate(layers) if not index or layers[index - 1] != layer]
         ends = [*(index - 1 for index in begins[1:]), count - 1]
+        repeats = tuple(
+            tuple((at, bisect.bisect(begins, at) - 1) for run in reversed(runs[begin : end + 1]) for at in run.again)
+            for begin, end in zip(begins, ends, strict=True)
+        )
+        first, later = self.steps(self.sizes, self.prefetched, repeats)
+        around = first if self.is_first else later
         if tuple(layers[index] for index in begins) != around.layers:
             raise MemOptError(f"{self.name}: the layers run in another order than in plain PyTorch")
         before: list[tuple[Event, ...]] = [()] * count
@@ -109,9 +117,9 @@ class LeafSharding:
             # Gradients of a layer stay until its backward is over.
             group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
             reduced[begin] = (Reduced(group, Event(""), Event(""), Event("")),)
-            owners[begin : end + 1] = [dict.fromkeys(names, group) for names in parameters[begin : end + 1]]
-            runs = range(begin, end + 1)
-            if any(set(gradients[index]) & parameters[index].keys() for index in runs):
+            of_layer = runs[begin : end + 1]
+            owners[begin : end + 1] = [dict.fromkeys(each.parameters, group) for each in of_layer]
+            if any(set(each.gradients) & each.parameters.keys() for each in of_layer):
                 # DeepSpeed reduces its gradients in a hook behind its backward, which is given those of its outputs.
                 given[end] = group
         nothing: tuple[tuple[Event, ...], ...] = ((),) * count
@@ -121,6 +129,8 @@ class LeafSharding:
             end_of_forward=around.end_of_forward,
             prefetched=(),
             before_backward=nothing,
+            before_again=tuple(around.again.get(index, ((), ()))[0] for index in range(count)),
+            after_again=tuple(around.again.get(index, ((), ()))[1] for index in range(count)),
             outside=tuple(outside),
             reduced=tuple(reduced),
             last=(),
@@ -136,6 +146,7 @@ def steps_around(
     partitioning: Partitioning,
     layers: Mapping[str, torch.nn.Module],
     compiled: Collection[str],
+    repeats: Repeats,
 ) -> Steps:
     """The events of the first step and of later ones outside of layers.
 
@@ -146,10 +157,15 @@ def steps_around(
         layers: leaf modules by path.
         compiled: paths of those whose graphs are known.
     """
+    results: _Results = {}
     recording = Gathering(model, partitioning, layers.values(), None)
-    first = _Run(model, recording, layers, compiled).around(forward)
+    first = _Run(model, recording, layers, compiled, repeats, results).around(forward)
     gathering = Gathering(model, partitioning, layers.values(), recording.order)
-    return first, _Run(model, gathering, layers, compiled).around(forward)
+    return first, _Run(model, gathering, layers, compiled, repeats, results).around(forward)
+
+
+# Of equal layers that are given the same: results on fake tensors, and their structure.
+_Results = dict[Hashable, tuple[list[Any], Any]]
 
 
 class _Run:
@@ -161,7 +177,10 @@ class _Run:
         gathering: Gathering,
         layers: Mapping[str, torch.nn.Module],
         compiled: Collection[str],
+        repeats: Repeats,
+        results: _Results,
     ) -> None:
+        self._repeats, self._results = repeats, results
         self._model, self._gathering, self._layers, self._compiled = model, gathering, layers, compiled
         self._reduction = Reduction(gathering.spec)
         self.recorder = LiveRecorder(model)
@@ -203,7 +222,7 @@ class _Run:
             loss.backward()
             self._reduction.reduce(loss)
             gathering.end()
-        return _around(recorder.run(), self._ran)
+        return _around(recorder.run(), self._ran, self._repeats)
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not self._has_hooks(module):
@@ -257,12 +276,23 @@ class _Run:
             if number >= 0:
                 self.recorder.leave_out([values[place] for place in at])
                 self.recorder.mark(_Mark(_FORWARD, number))
-            with self.recorder.paused(), torch.no_grad():
-                args, kwargs = dynamo.tree_unflatten(values, structure)
-                results, made = dynamo.tree_flatten(type(layer).forward(layer, *args, **kwargs))
+            shapes = tuple(held.spec.shape for held in self._gathering.inside[layer])
+            key = type(layer), shapes, str(structure), tuple(map(fake_tensors.described, values))
+            # Hooks may write to what is outside.
+            has_hooks = any(any(hooks_around_forward(inner)) for inner in layer.modules() if inner is not layer)
+            is_known = not has_hooks and all(isinstance(value, fake_tensors.DESCRIBED) for value in values)
+            if not is_known or key not in self._results:
+                with self.recorder.paused(), torch.no_grad():
+                    args, kwargs = dynamo.tree_unflatten(values, structure)
+                    results, made = dynamo.tree_flatten(type(layer).forward(layer, *args, **kwargs))
+                if is_known:
+                    self._results[key] = results, made
+            else:
+                results, made = self._results[key]
+            results = list(results)
             tensors = [place for place, value in enumerate(results) if isinstance(value, torch.Tensor)]
-            shapes = [results[place] for place in tensors]
-            returned = _Layer.apply(self, number, trained, shapes, *(values[place] for place in at))
+            likes = [results[place] for place in tensors]
+            returned = _Layer.apply(self, number, trained, likes, *(values[place] for place in at))
             for place, value in zip(tensors, returned, strict=True):
                 results[place] = value
             if number >= 0:
@@ -288,6 +318,16 @@ class _Run:
         if number >= 0:
             self.recorder.leave_out([each for each in made if each is not None])
         return made
+
+    def begin_backward(self, number: int) -> None:
+        """The backward of a layer begins, and runs others again, whose parameters are gathered as for a backward."""
+        self.recorder.mark(_Mark(_BACKWARD, number))
+        for at, of in self._repeats[number] if self._repeats else ():
+            layer = self._layers[self._ran[of]]
+            self._gathering.fetch(layer, in_backward=True)
+            self.recorder.mark(_Mark(_AGAIN, at))
+            self._gathering.release(layer, in_backward=True)
+            self.recorder.mark(_Mark(_AGAIN_END, at))
 
     def reduce(self, trained: Sequence[ParameterState]) -> None:
         """The backward of a layer has returned the gradients of its parameters."""
@@ -321,7 +361,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         if ctx.number >= 0:
             ctx.run.recorder.leave_out([each for each in gradients if each is not None])
-            ctx.run.recorder.mark(_Mark(_BACKWARD, ctx.number))
+            ctx.run.begin_backward(ctx.number)
         ctx.run.reduce(ctx.trained)
         return (None, None, None, None, *ctx.run.made(ctx.number, ctx.likes))
 
@@ -344,7 +384,7 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
     return _Calling.apply(call, value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
+def _around(run: LiveRun, layers: Sequence[str], repeats: Repeats) -> AroundLayers:
     """A run's events between its layers, where they are counted by their graphs."""
     count = len(layers)
     places = {mark: place for place, mark in run.marks}
@@ -359,15 +399,19 @@ def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
                 yield event._replace(allocates=allocates, frees=frees)
 
     forwards = [None, *(_Mark(_FORWARD_END, number) for number in range(count))]
-    backwards = [_Mark(_LOSS), *(_Mark(_BACKWARD, number) for number in reversed(range(count)))]
-    if missing := set(backwards) - places.keys():
-        raise MemOptError(f"no gradient comes to {layers[next(iter(missing)).run]}")
+    backwards = [_Mark(_LOSS)]
+    for number in reversed(range(count)):
+        if (begin := _Mark(_BACKWARD, number)) not in places:
+            raise MemOptError(f"no gradient comes to {layers[number]}")
+        again = (_Mark(kind, at) for at, _ in (repeats or {number: ()})[number] for kind in (_AGAIN, _AGAIN_END))
+        backwards += [begin, *again]
     before = [tuple(between(forwards[number], _Mark(_FORWARD, number))) for number in range(count)]
-    before_backward = [tuple(between(backwards[number], backwards[number + 1])) for number in range(count)]
+    until = {end: tuple(between(begin, end)) for begin, end in itertools.pairwise(backwards)}
     return AroundLayers(
         tuple(layers),
         tuple(before),
         tuple(between(forwards[-1], backwards[0])),
-        tuple(reversed(before_backward)),
+        tuple(until[_Mark(_BACKWARD, number)] for number in range(count)),
+        {at: (until[mark], until[_Mark(_AGAIN_END, at)]) for mark in until for kind, at in [mark] if kind == _AGAIN},
         tuple(between(backwards[-1], None)),
     )

@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.blocks import no_plans
 from optimum_memopt.engines.compile.solver.offload import Host
-from optimum_memopt.engines.compile.solver.segments import segments_within
+from optimum_memopt.engines.compile.solver.segments import Link, segments_within
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 # Budgets for which one run of a tape is solved alone.
@@ -32,10 +32,12 @@ class ForwardSolver:
 
     Attributes:
         host: where activations may be offloaded to; None: nowhere.
+        segments: of every plan, as another rank has them; empty: those that each takes.
     """
 
     forward: TapeProblem
     host: Host | None = None
+    segments: tuple[Link, ...] = ()
 
     @cached_property
     def solver(self) -> Solver:
@@ -68,6 +70,8 @@ class ForwardSolver:
         Raises:
             Infeasible: no plan fits.
         """
+        if self.segments:
+            return self._in_segments(allowed)
         # Small changes to single runs of one graph would be so many graphs to compile.
         runs = self.forward.runs
         try:
@@ -94,7 +98,7 @@ class ForwardSolver:
         plans: list[Plan] = []
         for simulation in dict.fromkeys((self.solver.layers_recomputed, self.solver.lowest)):
             plan = self._with_few_variants(self.solver.plan(simulation), max(allowed, simulation.peak))
-            segments = segments_within(self.forward, self.forward.of_runs(plan.saved), allowed)
+            segments = segments_within(self.forward, self.forward.of_runs(plan.saved), allowed, self.segments)
             if segments is not None and segments.peak <= allowed:
                 extra = plan.extra_seconds + segments.seconds
                 plans.append(replace(plan, peak=segments.peak, extra_seconds=extra, segments=segments.links))

@@ -21,7 +21,8 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.engines.compile.solver.segments import Link
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import gib_text
@@ -56,6 +57,7 @@ class Planned(Protocol):
 
 
 _P = TypeVar("_P", bound=Planned)
+_T = TypeVar("_T")
 
 
 class Planner(Generic[_P]):
@@ -126,10 +128,7 @@ class Planner(Generic[_P]):
             self.largest = self._spec.run().largest_batch()
         planned, number = attempt(), 1
         if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
-            raise MemOptError(
-                f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
-                "--memory_opt_level 1 or --memory_opt_config"
-            )
+            raise unpredicted(why)
         if self.solved is None and planned.predictor is not None:
             self._graphs = self._captured(planned.predictor)
             # It holds what the forward has saved.
@@ -158,23 +157,34 @@ class Planner(Generic[_P]):
             number += 1
         return planned
 
-    def _of_ranks(self, line: str) -> list[str]:
-        """A line of each rank with which this one gathers parameters: all run a forward again, or none does."""
-        is_sharded = bool(self._graphs) and self._graphs[0].tape.sharding.is_sharded
-        return of_all_ranks(line) if is_sharded else [line]
+    def _of_ranks(self, own: _T) -> list[_T]:
+        """This of each rank with which this one gathers parameters: all run a forward again, or none does."""
+        return of_all_ranks(own) if self._is_sharded else [own]
+
+    @property
+    def _is_sharded(self) -> bool:
+        return bool(self._graphs) and self._graphs[0].tape.sharding.is_sharded
 
     def _solve_again(self) -> None:
-        """Solve for all graphs. Raises MemOptError, on all ranks that gather parameters together."""
+        """Solve for all graphs. Where plans of ranks differ, all have the segments of the one with most: a layer that
+        runs again is gathered by all ranks, or by none. Raises MemOptError, on all of them."""
+        segments = self._solve_on_ranks(())
+        if len(set(segments)) > 1:
+            self._solve_on_ranks(max(segments, key=len))
+
+    def _solve_on_ranks(self, segments: tuple[Link, ...]) -> list[tuple[Link, ...]]:
+        """Solve with these segments; returns those of each rank that gathers parameters together."""
         failed: MemOptError | None = None
         try:
-            self._solve(self._graphs)
+            segments = self._solve(self._graphs, segments).segments
         except MemOptError as error:
             failed = error
-        others = self._of_ranks("" if failed is None else str(failed))
+        ranks = self._of_ranks(("" if failed is None else str(failed), segments))
         if failed is not None:
             raise failed
-        if other := next(filter(None, others), ""):
+        if other := next((error for error, _ in ranks if error), ""):
             raise MemOptError(f"on another rank: {other}")
+        return [links for _, links in ranks]
 
     def choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         """The choice for a graph.
@@ -198,7 +208,28 @@ class Planner(Generic[_P]):
                 get_logger().info(
                     "graphs that the budget's plan was not solved for run with as little saved as level 1 has"
                 )
-        return choice or self.producer.choose(graph, state.choices)
+        return choice or self._in_segments(graph, self.producer.choose(graph, state.choices))
+
+    def _in_segments(self, graph: AnalyzedGraph, choice: Choice) -> Choice:
+        """The choice for a graph that was not solved, as it may be traced for a batch of one row: in the segments of
+        that for other batches, which ranks may run meanwhile, and gather parameters for.
+
+        Raises:
+            UnsupportedModelError: it is given other tensors than that, and the model is sharded.
+        """
+        if self.solved is None or not self.solved.segments:
+            return choice
+        choice = replace(choice, is_for_all_runs=False)
+        for (digest, layer, turn), saved in self.solved.saved.items():
+            if (layer, turn) == (graph.layer, graph.turn) and not saved.inputs.is_empty:
+                before, now = self._analyzed[digest].places, graph.places
+                if len(before) == len(now):
+                    recomputed = frozenset(now[before.index(place)] for place in saved.inputs.recomputed)
+                    return replace(choice, inputs=replace(saved.inputs, recomputed=recomputed))
+                if self._is_sharded:
+                    why = f"{layer} is given other tensors than in the batch that its segments were planned for"
+                    raise UnsupportedModelError(f"{choice.why}: {why}", "give each batch the same inputs")
+        return choice
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
         """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
@@ -255,14 +286,14 @@ class Planner(Generic[_P]):
             for graph, runs in zip(predictor.graphs, predictor.tape.runs, strict=True)
         )
 
-    def _solve(self, graphs: Sequence[CapturedGraph]) -> SolvedForward:
+    def _solve(self, graphs: Sequence[CapturedGraph], segments: tuple[Link, ...] = ()) -> SolvedForward:
         """Solve for graphs whose operators were measured, which leaves something behind in the process."""
         named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
         step = self.step(growth)
-        solver = forward_solver(graphs, step, largest=self.largest)
+        solver = replace(forward_solver(graphs, step, largest=self.largest), segments=segments)
         if solver.everything > step.allowed:
             solver.solver.prepare()
             step = self.step(growth)
@@ -300,6 +331,14 @@ class Planner(Generic[_P]):
             run = self._spec.run()
             self._peaks[key] = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
         return self._peaks[key]
+
+
+def unpredicted(why: str) -> MemOptError:
+    """The refusal of a budget under ZeRO 3."""
+    return MemOptError(
+        f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
+        "--memory_opt_level 1 or --memory_opt_config"
+    )
 
 
 def bounded_bytes(

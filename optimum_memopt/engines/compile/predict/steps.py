@@ -411,7 +411,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         times.update_times(trained, optimizer, device, target),
         case.compares,
         case.spec.fsdp,
-        tuple(collective_lines(captured[0][0].tape.sharding)),
+        tuple(collective_lines(captured[0][0].tape)),
     )
 
 

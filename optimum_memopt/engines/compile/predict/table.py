@@ -15,7 +15,6 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_si
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
-from optimum_memopt.engines.compile.memory.sharding import AnySharding
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
@@ -78,14 +77,16 @@ def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
     return [inputs[place].bytes for place in sorted(call.offloaded)]
 
 
-def collective_lines(sharding: AnySharding) -> list[str]:
+def collective_lines(tape: Tape) -> list[str]:
     """A line about what a rank of several moves; none for a single one, and where that is not counted."""
-    if not sharding.is_sharded or sharding.moved is None:
+    moved = tape.moved
+    if not any(moved):
         return []
-    gathered, reduced = map(gib_text, sharding.moved)
+    gathered, reduced = map(gib_text, moved)
+    recomputed = "in segments" if any(tape.repeated) else "whatever is recomputed"
     return [
-        f"Predicted for each of {sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
-        "reduce-scattered for an optimizer step, whatever is recomputed; their time is not counted"
+        f"Predicted for each of {tape.sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
+        f"reduce-scattered for an optimizer step, {recomputed}; their time is not counted"
     ]
 
 
@@ -346,7 +347,7 @@ def show(
             shown, footprint = prediction_lines(made, model), made.footprint()
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)
-    lines += collective_lines(tape.sharding)
+    lines += collective_lines(tape)
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)

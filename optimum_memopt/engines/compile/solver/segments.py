@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -79,25 +79,31 @@ def _read(call: Call, events: GraphEvents) -> set[int]:
     return inputs | {number for number in returned if number is not None}
 
 
-def segments_within(forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int) -> Segments | None:
+def segments_within(
+    forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int, fixed: Collection[Link] = ()
+) -> Segments | None:
     """The segments that take least time of those whose peak fits; else those with the lowest peak; None where no layer
-    hands anything on. A model that FSDP2 shards has none: its runs would gather parameters again.
+    hands anything on.
 
     Args:
         saved: nodes that each run saves, by the numbers of its own problem.
         allowed: bytes of the forward and backward.
+        fixed: links to take; empty: any.
     """
     runs = [problem_events(problem, nodes) for problem, nodes in zip(forward.runs, saved, strict=True)]
-    links = () if forward.tape.sharding.is_sharded else links_of(forward.tape, runs)
-    if not links:
-        return None
+    links = links_of(forward.tape, runs)
+
+    def of(chosen: tuple[Link, ...]) -> Segments:
+        tape = with_recomputed(forward.tape, chosen)
+        return Segments(chosen, compose(tape, runs, forward.accumulates).peak(), seconds_again(forward, tape))
+
+    if fixed or not links:
+        return of(tuple(fixed)) if fixed and set(fixed) <= set(links) else None
     places = _places(links)
 
     def segments(size: int, count: int) -> Segments:
         """The first links that are not at the begin of a segment."""
-        chosen = tuple(link for link, place in zip(links, places, strict=True) if place % size)[:count]
-        tape = with_recomputed(forward.tape, chosen)
-        return Segments(chosen, compose(tape, runs, forward.accumulates).peak(), seconds_again(forward, tape))
+        return of(tuple(link for link, place in zip(links, places, strict=True) if place % size)[:count])
 
     found: list[Segments] = []
     for size in (size for size in _SIZES if size <= len(links) + 1):

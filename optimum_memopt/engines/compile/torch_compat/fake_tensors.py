@@ -9,7 +9,7 @@ import copy
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -369,3 +369,15 @@ def _indices(index: Any) -> list[Any]:
     if not _is_mask(index):
         return [index]
     return [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+
+
+# Kinds of values of which `described` says all that shapes of results depend on.
+DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def described(value: Any) -> Hashable:
+    """A value without its data."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    sizes = str(tuple(value.shape)), str(value.stride())
+    return sizes, value.dtype, value.device, value.requires_grad

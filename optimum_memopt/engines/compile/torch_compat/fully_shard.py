@@ -1,5 +1,6 @@
 """FSDP2: the private names of `torch/distributed/fsdp/_fully_shard/` (torch 2.13, there since 2.9)."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,23 @@ def gather(module: torch.nn.Module) -> None:
     """Gather the parameters of the module's group, as before its forward."""
     if isinstance(module, FSDPModule):
         module.unshard()
+
+
+@contextlib.contextmanager
+def gathered_again(module: torch.nn.Module) -> Iterator[None]:
+    """Around a forward of a module that a backward runs: the parameters of its group are gathered, and released behind
+    it where that was not under way for its own backward."""
+    groups = _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
+    missing = [group for group in groups if not group.is_unsharded and group._all_gather_result is None]
+    try:
+        for group in groups:
+            # Not as in a forward, which FSDP2 would gather for another backward.
+            group.unshard()
+            group.wait_for_unshard()
+        yield
+    finally:
+        for group in missing:
+            group.reshard()
 
 
 def with_cast_inputs(

@@ -1,6 +1,7 @@
 """ZeRO 3: the private names of DeepSpeed's `runtime/zero/` (0.19) that say what a rank holds."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,21 @@ def forgetting(model: torch.nn.Module) -> Callable[[], None]:
             held[f"{_OWN}__step_id"] = count
 
     return forget
+
+
+@contextlib.contextmanager
+def gathered_again(leaf: torch.nn.Module) -> Iterator[None]:
+    """Around a forward of a leaf module that a backward runs.
+
+    As around its own backward, and a step of the order that DeepSpeed goes by: in a forward that a backward runs it
+    would count frozen parameters among those of the module whose backward has begun.
+    """
+    hooks = _optimizer_of(leaf).parameter_offload
+    hooks.pre_sub_module_backward_function(leaf)
+    try:
+        yield
+    finally:
+        hooks.post_sub_module_backward_function(leaf)
 
 
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:

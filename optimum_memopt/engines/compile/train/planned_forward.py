@@ -31,7 +31,7 @@ from optimum_memopt.engines.compile.predict.table import mismatch_line, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
-from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
+from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -259,11 +259,6 @@ class PlannedForward:
 
     def _choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         choice = self.planner.choose(graph, state)
-        if choice.inputs.recomputed and self.traced.gathers:
-            raise UnsupportedModelError(
-                f"{choice.why}: layers run in segments, and a sharded model gathers parameters for two runs only",
-                "make a plan for a sharded model, with optimum-cli memopt plan --fsdp",
-            )
         refuses = self.table is None and self.traced.spec.strict
         if refuses and state.is_all:
             choice.matched.check()

@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from optimum_memopt.compat import backward_pass, full_shape
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
+from optimum_memopt.engines.compile.predict.planner import unpredicted
 from optimum_memopt.engines.compile.torch_compat import zero3
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -68,7 +69,10 @@ class LeafLayers:
                 f"{_NAME}, a chunked loss: what is outside of the layers is not compiled; leave --memory_opt_loss "
                 f"{CHUNKED}, or the row of the loss in a config or plan, out, or {_INSTEAD}"
             )
-        return cls(plugin.deepspeed_config["zero_optimization"], has_budget)
+        config = plugin.deepspeed_config["zero_optimization"]
+        if has_budget and (elsewhere := _offloaded(config)):
+            raise unpredicted(f"{elsewhere} changes what is on the device")
+        return cls(config, has_budget)
 
     def start(self, model: torch.nn.Module) -> None:
         """Make its layers leafs, before DeepSpeed puts hooks on it.
@@ -123,6 +127,15 @@ class LeafLayers:
         """Undo `start`, but for the flags, by which DeepSpeed's hooks go as long as they are there."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _offloaded(config: Mapping[str, Any]) -> str:
+    """The option by which something is kept elsewhere than on the device; empty where nothing is.
+
+    DeepSpeed's optimizer for such a step is compiled before the first forward, which takes minutes.
+    """
+    devices = {name: (config.get(name) or {}).get("device") for name in ("offload_param", "offload_optimizer")}
+    return next((name for name, device in devices.items() if device not in (None, "none")), "")
 
 
 def _ahead(elements: int) -> str:

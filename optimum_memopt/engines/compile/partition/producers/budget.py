@@ -74,6 +74,7 @@ class FromBudget(Producer):
         return SolvedForward(
             why,
             saved,
+            plan.segments,
             _frontier(graphs, solver, plan, step) if with_curve else None,
             _by_length(graphs, plan, step) if with_lengths else None,
         )
@@ -87,7 +88,7 @@ class FromBudget(Producer):
         sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.limit)}{margin}{sizes}"
-        if solver.everything <= step.allowed and _torchs_own_peak(graphs, step) <= step.allowed:
+        if not plan.segments and solver.everything <= step.allowed and _torchs_own_peak(graphs, step) <= step.allowed:
             return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
                 keys, SavedNodes((), is_by_torch=True)
             )

@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.partition.captured_forward import ForwardSol
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
+from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
@@ -31,12 +32,14 @@ class SolvedForward:
     Attributes:
         why: as `Choice` has it.
         saved: by the graph's digest, its layer, and its turn (see `tape.Call`).
+        segments: arguments of runs that the runs before them compute again.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
     """
 
     why: str
     saved: Mapping[tuple[str, str, int], SavedNodes]
+    segments: tuple[Link, ...] = ()
     frontier: Frontier | None = None
     by_length: ExtraByLength | None = None
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, offloads, recomputed
-from optimum_memopt.engines.compile.graph.joint import is_tensor
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
@@ -18,7 +17,6 @@ from optimum_memopt.engines.compile.memory.simulation import (
 )
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, torchs_choice
-from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
@@ -221,7 +219,7 @@ class FromPlanFile(Producer):
         if wrong and not mismatch:
             kind, (layer, path) = wrong[0]
             mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
-        if places := (inputs.offloaded | inputs.recomputed) - _places(graph):
+        if places := (inputs.offloaded | inputs.recomputed).difference(graph.places):
             mismatch = mismatch or f"{graph.layer} has no input {min(places)}"
             inputs = InputsPlan()
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
@@ -236,12 +234,6 @@ class FromPlanFile(Producer):
             mismatch=mismatch,
             inputs=inputs,
         )
-
-
-def _places(graph: AnalyzedGraph) -> set[int]:
-    """The positions of arguments that are tensors of the batch."""
-    given = (node for node in graph.joint.inputs if is_tensor(node) and node not in graph.static_inputs)
-    return {place for node in given if (place := fx_graph.input_position(node)) is not None}
 
 
 _KINDS = ("recompute", "offload", "save")
