@@ -63,7 +63,6 @@ class Starts:
             gradients = self._run(Selection(budget=parse_budget(f"{self.budget / 2**20:.3f}MiB")))
         assert_bitwise_same(gradients, self.plain)
         assert self.peak <= self.budget
-        assert any(row.is_on for row in self.table.plans)
         return lines
 
     @property
@@ -101,10 +100,14 @@ def test_the_second_start_solves_nothing(starts, unit) -> None:
     run = starts(unit)
     assert not has(run.again(), FOUND)
     first = run.table
+    assert any(row.is_on for row in first.plans)
     # A process that holds less may grow to what the first one held.
     run.held -= 2**20
     assert has(run.again(), FOUND)
     assert run.table == first, "predicted for what the first process held"
+    run.held -= HELD // 16
+    assert not has(run.again(), FOUND), "there is room for a cheaper plan"
+    assert not any(row.is_on for row in run.table.plans)
     run.budget -= 2**18
     assert not has(run.again(), FOUND), "another budget"
 

@@ -31,6 +31,8 @@ from optimum_memopt.sizes import AUTO, gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
+# The share of a budget that a process may hold less than the one that a plan was solved in.
+_LESS_HELD = 0.02
 
 
 @dataclass(frozen=True)
@@ -254,14 +256,21 @@ class Planner(Generic[_P]):
 
     def _cached_choice(self, cached: CachedPlan, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:
         choice = FromPlanFile(cached.file).choose(graph, state.choices)
-        if choice.mismatch:
+        if choice.mismatch or not (self._cached_nodes or self._is_about_as_large(cached)):
             self._cached = None
             return None
-        if not self._cached_nodes:
-            # The limit, and what the process holds.
-            self.step()
         self._cached_nodes[graph.digest, graph.layer, graph.turn] = SavedNodes.of(graph, choice)
         return replace(choice, why=cached.file.why)
+
+    def _is_about_as_large(self, cached: CachedPlan) -> bool:
+        """True where the process holds little less than an earlier one, which it may grow to; else there is room for a
+        cheaper plan."""
+        self._cached = None
+        step = self.step()
+        self._cached = cached
+        # Counts with what the earlier one held.
+        self.step()
+        return cached.constant - step.fixed.constant <= step.room + _LESS_HELD * step.limit
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
         """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
