@@ -15,6 +15,8 @@ from tests.rotation import Share
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Each test solves for its budget itself.
+os.environ.setdefault("OPTIMUM_MEMOPT_PLAN_CACHE", "0")
 # Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
 # fifth less. `make test-nightly` leaves it on, as users have it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")

@@ -124,14 +124,17 @@ def test_with_a_budget_the_largest_batch_is_the_last_that_has_a_plan() -> None:
 
 @pytest.mark.nightly
 def test_a_budget_lets_larger_batches_fit_than_no_plan_does(config) -> None:
-    unplanned = plan(config, batch_size=16, seq_len=24, **ON_H100)
+    # A single layer holds less than the chunks of its loss.
+    deep = copy.deepcopy(config)
+    deep.n_layer = 4
+    unplanned = plan(deep, batch_size=16, seq_len=24, **ON_H100)
     budget = f"{unplanned.peak / 2**20:.3f}MiB"
     without = unplanned.largest_batch(budget)
-    rows = plan(config, batch_size=16, seq_len=24, budget=budget, **ON_H100).largest_batch()
+    rows = plan(deep, batch_size=16, seq_len=24, budget=budget, **ON_H100).largest_batch()
     assert rows > 1.2 * without
-    assert plan(config, batch_size=rows, seq_len=24, budget=budget, **ON_H100).peak <= 1.01 * unplanned.peak
+    assert plan(deep, batch_size=rows, seq_len=24, budget=budget, **ON_H100).peak <= 1.01 * unplanned.peak
     with pytest.raises(MemOptError, match="whatever is recomputed"):
-        plan(config, batch_size=round(1.1 * rows), seq_len=24, budget=budget, **ON_H100)
+        plan(deep, batch_size=round(1.1 * rows), seq_len=24, budget=budget, **ON_H100)
 
 
 def ids_of(model: torch.nn.Module) -> dict[str, int]:

@@ -96,14 +96,29 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     return store.get(key).decode() or compute()
 
 
+def cache_folder() -> Path:
+    """The user's cache of this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
+
+
+def written_whole(path: Path, text: str) -> None:
+    """Write a file that others read while it is written; a folder that cannot be written to has no cache."""
+    # In a folder that goes whatever fails, as on a full disk.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(text, encoding="utf-8")
+            written.replace(path)
+
+
 def cache_path(device: torch.device) -> Path:
     """The file of a device under this version of torch."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
-    return folder / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
+    return cache_folder() / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
 
 
 def _home() -> Path:
@@ -125,13 +140,9 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
         cached = _read(path)
         before = len(cached)
         yield cached
+        # For a reader that has not got the lock, too.
         if len(cached) > before:
-            # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
-            # In a folder that goes whatever fails, as on a full disk.
-            with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                written = Path(folder) / path.name
-                written.write_text(json.dumps(cached), encoding="utf-8")
-                written.replace(path)
+            written_whole(path, json.dumps(cached))
 
 
 def _read(path: Path) -> dict[str, Measured]:

@@ -34,6 +34,7 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
 from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
 
 
@@ -54,6 +55,10 @@ class TracedStep:
     @property
     def predictor(self) -> StepMemoryPredictor | None:
         return self.shown.predictor
+
+    @property
+    def plan_file(self) -> PlanFile:
+        return self.shown.plan_file
 
     @property
     def predicted(self) -> StepMemoryPredictor:

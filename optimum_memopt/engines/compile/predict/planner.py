@@ -16,19 +16,24 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
+from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
+from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, PlanCache, plan_cache
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.sizes import AUTO, gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
+# The share of a budget that a process may hold less than the one that a plan was solved in.
+_LESS_HELD = 0.02
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class PlannerSpec:
     Attributes:
         fused: a compiler fuses what is bound by memory.
         target: the device that steps are planned for; None: where the model lies.
+        options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
     """
 
     producer: Producer
@@ -46,6 +52,7 @@ class PlannerSpec:
     target: Device | None = None
     with_curve: bool = False
     with_lengths: bool = False
+    options: str = ""
 
 
 class Planned(Protocol):
@@ -54,6 +61,10 @@ class Planned(Protocol):
     @property
     def predictor(self) -> StepMemoryPredictor | None:
         """Predicts its steps; None where nothing is predicted."""
+
+    @property
+    def plan_file(self) -> PlanFile | None:
+        """Its plan; None where it has none."""
 
 
 _P = TypeVar("_P", bound=Planned)
@@ -64,7 +75,8 @@ class Planner(Generic[_P]):
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
 
     A forward of one graph is solved when that is partitioned. torch compiles and runs each of several graphs before it
-    traces the next one, so that the first forward runs with little saved, and shows all of them.
+    traces the next one, so that the first forward runs with little saved, and shows all of them. A plan of an earlier
+    start, where there is one, comes before both, and stays if its step is within the budget.
 
     Attributes:
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
@@ -78,7 +90,8 @@ class Planner(Generic[_P]):
         self.largest: LargestBatch | None = None
         self._margin = 0
         self._resident: int | None = None
-        # What the process held before the run's first plan was made.
+        # What the process held when a plan was made, and before the run's first one was.
+        self._constant = 0
         self._first_constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
@@ -89,6 +102,9 @@ class Planner(Generic[_P]):
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._graphs: tuple[CapturedGraph, ...] = ()
         self._has_unknown = False
+        # A plan of an earlier start, while all graphs are those that it was made for, and its choices.
+        self._cached: CachedPlan | None = None
+        self._cached_nodes: dict[tuple[str, str, int], SavedNodes] = {}
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
         """A planner within the same bytes."""
@@ -106,12 +122,15 @@ class Planner(Generic[_P]):
         """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
 
-    def plan(self, attempt: Callable[[], _P], again: Callable[[], None]) -> _P:
+    def plan(
+        self, attempt: Callable[[], _P], again: Callable[[], None], inputs: Mapping[str, object] | None = None
+    ) -> _P:
         """Plan until all graphs of the forward are known, and its step is within the budget.
 
         Args:
             attempt: runs the forward, whose graphs ask `choose`.
             again: called before another attempt, for the state before the first.
+            inputs: of the forward, for the cache of plans.
 
         Raises:
             DoesNotFitError: no plan fits.
@@ -126,14 +145,19 @@ class Planner(Generic[_P]):
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
+        cache = self._cache(inputs or {})
+        self._cached = cache.read() if cache is not None else None
         planned, number = attempt(), 1
         if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
             raise unpredicted(why)
-        if self.solved is None and planned.predictor is not None:
-            self._graphs = self._captured(planned.predictor)
+        first = planned.predictor
+        if first is not None and self._is_within_by_cache(first):
+            return planned
+        if self.solved is None and first is not None:
             # It holds what the forward has saved.
             del planned
             again()
+            self._graphs = self._captured(first)
             self._solve_again()
             planned = attempt()
         while (predictor := planned.predictor) is not None:
@@ -141,6 +165,8 @@ class Planner(Generic[_P]):
             with best_effort("the predicted peak"):
                 line = self._check(predictor)
             if not any(self._of_ranks(line)):
+                if cache is not None and planned.plan_file is not None:
+                    cache.write(planned.plan_file, self._constant)
                 break
             if number == _MOST_COMPILES:
                 if line:
@@ -156,6 +182,30 @@ class Planner(Generic[_P]):
             planned = attempt()
             number += 1
         return planned
+
+    def _cache(self, inputs: Mapping[str, object]) -> PlanCache | None:
+        """The entry of this run; None where its plan is not to be kept, as what is free when it starts changes."""
+        bound, run = self._spec.producer.bound, self._spec.run()
+        if bound is None or bound.text == AUTO or not self._spec.options:
+            return None
+        optimizer = type(run.optimizer).__name__
+        options = f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}"
+        return plan_cache(self._model, inputs, options)
+
+    def _is_within_by_cache(self, predictor: StepMemoryPredictor) -> bool:
+        """True where the forward ran under the plan of an earlier start, which then is this one's."""
+        if self._cached is None:
+            return False
+        line = "it is not predicted"
+        with best_effort("the predicted peak"):
+            line = self._check(predictor)
+        if line:
+            get_logger().info(f"the plan of an earlier start does not fit: {line}")
+            self._cached = None
+        else:
+            get_logger().info("within the budget under the plan of an earlier start")
+            self.solved = SolvedForward(self._cached.file.why, self._cached_nodes)
+        return not line
 
     def _of_ranks(self, own: _T) -> list[_T]:
         """This of each rank with which this one gathers parameters: all run a forward again, or none does."""
@@ -198,7 +248,11 @@ class Planner(Generic[_P]):
         if choice is None:
             self._inputs = state.inputs
             self._analyzed[graph.digest] = graph
-            if state.is_all:
+            if self._cached is not None:
+                choice = self._cached_choice(self._cached, graph, state)
+            if choice is not None:
+                pass
+            elif state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
                 self._untrained = state.untrained
                 self._graphs = (self._captured_graph(graph),)
@@ -230,6 +284,24 @@ class Planner(Generic[_P]):
                     why = f"{layer} is given other tensors than in the batch that its segments were planned for"
                     raise UnsupportedModelError(f"{choice.why}: {why}", "give each batch the same inputs")
         return choice
+
+    def _cached_choice(self, cached: CachedPlan, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:
+        choice = FromPlanFile(cached.file).choose(graph, state.choices)
+        if choice.mismatch or not (self._cached_nodes or self._is_about_as_large(cached)):
+            self._cached = None
+            return None
+        self._cached_nodes[graph.digest, graph.layer, graph.turn] = SavedNodes.of(graph, choice)
+        return replace(choice, why=cached.file.why)
+
+    def _is_about_as_large(self, cached: CachedPlan) -> bool:
+        """True where the process holds little less than an earlier one, which it may grow to; else there is room for a
+        cheaper plan."""
+        self._cached = None
+        step = self.step()
+        self._cached = cached
+        # Counts with what the earlier one held.
+        self.step()
+        return cached.constant - step.fixed.constant <= step.room + _LESS_HELD * step.limit
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
         """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
@@ -306,11 +378,15 @@ class Planner(Generic[_P]):
         assert budget is not None
         around = step_around(self._model, self._inputs, budget, spec.run(), spec.target, untrained=self._untrained)
         step = _without_second_room(around, self._first_constant)
+        if self._cached is not None:
+            # The process may still grow to what it held when that plan was solved for.
+            step = _with_constant(step, max(step.fixed.constant, self._cached.constant))
         self._limit = step.limit if self._limit is None else self._limit
         self._peaks.clear()
         self._resident = step.resident
+        self._constant = step.fixed.constant
         if self._first_constant is None:
-            self._first_constant = step.fixed.constant
+            self._first_constant = self._constant
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self._limit, largest=self.largest, margin=self._margin)
 
@@ -368,4 +444,9 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     grown = step.fixed.constant - first if first is not None else 0
     if first is None or not 0 < grown <= step.room:
         return step
-    return replace(step, fixed=replace(step.fixed, constant=first), resident=step.resident - grown)
+    return _with_constant(step, first)
+
+
+def _with_constant(step: StepContext, constant: int) -> StepContext:
+    resident = step.resident + constant - step.fixed.constant
+    return replace(step, fixed=replace(step.fixed, constant=constant), resident=resident)

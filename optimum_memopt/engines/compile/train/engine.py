@@ -234,6 +234,10 @@ class CompileEngine(in_place.InPlaceEngine):
             unit=unit if self._leafs is None else LAYER,
             only_layers=self._leafs is not None,
         )
+        if not (with_curve or with_lengths or self._is_sharded):
+            is_autocast = torch.is_autocast_enabled(device := next(self._model.parameters()).device.type)
+            autocast = torch.get_autocast_dtype(device) if is_autocast else None
+            wanted = replace(wanted, options=f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}")
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 

@@ -133,6 +133,7 @@ def _as_tensor(name: str) -> str:
 class _Attempt:
     outputs: Any
     predictor: StepMemoryPredictor | None
+    plan_file: PlanFile | None
 
 
 class PlannedForward:
@@ -188,14 +189,14 @@ class PlannedForward:
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> _Attempt:
-            return _Attempt(self._run(call), self.predictor)
+            return _Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
             self._reset()
             before.restore(self._model)
             forget()
 
-        outputs = self.planner.plan(attempt, again).outputs
+        outputs = self.planner.plan(attempt, again, call.inputs).outputs
         for remark in self._remarks:
             get_logger().warning(remark)
         return outputs

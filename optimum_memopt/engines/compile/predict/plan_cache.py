@@ -1,0 +1,88 @@
+"""Plans that a budget was solved for, kept for the next start of the same run: from a checkpoint, for another seed.
+
+An entry is a plan file. Nothing rests on its key: a plan for another graph is told by its signatures, and where its
+step is over the budget in this process, another one is solved for.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from optimum_memopt.compat import installed_version
+from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, written_whole
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.plan_file import PlanFile
+
+SWITCH = "OPTIMUM_MEMOPT_PLAN_CACHE"
+_SOFTWARE = ("optimum-memopt", "torch", "transformers")
+# The field of `PlanFile.solved_for` with the bytes that the process held beside the step, by the plan's prediction.
+_CONSTANT = "constant_bytes"
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """A plan of an earlier start.
+
+    Attributes:
+        constant: bytes that the process held beside the step then.
+    """
+
+    file: PlanFile
+    constant: int
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """The entry of a run."""
+
+    path: Path
+
+    def read(self) -> CachedPlan | None:
+        """The plan; None where there is none, or a damaged one."""
+        if not self.path.exists():
+            return None
+        try:
+            file = PlanFile.load(self.path)
+        except MemOptError as error:
+            get_logger().debug(f"replaced: {error}")
+            return None
+        constant = file.solved_for.get(_CONSTANT)
+        return CachedPlan(file, constant) if type(constant) is int else None
+
+    def write(self, file: PlanFile, constant: int) -> None:
+        """Keep a plan for the next start, where the folder can be written to."""
+        kept = replace(file, solved_for={**file.solved_for, _CONSTANT: constant})
+        written_whole(self.path, kept.to_json())
+
+
+def plan_cache(model: torch.nn.Module, inputs: Mapping[str, object], options: str) -> PlanCache | None:
+    """The entry of a model's run on this machine; None where the cache is switched off.
+
+    Args:
+        inputs: of the first batch.
+        options: all that the plan depends on beside the model.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return None
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    facts = [
+        options,
+        cache_path(next(model.parameters()).device).name,
+        *(str(installed_version((distribution,))) for distribution in _SOFTWARE),
+        f"{model!r} {getattr(model, 'config', None)}",
+        *(
+            f"{name} {each.dtype} {each.device} {list(each.shape)} {each.requires_grad}"
+            for name, each in tensors.items()
+        ),
+        *(
+            f"{name} {value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{name} {value!r}"
+            for name, value in sorted(inputs.items())
+        ),
+    ]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return PlanCache(cache_folder() / "plans" / f"{digest}.json")

@@ -1,0 +1,157 @@
+"""Further starts of a run with a budget, which find the plan that the first one has solved for."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.predict import plan_cache
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import parse_budget
+from tests.compiled import DROPOUT
+from tests.gradients import accumulate, assert_bitwise_same
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.trainer_runs import log_lines
+
+HELD = 2**29
+FOUND, TOO_LARGE = "under the plan of an earlier start", "the plan of an earlier start does not fit"
+MODELS = {"layer": ("llama", {"num_hidden_layers": 4}), "model": ("roberta-mlm", {**DROPOUT, "num_hidden_layers": 2})}
+# By unit: gradients without a plan, and a budget.
+PLAIN: dict[str, tuple[Any, int]] = {}
+
+
+@dataclass
+class Starts:
+    """Starts of one run, as if each was a process.
+
+    Attributes:
+        held: bytes that the process holds.
+    """
+
+    unit: str
+    patch: pytest.MonkeyPatch
+    cache: Path
+    held: int = HELD
+    budget: int = 0
+    peak: int = 0
+    table: PlanTable | None = None
+
+    def __post_init__(self) -> None:
+        self.patch.setenv("XDG_CACHE_HOME", str(self.cache))
+        self.patch.setenv(plan_cache.SWITCH, "1")
+        for module in (step_context, traced_forward):
+            self.patch.setattr(module, "held_bytes", lambda device: self.held)
+        self.patch.setattr(step_context, "room_to_grow", lambda *given: 2**16)
+        if self.unit not in PLAIN:
+            gradients, everything = self._run(Selection()), self.peak
+            self._run(Selection(level=1))
+            PLAIN[self.unit] = gradients, (everything + self.peak) // 2
+        self.plain, self.budget = PLAIN[self.unit]
+
+    def again(self) -> list[str]:
+        """Start under the budget, and return what was said; gradients are those without a plan."""
+        with log_lines() as lines:
+            gradients = self._run(Selection(budget=parse_budget(f"{self.budget / 2**20:.3f}MiB")))
+        assert_bitwise_same(gradients, self.plain)
+        assert self.peak <= self.budget
+        return lines
+
+    @property
+    def entry(self) -> Path:
+        (entry,) = (self.cache / "optimum_memopt" / "plans").glob("*.json")
+        return entry
+
+    def _run(self, selection: Selection) -> Any:
+        name, changes = MODELS[self.unit]
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = ZOO[name].build(**changes)
+        engine = CompileEngine(selection, "aot_eager", unit=self.unit)
+        engine.attach(model)
+        try:
+            torch.manual_seed(1)
+            results = accumulate(model, [ZOO[name].batch(16, 48)])
+            self.peak, self.table = engine.predictor.footprint().peak, engine.plans()
+            return results
+        finally:
+            engine.detach()
+
+
+@pytest.fixture
+def starts(monkeypatch, tmp_path) -> Callable[[str], Starts]:
+    return lambda unit="layer": Starts(unit, monkeypatch, tmp_path)
+
+
+def has(lines: list[str], text: str) -> bool:
+    return any(text in line for line in lines)
+
+
+@pytest.mark.parametrize("unit", nightly(MODELS, but=["layer"]))
+def test_the_second_start_solves_nothing(starts, unit) -> None:
+    run = starts(unit)
+    assert not has(run.again(), FOUND)
+    first = run.table
+    assert any(row.is_on for row in first.plans)
+    # A process that holds less may grow to what the first one held.
+    run.held -= 2**20
+    assert has(run.again(), FOUND)
+    assert run.table == first, "predicted for what the first process held"
+    run.held -= HELD // 16
+    assert not has(run.again(), FOUND), "there is room for a cheaper plan"
+    assert not any(row.is_on for row in run.table.plans)
+    run.budget -= 2**18
+    assert not has(run.again(), FOUND), "another budget"
+
+
+@pytest.mark.nightly
+def test_a_process_that_holds_more_solves_anew(starts) -> None:
+    run = starts()
+    run.again()
+    run.held, before = run.held + 2**18, run.peak
+    lines = run.again()
+    assert has(lines, TOO_LARGE) and not has(lines, FOUND)
+    assert before + 2**18 > run.budget
+    assert has(run.again(), FOUND), "the entry was replaced"
+
+
+def _cut(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def _of_another_graph(text: str) -> str:
+    content = json.loads(text)
+    for graph in content["graphs"]:
+        graph["signature"]["digest"] = "another"
+    return json.dumps(content)
+
+
+def _without_bytes(text: str) -> str:
+    return json.dumps({**json.loads(text), "solved_for": {}})
+
+
+@pytest.mark.parametrize("damage", nightly([_cut, _of_another_graph, _without_bytes], but=[_of_another_graph]))
+def test_an_entry_that_does_not_serve_is_replaced(starts, damage) -> None:
+    run = starts()
+    run.again()
+    whole = run.entry.read_text()
+    run.entry.write_text(damage(whole))
+    assert not has(run.again(), FOUND)
+    assert json.loads(run.entry.read_text())["graphs"] == json.loads(whole)["graphs"]
+    assert has(run.again(), FOUND)
+
+
+@pytest.mark.nightly
+def test_it_can_be_switched_off(starts) -> None:
+    run = starts()
+    run.patch.setenv(plan_cache.SWITCH, "0")
+    run.again()
+    assert not (run.cache / "optimum_memopt" / "plans").exists()
