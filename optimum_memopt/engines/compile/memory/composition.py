@@ -141,6 +141,7 @@ class _Composition:
         # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
         self._gradients: dict[int, str] = {}
         self._waiting: Counter[str] = Counter()
+        self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
         returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
@@ -254,6 +255,7 @@ class _Composition:
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
                 for storage in event.allocates
             )
+            self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
             done = [names.get(name, f"{index} {name}") for name in event.frees]
             done = [name for name in done if self._is_last(index, name)]
             yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))
@@ -322,9 +324,19 @@ class _Composition:
             frees = (*map(_gradient, operator.frees), *done)
             workspace = operator.workspace.bytes if operator.workspace is not None else 0
             yield Event(operator.name, operator.name, "", allocates, workspace, frees)
+            self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
+            read = []
             for number, result in operator.passed:
-                self._gradients.setdefault(result, _gradient(number))
-                self._waiting[_gradient(number)] += 1
+                name = _gradient(number)
+                before = self._gradients.setdefault(result, name)
+                if self._gradient_bytes.get(before, 0) < self._gradient_bytes.get(name, 0):
+                    # That of a view, whose storage is the result's too, and which this operator has read.
+                    self._gradients[result] = name
+                    self._waiting[before] -= 1
+                    read += [] if self._waiting[before] else [before]
+                self._waiting[name] += 1
+            if read:
+                yield Event("", frees=tuple(read))
 
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
         """Gradients that autograd adds to another one of the same tensor, which was there before."""
