@@ -114,7 +114,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
-import optimum_memopt.engines.compile.engine
+import optimum_memopt.engines.compile.train.engine
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
 
 status = Path("/proc/self/status").read_text().split()
@@ -137,6 +137,14 @@ PLAN = (
     ROBERTA,
     "optimum-cli memopt plan --model roberta/ --task fill-mask --batch_size 8 --seq_len 256 "
     "--device h100 --bf16 --compiler aot_eager",
+)
+
+ADVISE = (
+    "python -c 'from transformers import LlamaConfig; LlamaConfig(hidden_size=2048, intermediate_size=8192, "
+    "num_hidden_layers=16, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True)"
+    """.save_pretrained("llama-1b")'""",
+    "optimum-cli memopt advise --model llama-1b/ --task text-generation --seq_len 2048 --device h100 --bf16 "
+    "--global_batch 256 --budget 72GiB",
 )
 
 LLAMA_1B = """python -c 'from transformers import LlamaConfig
@@ -237,6 +245,7 @@ OUTPUTS = {
             ("Recommended: .*", "--per_device_train_batch_size .*"),
         ),
     ),
+    "advise": Output(ADVISE, (("LlamaForCausalLM .*", "--per_device_train_batch_size .*"),)),
     "sft": Output(
         (
             r"""python examples/sft/sft.py --use_cpu true --output_dir runs --max_train_samples 64 \
