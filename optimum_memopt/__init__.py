@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from optimum_memopt.plans.table import PlanRow, PlanTable
     from optimum_memopt.predict.plan import Estimate, plan
     from optimum_memopt.predict.simulate import Simulation, simulate
-    from optimum_memopt.trainer import Attachment, MemOptTrainer, MemOptTrainingArguments, attach, run_summary
+    from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
+    from optimum_memopt.trainer_args import MemOptTrainingArguments
 
     __version__: str
 
@@ -75,7 +76,8 @@ _MODULES = {
         ("plans.table", "PlanRow", "PlanTable"),
         ("predict.plan", "Estimate", "plan"),
         ("predict.simulate", "Simulation", "simulate"),
-        ("trainer", "Attachment", "MemOptTrainer", "MemOptTrainingArguments", "attach", "run_summary"),
+        ("trainer", "Attachment", "MemOptTrainer", "attach", "run_summary"),
+        ("trainer_args", "MemOptTrainingArguments"),
     )
     for name in names
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from optimum_memopt import distributed
 from optimum_memopt.callbacks.input_density import InputDensityCallback
@@ -53,24 +53,6 @@ from optimum_memopt.trainer_patches import (
 )
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
-
-
-@dataclass
-class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
-    """`transformers.TrainingArguments` with the options of `MemOptOptions`.
-
-    Raises:
-        MemOptError: at construction, when an option of this package is malformed or contradicts another or DeepSpeed,
-            or when this is one of several processes that would each train alone.
-    """
-
-    def __post_init__(self) -> None:
-        self.check()
-        super().__post_init__()
-        distributed.check_world(self.world_size)
-        if self.deepspeed_plugin is not None:
-            # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
-            create(resolve(self)).check_arguments(self)
 
 
 @dataclass(frozen=True)
