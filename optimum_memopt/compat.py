@@ -45,6 +45,12 @@ def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
+def software() -> dict[str, str]:
+    """The versions of this package, torch and transformers, by their distributions."""
+    versions = (installed_version((distribution,)) for distribution in ("optimum-memopt", "torch", "transformers"))
+    return dict(filter(None, versions))
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` once when the backward pass that runs now is done; from inside a tensor hook only.
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.compat import fsdp_version, installed_version, of_all_ranks
+from optimum_memopt.compat import fsdp_version, of_all_ranks, software
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
@@ -30,7 +30,6 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
-_SOFTWARE = ("optimum-memopt", "torch", "transformers")
 # What may differ from rank to rank: where things lie, and what is shown.
 _OWN_OPTIONS = {
     "memory_opt_log_level",
@@ -64,9 +63,7 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
         "--memory_opt_config": str(options.plan_config),
         "--memory_opt_plan": options.plan_file.digest if options.plan_file is not None else "None",
     }
-    for distribution in _SOFTWARE:
-        if version := installed_version((distribution,)):
-            result[f"version of {distribution}"] = version[1]
+    result |= {f"version of {distribution}": version for distribution, version in software().items()}
     for registration in registrations():
         result |= factory(registration.name).version_facts()
     may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN

@@ -141,6 +141,7 @@ class _Composition:
         # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
         self._gradients: dict[int, str] = {}
         self._waiting: Counter[str] = Counter()
+        # Where operators outside of all graphs read them.
         self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
@@ -255,7 +256,8 @@ class _Composition:
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
                 for storage in event.allocates
             )
-            self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
+            if self._outside:
+                self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
             done = [names.get(name, f"{index} {name}") for name in event.frees]
             done = [name for name in done if self._is_last(index, name)]
             yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))

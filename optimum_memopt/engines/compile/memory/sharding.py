@@ -328,7 +328,8 @@ class _Step:
         return (*gathered, *self.prefetch(before))
 
     def around_again(self, group: ShardedGroup) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """What has been gathered for the group's own backward stays."""
+        """The events before and behind a forward that runs again; parameters that are all-gathered for the group's own
+        backward already are not resharded."""
         stays = _key(group) in {*self.gathered, *self.flat}
         before = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
         return before, () if stays else self.reshard(group)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat import software
 from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, written_whole
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 
 SWITCH = "OPTIMUM_MEMOPT_PLAN_CACHE"
-_SOFTWARE = ("optimum-memopt", "torch", "transformers")
 # The field of `PlanFile.solved_for` with the bytes that the process held beside the step, by the plan's prediction.
 _CONSTANT = "constant_bytes"
 
@@ -73,7 +72,7 @@ def plan_cache(model: torch.nn.Module, inputs: Mapping[str, object], options: st
     facts = [
         options,
         cache_path(next(model.parameters()).device).name,
-        *(str(installed_version((distribution,))) for distribution in _SOFTWARE),
+        *map(str, software().items()),
         f"{model!r} {getattr(model, 'config', None)}",
         *(
             f"{name} {each.dtype} {each.device} {list(each.shape)} {each.requires_grad}"

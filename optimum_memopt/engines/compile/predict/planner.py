@@ -248,16 +248,13 @@ class Planner(Generic[_P]):
         if choice is None:
             self._inputs = state.inputs
             self._analyzed[graph.digest] = graph
-            if self._cached is not None:
-                choice = self._cached_choice(self._cached, graph, state)
-            if choice is not None:
-                pass
-            elif state.is_all:
+            choice = self._cached_choice(graph, state)
+            if choice is None and state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
                 self._untrained = state.untrained
                 self._graphs = (self._captured_graph(graph),)
                 choice = self._solve(self._graphs).choice(graph)
-            elif self.solved is not None and not self._has_unknown:
+            elif choice is None and self.solved is not None and not self._has_unknown:
                 self._has_unknown = True
                 get_logger().info(
                     "graphs that the budget's plan was not solved for run with as little saved as level 1 has"
@@ -285,7 +282,10 @@ class Planner(Generic[_P]):
                     raise UnsupportedModelError(f"{choice.why}: {why}", "give each batch the same inputs")
         return choice
 
-    def _cached_choice(self, cached: CachedPlan, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:
+    def _cached_choice(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:
+        """The choice of an earlier start's plan; None where there is none, or it is one for another graph."""
+        if (cached := self._cached) is None:
+            return None
         choice = FromPlanFile(cached.file).choose(graph, state.choices)
         if choice.mismatch or not (self._cached_nodes or self._is_about_as_large(cached)):
             self._cached = None
@@ -296,12 +296,8 @@ class Planner(Generic[_P]):
     def _is_about_as_large(self, cached: CachedPlan) -> bool:
         """True where the process holds little less than an earlier one, which it may grow to; else there is room for a
         cheaper plan."""
-        self._cached = None
         step = self.step()
-        self._cached = cached
-        # Counts with what the earlier one held.
-        self.step()
-        return cached.constant - step.fixed.constant <= step.room + _LESS_HELD * step.limit
+        return cached.constant - self._constant <= step.room + _LESS_HELD * step.limit
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
         """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
@@ -378,15 +374,15 @@ class Planner(Generic[_P]):
         assert budget is not None
         around = step_around(self._model, self._inputs, budget, spec.run(), spec.target, untrained=self._untrained)
         step = _without_second_room(around, self._first_constant)
+        self._constant = step.fixed.constant
+        if self._first_constant is None:
+            self._first_constant = self._constant
         if self._cached is not None:
             # The process may still grow to what it held when that plan was solved for.
             step = _with_constant(step, max(step.fixed.constant, self._cached.constant))
         self._limit = step.limit if self._limit is None else self._limit
         self._peaks.clear()
         self._resident = step.resident
-        self._constant = step.fixed.constant
-        if self._first_constant is None:
-            self._first_constant = self._constant
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self._limit, largest=self.largest, margin=self._margin)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from optimum_memopt.compat import attention_implementation, installed_version, is_encoder_decoder
+from optimum_memopt.compat import attention_implementation, is_encoder_decoder, software
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -238,9 +238,6 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
     )
 
 
-_SOFTWARE = ("optimum-memopt", "torch", "transformers")
-
-
 def mismatch_line(choice: Choice, refuses: bool) -> str:
     """A line about a graph that a plan file was not made for; empty where it was.
 
@@ -264,14 +261,13 @@ def plan_file_of(
     predicted: Footprint | None,
 ) -> PlanFile:
     """The plan of a forward's graphs, those of equal layers in one entry."""
-    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     solved_for = {
         "model": type(model).__name__,
         "device": next(model.parameters()).device.type,
         "compiler": compiler,
         "sizes": dict(sizes),
         "predicted_bytes": {"peak": predicted.peak, "activations": predicted.activations} if predicted else {},
-        "versions": dict(filter(None, versions)),
+        "versions": software(),
     }
     loss = CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN
     return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(_entries(graphs, tape)))
