@@ -6,7 +6,7 @@ Both directions are one problem: a reload is an offload with time running backwa
 import bisect
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -204,19 +204,22 @@ def _stall(sides: Sequence["_Side"], offloaded: Sequence[int], bandwidth: float)
 def _sides(problem: Problem, simulation: Simulation) -> tuple["_Side", "_Side"]:
     """With the backward's time running backwards, an activation is on the host behind its last use in either."""
     forward, backward = simulation.forward, simulation.backward
-    return _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1], 1)
+    return _Side(problem, forward.order, forward.held), _Side(
+        problem, backward.order[::-1], backward.held[::-1], is_reversed=True
+    )
 
 
 class _Side:
     """The forward's run, or the backward's with time running backwards; all saved activations are on the device.
 
     Args:
-        ahead: runs of a tape by which the argument of one is there before that: it is reloaded while the backward
-            before its own computes.
+        is_reversed: the backward's: what runs of a tape are given is there from the beginning of a backward.
     """
 
-    def __init__(self, problem: Problem, order: Sequence[int], held: Sequence[int], ahead: int = 0) -> None:
-        self._problem, self._order, self._held, self._ahead = problem, order, held, ahead
+    def __init__(
+        self, problem: Problem, order: Sequence[int], held: Sequence[int], *, is_reversed: bool = False
+    ) -> None:
+        self._problem, self._order, self._held, self._is_reversed = problem, order, held, is_reversed
         # The index of the last operator that allocates or reads each storage, by its root; and of each run the last.
         self.last: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -226,9 +229,14 @@ class _Side:
 
     def copies(self, nodes: Sequence[int]) -> list[Copy]:
         """In the order in which they may begin."""
-        return sorted(filter(None, map(self._copy, nodes)), key=attrgetter("after", "bytes"))
+        roots, runs = self._problem.roots, self._problem.runs
+        given = sorted({runs[node] for node in nodes if roots[node] != node})
+        # An argument of a run is reloaded when the backward before it begins that is given such, too; or its own.
+        reloading = dict(zip(given, (*given[1:], *given[-1:]), strict=True))
+        copies = (self._copy(node, reloading) for node in nodes)
+        return sorted(filter(None, copies), key=attrgetter("after", "bytes"))
 
-    def _copy(self, node: int) -> Copy | None:
+    def _copy(self, node: int, reloading: Mapping[int, int]) -> Copy | None:
         """None for what is not read here. Copies of what a graph allocates are in that graph, others around it."""
         root, run = self._problem.roots[node], self._problem.runs[node]
         if (last := self.last.get(root)) is None:
@@ -237,7 +245,7 @@ class _Side:
         if root == node:
             end = self._ends[run] + 1
             return Copy(last, size, end if end < len(self._order) else None)
-        return Copy(self._ends.get(run + self._ahead, last) if self._ahead else last, size)
+        return Copy(self._ends.get(reloading[run], last) if self._is_reversed else last, size)
 
     def held_without(self, nodes: Sequence[int]) -> list[int]:
         """Bytes during each operator without these activations behind their last use."""
