@@ -253,3 +253,15 @@ def test_the_largest_batch_is_that_of_all_graphs() -> None:
     assert plan(InPieces(1), example_inputs=batch_of("one break", most), **how, budget="1GiB").peak <= 2**30
     with pytest.raises(DoesNotFitError):
         plan(InPieces(1), example_inputs=batch_of("one break", most + most // 50), **how, budget="1GiB")
+
+
+@pytest.mark.nightly
+def test_an_offloaded_input_of_the_last_graph_is_reloaded_when_its_backward_begins() -> None:
+    """Copies whose time was planned otherwise would pass the budget, and have it solved again with a margin."""
+    step = {"example_inputs": batch_of("one break", 200_000), "device": "h100", "compiler": "aot_eager"}
+    with log_lines() as lines:
+        found = plan(InPieces(1), **step, budget="600MiB")
+        with pytest.raises(DoesNotFitError):
+            plan(InPieces(1), **step, budget="560MiB")
+    assert not [line for line in lines if "over the budget" in line]
+    assert 560 * 2**20 < found.peak <= 600 * 2**20

@@ -219,11 +219,11 @@ def partitioned(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
-        if graph.cuda is not None and offloads(choice.candidates):
-            _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     if runs_operators:
         scale_in_place(modules)
         dropout.take_drawn_masks(modules[0])
+    if choice.torchs_graphs is None and graph.cuda is not None and offloads(choice.candidates):
+        _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     forward, sizes = graph.joint.forward, graph.size_hints
     timeline, prediction, bound = None, None, frozenset[sympy.Symbol]()
     with best_effort("the predicted peak"):
