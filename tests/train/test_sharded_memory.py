@@ -2,9 +2,12 @@
 that what is measured in one process is what a rank itself allocates."""
 
 import contextlib
+import json
 import math
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -230,6 +233,28 @@ def test_a_rank_is_planned_without_any() -> None:
     within = plan(CONFIG, "text-generation", batch_size=4, seq_len=64, device="h100", fsdp=8, budget=f"{budget}MiB")
     assert within.peak <= budget * 2**20
     assert sys.excepthook is excepthook and not torch.distributed.is_initialized()
+
+
+@pytest.mark.nightly
+def test_the_third_gather_of_a_layer_takes_time(tmp_path: Path) -> None:
+    """Segments of three layers gather the first of them for that alone; the rate is that of the only link."""
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 9})
+    file = tmp_path / "own.json"
+
+    def planned(link: float, **selected: Any) -> tuple[float, float]:
+        """The peak, and by how many per cent a step takes longer."""
+        rates = {"name": "own", "memory": 2**36, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": link}
+        file.write_text(json.dumps(rates))
+        step = {"batch_size": 4, "seq_len": 256, "device": str(file), "compiler": "aot_eager", "fsdp": 8}
+        found = plan(config, "text-generation", **step, **selected)
+        longer = re.search(r"\+([0-9.]+)% time", found.table.header[0])
+        return found.peak, float(longer[1]) if longer else 0.0
+
+    highest, _ = planned(3e10, level=1)
+    budget = f"{int(highest / 2**10 - 2150)}KiB"
+    (of_fast, fast), (of_slow, slow) = (planned(link, budget=budget) for link in (3e10, 3e8))
+    assert of_fast == of_slow
+    assert slow > 1.5 * fast > 0
 
 
 def test_plain_pytorch_is_not_simulated_on_ranks() -> None:

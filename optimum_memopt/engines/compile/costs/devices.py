@@ -9,7 +9,8 @@ Dense rates, without sparsity, from the makers' data sheets:
 - RTX 3090: NVIDIA Ampere GA102 white paper, appendix A (bf16 with fp32 accumulation)
 - MI300X: amd.com, AMD Instinct MI300X data sheet
 
-The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s).
+The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s); the one between devices half of what
+the data sheets say of NVLink and Infinity Fabric, where there is one.
 
 What kernels get of these rates is fitted to published times, one set of numbers a generation (docs/gpu.md).
 """
@@ -64,6 +65,7 @@ class Device:
         bandwidth: of its memory, bytes a second.
         flops: of matrix products a second, by dtype as `bfloat16`.
         link: to the host, bytes a second in one direction.
+        peers: to other devices of the machine, likewise; 0: by way of `link`.
         attained: what kernels get of them; of a device that nobody published times of, that of the L40S.
     """
 
@@ -75,6 +77,7 @@ class Device:
     cuda: Multiprocessors | None = None
     capability: tuple[int, int] = (0, 0)
     attained: Attained = _ADA
+    peers: float = 0.0
 
     @property
     def memory_rate(self) -> float:
@@ -94,6 +97,11 @@ class Device:
         """Bytes a second that copies from and to pinned memory get of the link; not tuned."""
         return 0.8 * self.link
 
+    @property
+    def gather_rate(self) -> float:
+        """Bytes a second that an all-gather gets from other devices; not tuned."""
+        return 0.8 * (self.peers or self.link)
+
     def product_rate(self, dtype: str) -> float:
         """Floating point operations a second of matrix products; of float32 for a dtype that the device lacks."""
         return self.attained.flops * self.flops.get(dtype, self.flops["float32"])
@@ -110,25 +118,26 @@ def _device(
     multiprocessors: tuple[int, int] | None = None,
     capability: tuple[int, int] = (0, 0),
     attained: Attained = _ADA,
+    peers: float = 0.0,
 ) -> Device:
     rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
     cuda = None if multiprocessors is None else Multiprocessors(*multiprocessors)
-    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability, attained)
+    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability, attained, peers * 1e9)
 
 
 # The T4 has no bfloat16: torch computes in float32.
 DEVICES = {
     device.name: device
     for device in (
-        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER),
-        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER),
-        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0), _AMPERE),
+        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER, 450),
+        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0), _HOPPER, 450),
+        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0), _AMPERE, 300),
         _device("L40S", 48, 864, 91.6, 362, 362, 32, (142, 1536), (8, 9)),
         _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
         _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9), _GEFORCE),
         _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6), _GEFORCE),
         _device("T4", 16, 320, 8.1, 8.1, 65, 16, (40, 1024), (7, 5)),
-        _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
+        _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64, peers=448),
     )
 }
 

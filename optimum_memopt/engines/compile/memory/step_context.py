@@ -40,6 +40,7 @@ class StepContext:
         room: bytes of it that the process may still grow by.
         link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
         host: bytes that offload may take of the host's memory.
+        gather_rate: bytes a second that a rank gets from others; 0: not known.
     """
 
     limit: int
@@ -50,6 +51,7 @@ class StepContext:
     room: int = 0
     link: float = 0.0
     host: int = 0
+    gather_rate: float = 0.0
 
     @property
     def allowed(self) -> int:
@@ -90,8 +92,16 @@ def step_around(
         model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
     )
     link, host = link_of(device, target)
+    if target is None and device.type == "cuda":
+        target = device_at(device)
     return StepContext(
-        budget.on_device(memory.total, memory.available), fixed, resident=held, room=room, link=link, host=host
+        budget.on_device(memory.total, memory.available),
+        fixed,
+        resident=held,
+        room=room,
+        link=link,
+        host=host,
+        gather_rate=0.0 if target is None else target.gather_rate,
     )
 
 

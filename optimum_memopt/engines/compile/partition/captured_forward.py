@@ -33,11 +33,13 @@ class ForwardSolver:
     Attributes:
         host: where activations may be offloaded to; None: nowhere.
         segments: of every plan, as another rank has them; empty: those that each takes.
+        gather_rate: see `StepContext`.
     """
 
     forward: TapeProblem
     host: Host | None = None
     segments: tuple[Link, ...] = ()
+    gather_rate: float = 0.0
 
     @cached_property
     def solver(self) -> Solver:
@@ -98,7 +100,8 @@ class ForwardSolver:
         plans: list[Plan] = []
         for simulation in dict.fromkeys((self.solver.layers_recomputed, self.solver.lowest)):
             plan = self._with_few_variants(self.solver.plan(simulation), max(allowed, simulation.peak))
-            segments = segments_within(self.forward, self.forward.of_runs(plan.saved), allowed, self.segments)
+            saved = self.forward.of_runs(plan.saved)
+            segments = segments_within(self.forward, saved, allowed, self.segments, self.gather_rate)
             if segments is not None and segments.peak <= allowed:
                 extra = plan.extra_seconds + segments.seconds
                 plans.append(replace(plan, peak=segments.peak, extra_seconds=extra, segments=segments.links))
@@ -206,7 +209,7 @@ def forward_solver(
 def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
     """The solver for a batch of these sizes; see `problems_of_runs`."""
     forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
-    return ForwardSolver(forward, host_of(graphs, forward, step))
+    return ForwardSolver(forward, host_of(graphs, forward, step), gather_rate=step.gather_rate)
 
 
 def solver_for_rows(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> ForwardSolver:

@@ -128,7 +128,7 @@ def _seconds(graphs: Sequence[CapturedGraph], context: StepContext) -> dict[str,
         if local in plans[run].offloaded or forward.runs[run].positions.inputs.get(local) in calls[run].offloaded
     ]
     return {
-        COMPUTE: simulation.seconds(forward.problem) + seconds_again(forward, graphs[0].tape),
+        COMPUTE: simulation.seconds(forward.problem) + seconds_again(forward, graphs[0].tape, context.gather_rate),
         COPIES: stall_of(forward.problem, simulation, away, context.link),
     }
 

@@ -83,10 +83,12 @@ def collective_lines(tape: Tape) -> list[str]:
     if not any(moved):
         return []
     gathered, reduced = map(gib_text, moved)
-    recomputed = "in segments" if any(tape.repeated) else "whatever is recomputed"
+    in_segments = any(tape.repeated)
+    recomputed = "in segments" if in_segments else "whatever is recomputed"
+    counted = "is counted for layers that run again alone, on a GPU" if in_segments else "is not counted"
     return [
         f"Predicted for each of {tape.sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
-        f"reduce-scattered for an optimizer step, {recomputed}; their time is not counted"
+        f"reduce-scattered for an optimizer step, {recomputed}; their time {counted}"
     ]
 
 

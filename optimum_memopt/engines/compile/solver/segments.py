@@ -40,7 +40,7 @@ class Segments:
 
     Attributes:
         peak: bytes of the forward and backward.
-        seconds: of the runs that run again.
+        seconds: of the runs that run again, and of the gathers of their parameters.
     """
 
     links: tuple[Link, ...]
@@ -80,7 +80,11 @@ def _read(call: Call, events: GraphEvents) -> set[int]:
 
 
 def segments_within(
-    forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int, fixed: Collection[Link] = ()
+    forward: TapeProblem,
+    saved: Sequence[frozenset[int]],
+    allowed: int,
+    fixed: Collection[Link] = (),
+    gather_rate: float = 0.0,
 ) -> Segments | None:
     """The segments that take least time of those whose peak fits; else those with the lowest peak; None where no layer
     hands anything on.
@@ -89,13 +93,15 @@ def segments_within(
         saved: nodes that each run saves, by the numbers of its own problem.
         allowed: bytes of the forward and backward.
         fixed: links to take; empty: any.
+        gather_rate: see `StepContext`.
     """
     runs = [problem_events(problem, nodes) for problem, nodes in zip(forward.runs, saved, strict=True)]
     links = links_of(forward.tape, runs)
 
     def of(chosen: tuple[Link, ...]) -> Segments:
         tape = with_recomputed(forward.tape, chosen)
-        return Segments(chosen, compose(tape, runs, forward.accumulates).peak(), seconds_again(forward, tape))
+        peak = compose(tape, runs, forward.accumulates).peak()
+        return Segments(chosen, peak, seconds_again(forward, tape, gather_rate))
 
     if fixed or not links:
         return of(tuple(fixed)) if fixed and set(fixed) <= set(links) else None
@@ -140,9 +146,13 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
     return replace(tape, calls=tuple(calls))
 
 
-def seconds_again(forward: TapeProblem, tape: Tape) -> float:
-    """Seconds of the runs that the tape has run again."""
-    return math.fsum(map(_forward_seconds, itertools.compress(forward.runs, tape.repeated)))
+def seconds_again(forward: TapeProblem, tape: Tape, gather_rate: float = 0.0) -> float:
+    """Seconds of the runs that the tape has run again, and of the gathers of their parameters, which nothing runs
+    beside; `gather_rate` as in `StepContext`."""
+    seconds = math.fsum(map(_forward_seconds, itertools.compress(forward.runs, tape.repeated)))
+    if not seconds or not gather_rate:
+        return seconds
+    return seconds + (tape.moved[0] - tape.with_all_held().moved[0]) / gather_rate
 
 
 def _forward_seconds(problem: Problem) -> float:
