@@ -3,14 +3,16 @@
 Of the launches `make test` takes the first one.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.rotation import nightly
-from tests.train.launchers.launching import launcher, run_jobs
+from tests.train.launchers.launching import launcher, run_jobs, start
 from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, SEGMENTS, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
@@ -147,3 +149,17 @@ def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
             for undisturbed in begun.values():
                 weights = undisturbed.weights(f"{kind}-begun")
                 assert distance(done.weights(f"{kind}-resumed"), weights) < CLOSE
+
+
+@pytest.mark.nightly
+def test_lightnings_strategy(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("lightning_run.py")
+    ended: dict[str, dict[str, Any]] = {}
+    for way in ("plain", "level 1"):
+        done = start([*launcher("torchrun"), script, tmp_path, way])
+        assert not done.returncode, done.stderr
+        ended[way] = json.loads((tmp_path / f"{way}.json").read_text())
+    assert ended["level 1"]["losses"] == ended["plain"]["losses"]
+    assert "level 1" in ended["level 1"]["header"] and "FSDP2 on 2 ranks" in ended["level 1"]["header"]
+    weights, plain = (load_file(tmp_path / f"{way}.safetensors") for way in ended)
+    assert differing(weights, plain) == []
