@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import pytest
 import torch
 from allocations import allocated
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -38,6 +39,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.compiled import below_recompute, hold_still
+from tests.fresh_process import run
 from tests.gradients import Batch
 from tests.rotation import nightly
 from tests.train.test_segments import attached
@@ -73,14 +75,16 @@ def sharded(
     mesh: Any = None,
     ignored: str = "",
     layers: int = CONFIG.num_hidden_layers,
+    group: AbstractContextManager[DeviceMesh] | None = None,
 ) -> Iterator[LlamaForCausalLM]:
+    """A model on one rank of a `fake` process group, or of `group`."""
     model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     more = dict(shard or {})
     if ignored:
         more["ignored_params"] = {parameter for name, parameter in model.named_parameters() if ignored in name}
-    with planned_ranks(ranks if mesh is None else math.prod(mesh), "cpu") as whole:
+    with group or planned_ranks(ranks if mesh is None else math.prod(mesh), "cpu") as whole:
         mesh = whole if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, **more)
@@ -118,6 +122,13 @@ def moved() -> Iterator[dict[str, int]]:
         yield found
 
 
+def masked_batch() -> Batch:
+    ids = torch.randint(3, 512, (4, 64))
+    mask = torch.ones_like(ids)
+    mask[0, 50:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
 def measured_step(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
     """Bytes that are saved, and those that a step holds at most."""
     model.zero_grad(set_to_none=True)
@@ -130,10 +141,7 @@ def measured_step(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
 def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     case = dict(CASES[name])
     wanted = case.pop("plan", {})
-    ids = torch.randint(3, 512, (4, 64))
-    mask = torch.ones_like(ids)
-    mask[0, 50:] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    batch = masked_batch()
     with sharded(**case) as model:
         engine = optimize(
             model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain", **wanted
@@ -161,6 +169,20 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
         assert both <= whole.accumulated + whole.activations
         if name == "level":
             assert whole.accumulated + whole.activations < 1.25 * both
+
+
+@pytest.mark.nightly
+def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
+    """But for what gloo holds inside."""
+    names, out = ("no_plan", "level", "frozen", "gathered", "half"), tmp_path / "found.json"
+    done = run(Path(__file__).with_name("sharded_memory_runs.py"), out, *names, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert list(found) == list(names)
+    for name, step in found.items():
+        for measured, predicted in zip(step["measured"], step["predicted"], strict=True):
+            assert abs(measured - predicted) <= 64, name
+        assert "FSDP2 on 2 ranks" in step["header"]
 
 
 # With how many bytes less than recompute inside of layers takes: one, or more than an input of a layer.
