@@ -43,7 +43,8 @@ class PlanCache:
 
     def read(self) -> CachedPlan | None:
         """The plan; None where there is none, or a damaged one."""
-        if not self.path.exists():
+        # Not `Path.exists`, which raises where the folder cannot be entered.
+        if not os.path.exists(self.path):
             return None
         try:
             file = PlanFile.load(self.path)
