@@ -148,7 +148,8 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's size is read before operators are measured, and again when the plan is chosen."""
-    room, model = step_context.room_to_grow(torch.device("cpu"), 2**29), Tower()
+    room, model = 2**25, Tower()
+    monkeypatch.setattr(step_context, "_GROWTH", room)
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
 
     def constant(planner: Planner, held: int) -> int:
@@ -158,8 +159,9 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
     planner = Planner(model, spec)
     first = constant(planner, 2**29)
     assert constant(planner, 2**29 + room // 2) == constant(planner, 2**29 + room) == first
-    # Grown by more than was expected, it may grow again; what it gives back it may take.
-    assert constant(planner, 2**29 + 2 * room) == first + 2 * room
+    # Grown by more than was expected, it may grow again, by half as much; what it gives back it may take.
+    assert constant(planner, 2**29 + room + 4) == first + 2 * 4
+    assert constant(planner, 2**29 + 3 * room) == first + 2 * room + room // 2
     assert constant(planner, 2**29 - room // 2) == first - room // 2
     assert constant(planner.for_another(None, spec), 2**29 - room // 2) == first - room // 2
 
