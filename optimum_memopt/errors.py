@@ -21,7 +21,15 @@ class UnsupportedModelError(MemOptError):
 
 
 class DoesNotFitError(MemOptError):
-    """No plan brings a training step within its budget."""
+    """No plan brings a training step within its budget.
+
+    Attributes:
+        lowest: bytes that the step takes at least.
+    """
+
+    def __init__(self, text: str, lowest: int) -> None:
+        super().__init__(text)
+        self.lowest = lowest
 
 
 def line_of(error: BaseException) -> str:

@@ -155,7 +155,8 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         lowest = min(predictor.lowest(plan, rows != 1) for plan in predictor.plans if plan.is_own)
         raise DoesNotFitError(
             f"a step with one row takes at least {gib_text(lowest)}, whatever is recomputed; the budget is "
-            f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states"
+            f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states",
+            lowest,
         )
     best = max(search.speed(search.best) for search in own)
     least = (1 - AS_GOOD) * best

@@ -10,8 +10,9 @@ from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
+from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.errors import DoesNotFitError, UnsupportedModelError
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still, selection
@@ -154,6 +155,22 @@ def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
         UnsupportedModelError, match="--memory_opt_unit layer: the layers of Counted cannot be compiled"
     ):
         model(x=x)
+    engine.detach()
+
+
+@pytest.mark.parametrize(("of_layers", "of_whole"), [(1, 2), (2, 1)])
+def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_layers: int, of_whole: int) -> None:
+    """The process may grow by more than is gained while the forward is planned as a whole."""
+    errors = iter([DoesNotFitError("by layers", of_layers), DoesNotFitError("as a whole", of_whole)])
+
+    def plan(*given: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    model = deep("llama")
+    engine = attached(model, Selection(budget=Budget("1GiB", 2**30)), AUTO)
+    with pytest.raises(DoesNotFitError, match="by layers" if of_layers < of_whole else "as a whole"):
+        model(**ZOO["llama"].batch())
     engine.detach()
 
 

@@ -194,7 +194,11 @@ class CompileEngine(in_place.InPlaceEngine):
             get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
             self._forget()
             self._is_whole = True
-            return self._train_forward(*args, **kwargs)
+            try:
+                return self._train_forward(*args, **kwargs)
+            except DoesNotFitError as of_whole:
+                # On a CPU the process has grown since, often by more than is gained.
+                raise min(error, of_whole, key=lambda each: each.lowest) from None
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest)
         return outputs

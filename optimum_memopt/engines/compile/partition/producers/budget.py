@@ -116,7 +116,8 @@ class FromBudget(Producer):
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}"
+            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
+            peak,
         )
 
 
