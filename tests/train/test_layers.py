@@ -80,9 +80,14 @@ def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp
     case = ZOO[name]
     model, batch = deep(name), case.batch(8, 48)
     plain = copy.deepcopy(model)
-    engine, budget = within(model, batch, 0.7)
     check = assert_same_step if case.rounds_by_layer else assert_bitwise_same_step
-    check(model, plain, batch)
+    # What operators cost on this processor decides where layers have different plans.
+    for share in (0.7, 0.6, 0.8, 0.5):
+        engine, budget = within(model, batch, share)
+        check(model, plain, batch)
+        if any(len(graph.layers) > 1 for graph in engine.plan_file().graphs):
+            break
+        engine.detach()
     predicted = engine.predictor.footprint()
     _, peak = measured(model, batch)
     assert predicted.peak <= budget and predicted.activations == pytest.approx(peak, **EXACT)
