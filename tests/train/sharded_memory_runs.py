@@ -13,24 +13,22 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from optimum_memopt import optimize
 from tests.fresh_process import fork_ranks
+from tests.train.test_sharded_memory import CASES, ENGINE, masked_batch, measured_step, sharded
 
 STEPS = 5
 
 
 def main(found: Path, names: list[str]) -> None:
-    from optimum_memopt import optimize
-    from tests.train.test_sharded_memory import CASES, masked_batch, measured_step, sharded
-
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     steps: dict[str, dict[str, Any]] = {}
     for name in names:
         case, batch = dict(CASES[name]), masked_batch()
-        how = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
-        wanted = {**how, **case.pop("plan", {})}
+        wanted = case.pop("plan", {})
         with sharded(**case, group=contextlib.nullcontext(mesh)) as model:
-            engine = optimize(model, **wanted)
+            engine = optimize(model, **ENGINE, **wanted)
             # A thread of gloo may hold what it has moved a while longer.
             measured = min(measured_step(model, batch) for _ in range(STEPS))
             predicted = engine.predictor.saved(), engine.predictor.footprint().activations

@@ -47,6 +47,7 @@ from tests.train.test_segments import attached
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
 # Of each: what is sharded beside layers and the model, and how; what is planned.
 CASES: dict[str, dict[str, Any]] = {
     "no_plan": {"units": ["embed", "tail"]},
@@ -143,9 +144,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     wanted = case.pop("plan", {})
     batch = masked_batch()
     with sharded(**case) as model:
-        engine = optimize(
-            model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain", **wanted
-        )
+        engine = optimize(model, **ENGINE, **wanted)
         measured_step(model, batch)
         with moved() as between:
             saved, peak = measured_step(model, batch)
@@ -233,7 +232,7 @@ def test_closer_than_torchs_tracker() -> None:
             model(input_ids=ids, labels=ids).loss.backward()
         (tracked,) = (device["Total"] - held for device in tracker.get_tracker_snapshot("peak").values())
     with sharded(("embed", "tail")) as model:
-        engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="plain")
+        engine = optimize(model, **ENGINE)
         peak(model)
         own = peak(model)
         assert isinstance(engine, CompileEngine) and engine.predictor is not None

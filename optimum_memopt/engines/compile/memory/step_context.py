@@ -92,8 +92,7 @@ def step_around(
         model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
     )
     link, host = link_of(device, target)
-    if target is None and device.type == "cuda":
-        target = device_at(device)
+    known = device_at(device) if target is None and device.type == "cuda" else target
     return StepContext(
         budget.on_device(memory.total, memory.available),
         fixed,
@@ -101,7 +100,7 @@ def step_around(
         room=room,
         link=link,
         host=host,
-        gather_rate=0.0 if target is None else target.gather_rate,
+        gather_rate=0.0 if known is None else known.gather_rate,
     )
 
 

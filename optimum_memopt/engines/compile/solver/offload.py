@@ -204,9 +204,8 @@ def _stall(sides: Sequence["_Side"], offloaded: Sequence[int], bandwidth: float)
 def _sides(problem: Problem, simulation: Simulation) -> tuple["_Side", "_Side"]:
     """With the backward's time running backwards, an activation is on the host behind its last use in either."""
     forward, backward = simulation.forward, simulation.backward
-    return _Side(problem, forward.order, forward.held), _Side(
-        problem, backward.order[::-1], backward.held[::-1], is_reversed=True
-    )
+    of_backward = _Side(problem, backward.order[::-1], backward.held[::-1], is_reversed=True)
+    return _Side(problem, forward.order, forward.held), of_backward
 
 
 class _Side:
