@@ -19,7 +19,6 @@ from transformers.trainer_utils import SaveStrategy
 
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
-from optimum_memopt.compat import Generation, generate_next, kernels_of_a_gpu, longest_generation
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import predicting_factory
@@ -44,6 +43,7 @@ from optimum_memopt.predict.phases import (
 )
 from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training.batches import complexities, is_readable
+from optimum_memopt.training.compat_generation import Generation, generate_next, kernels_of_a_gpu, longest_generation
 
 _MOST_ROWS = 100_000
 _DATA = ("train_dataset", "eval_dataset")

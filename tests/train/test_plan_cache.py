@@ -13,7 +13,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.predict import plan_cache
-from optimum_memopt.engines.compile.predict.plan_cache import PlanCache
+from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import parse_budget
@@ -160,4 +160,4 @@ def test_it_can_be_switched_off(starts) -> None:
 
 def test_a_path_that_cannot_be_looked_up_has_no_plan() -> None:
     # As in a folder that cannot be entered, which a test that runs as root does not have.
-    assert PlanCache(Path("n" * 1000)).read() is None
+    assert CachedPlan.read(Path("n" * 1000)) is None

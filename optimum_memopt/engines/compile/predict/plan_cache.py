@@ -34,34 +34,28 @@ class CachedPlan:
     file: PlanFile
     constant: int
 
-
-@dataclass(frozen=True)
-class PlanCache:
-    """The entry of a run."""
-
-    path: Path
-
-    def read(self) -> CachedPlan | None:
-        """The plan; None where there is none, or a damaged one."""
+    @classmethod
+    def read(cls, path: Path) -> "CachedPlan | None":
+        """The entry at a path; None where there is none, or a damaged one."""
         # Not `Path.exists`, which raises where the folder cannot be entered.
-        if not os.path.exists(self.path):
+        if not os.path.exists(path):
             return None
         try:
-            file = PlanFile.load(self.path)
+            file = PlanFile.load(path)
         except MemOptError as error:
             get_logger().debug(f"replaced: {error}")
             return None
         constant = file.solved_for.get(_CONSTANT)
-        return CachedPlan(file, constant) if type(constant) is int else None
+        return cls(file, constant) if type(constant) is int else None
 
-    def write(self, file: PlanFile, constant: int) -> None:
-        """Keep a plan for the next start, where the folder can be written to."""
-        kept = replace(file, solved_for={**file.solved_for, _CONSTANT: constant})
-        written_whole(self.path, kept.to_json())
+    def write(self, path: Path) -> None:
+        """Keep it for the next start, where the folder can be written to."""
+        kept = replace(self.file, solved_for={**self.file.solved_for, _CONSTANT: self.constant})
+        written_whole(path, kept.to_json())
 
 
-def plan_cache(model: torch.nn.Module, inputs: Mapping[str, object], options: str) -> PlanCache | None:
-    """The entry of a model's run on this machine; None where the cache is switched off.
+def entry_path(model: torch.nn.Module, inputs: Mapping[str, object], options: str) -> Path | None:
+    """The path of a model's run on this machine; None where the cache is switched off.
 
     Args:
         inputs: of the first batch.
@@ -85,4 +79,4 @@ def plan_cache(model: torch.nn.Module, inputs: Mapping[str, object], options: st
         ),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return PlanCache(cache_folder() / "plans" / f"{digest}.json")
+    return cache_folder() / "plans" / f"{digest}.json"

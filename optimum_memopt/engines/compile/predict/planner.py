@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
-from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, PlanCache, plan_cache
+from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, entry_path
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -145,8 +146,8 @@ class Planner(Generic[_P]):
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
-        cache = self._cache(inputs or {})
-        self._cached = cache.read() if cache is not None else None
+        entry = self._entry(inputs or {})
+        self._cached = CachedPlan.read(entry) if entry is not None else None
         planned, number = attempt(), 1
         if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
             raise unpredicted(why)
@@ -165,8 +166,8 @@ class Planner(Generic[_P]):
             with best_effort("the predicted peak"):
                 line = self._check(predictor)
             if not any(self._of_ranks(line)):
-                if cache is not None and planned.plan_file is not None:
-                    cache.write(planned.plan_file, self._constant)
+                if entry is not None and planned.plan_file is not None:
+                    CachedPlan(planned.plan_file, self._constant).write(entry)
                 break
             if number == _MOST_COMPILES:
                 if line:
@@ -183,14 +184,15 @@ class Planner(Generic[_P]):
             number += 1
         return planned
 
-    def _cache(self, inputs: Mapping[str, object]) -> PlanCache | None:
-        """The entry of this run; None where its plan is not to be kept, as what is free when it starts changes."""
+    def _entry(self, inputs: Mapping[str, object]) -> Path | None:
+        """The path of this run's plan in the cache; None where none is to be kept, as what is free when it starts
+        changes."""
         bound, run = self._spec.producer.bound, self._spec.run()
         if bound is None or bound.text == AUTO or not self._spec.options:
             return None
         optimizer = type(run.optimizer).__name__
         options = f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}"
-        return plan_cache(self._model, inputs, options)
+        return entry_path(self._model, inputs, options)
 
     def _is_within_by_cache(self, predictor: StepMemoryPredictor) -> bool:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""

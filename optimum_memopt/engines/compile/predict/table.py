@@ -85,7 +85,7 @@ def collective_lines(tape: Tape) -> list[str]:
     gathered, reduced = map(gib_text, moved)
     in_segments = any(tape.repeated)
     recomputed = "in segments" if in_segments else "whatever is recomputed"
-    counted = "is counted for layers that run again alone, on a GPU" if in_segments else "is not counted"
+    counted = "counts only for what is gathered a third time, on a GPU" if in_segments else "is not counted"
     return [
         f"Predicted for each of {tape.sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
         f"reduce-scattered for an optimizer step, {recomputed}; their time {counted}"
