@@ -150,6 +150,19 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
     assert Solver(priced(request.getfixturevalue(name), 0)).solve(ladder[4]) == plans[4]
 
 
+def test_plans_of_several_budgets_are_as_good_as_those_of_each(one_layer: Captured) -> None:
+    problem = priced(one_layer, 0)
+    solver = Solver(problem)
+    ladder = budgets(solver, 12)
+    plans = solver.plans(reversed(ladder))
+    assert len(plans) == len(ladder) and solver.plans([solver.lowest.peak // 2]) == ()
+    for plan in plans:
+        assert simulate(problem, frozenset(plan.saved)).peak == plan.peak
+    # A single one may be a fifth better or worse: neither search is complete.
+    alone = sum(solver.solve(budget, is_final=False).extra_seconds for budget in ladder)
+    assert sum(min(plan.extra_seconds for plan in plans if plan.peak <= budget) for budget in ladder) <= 1.05 * alone
+
+
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
     program, _ = dynamic_programs(problem, blocks_of(problem))

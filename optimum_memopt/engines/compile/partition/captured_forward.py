@@ -49,12 +49,9 @@ class ForwardSolver:
         """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
         solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
         low, high = solver.lowest.peak, solver.everything.peak
-        plans: list[frozenset[int]] = []
-        for part in range(_PLANS_OF_RUN):
-            with contextlib.suppress(Infeasible):
-                plan = solver.solve(low + (high - low) * part // _PLANS_OF_RUN, is_final=False)
-                plans.append(frozenset(numbers[node] for node in plan.saved))
-        return tuple(plans)
+        # From the largest: what the smallest budgets leave is found best with the limits of others.
+        budgets = (low + (high - low) * part // _PLANS_OF_RUN for part in reversed(range(_PLANS_OF_RUN)))
+        return tuple(frozenset(numbers[node] for node in plan.saved) for plan in solver.plans(budgets))
 
     @cached_property
     def lowest(self) -> int:
