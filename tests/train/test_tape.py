@@ -115,9 +115,9 @@ def test_bytes_left_are_those_of_the_runs_so_far() -> None:
 
 
 def test_a_recorder_knows_storages_by_identity() -> None:
-    recorder, weight = TapeRecorder(), torch.nn.Parameter(torch.ones(3))
+    weight = torch.nn.Parameter(torch.ones(3))
     x = torch.ones(3)
-    recorder.begin([x])
+    recorder = TapeRecorder([x])
     recorder.before("first", (x, weight, 7))
     y = x * 2
     recorder.after((y, y[1:]))

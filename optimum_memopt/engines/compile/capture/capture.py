@@ -9,15 +9,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optimum_memopt.compat import fsdp_version, parallelisms
 from optimum_memopt.engines.compile.capture.traced_forward import (
-    Choose,
     ForwardArgs,
-    GraphChoices,
-    GraphInForward,
     TracedCall,
     TracedForward,
     TraceSpec,
     no_training_graph,
 )
+from optimum_memopt.engines.compile.capture.traced_graph import Choose, GraphChoices, GraphInForward
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph, no_costs

@@ -157,10 +157,6 @@ class LayerInputs:
     """The runs of one forward whose arguments are offloaded or recomputed, and those that run again."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the forward; its autograd graph holds what the backward needs."""
         self._last: _Offloaded | None = None
         # By storage the run that has returned it, the place among its results, the offset there, and what keeps
         # another storage from having its address.

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
-from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs, listed
+from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
 from optimum_memopt.engines.compile.capture.regions import (
     Regions,
@@ -23,10 +22,11 @@ from optimum_memopt.engines.compile.capture.regions import (
     opened_modules,
     regions_of,
 )
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardRun, GraphChoices, TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
-from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes
+from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.loss.decide import (
     LossDecision,
     LossMode,
@@ -39,7 +39,7 @@ from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error
@@ -48,55 +48,6 @@ from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Variant:
-    """A graph as it was compiled for one choice.
-
-    Attributes:
-        partitioned: None where nothing of it is trained, as `analyzed`.
-        analyzed: the joint graph that the choice is for, which is traced again for each.
-        inputs: of the choice.
-    """
-
-    run: Callable[..., Any]
-    programs: InductorPrograms
-    partitioned: PartitionedGraph | None
-    analyzed: AnalyzedGraph | None
-    inputs: InputsPlan = field(default_factory=InputsPlan)
-
-
-@dataclass(eq=False)
-class TracedGraph:
-    """A graph that dynamo has traced, or a part of one.
-
-    Attributes:
-        inputs: fake ones, that it was traced with.
-        parameters: the name of each input that is a parameter, empty for the others.
-        losses: that were decided for it.
-        layer: path of the layer that it was traced for; empty: of none.
-        is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
-        is_whole: it is all that was traced, and no layer.
-        module: whose forward, or a part of it, it is.
-        trace: None where it is compiled while dynamo traces it.
-        analyzed: its joint graph; None where nothing of it is trained.
-        variants: by the keys of their choices.
-        asked: with which choices the latest was chosen, for which run of the forward and which layer.
-    """
-
-    graph: fx.GraphModule
-    inputs: Sequence[Any]
-    parameters: tuple[str, ...]
-    losses: tuple[LossDecision, ...]
-    layer: str
-    is_all: bool
-    is_whole: bool
-    module: "weakref.ref[torch.nn.Module] | None"
-    trace: dynamo.Trace | None
-    analyzed: AnalyzedGraph | None = None
-    variants: dict[str, Variant] = field(default_factory=dict)
-    asked: tuple[object, int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,48 +86,6 @@ class ForwardArgs:
     inputs: dict[str, Any]
     loss_only: bool
     reader: str
-
-
-@dataclass(frozen=True)
-class GraphInForward:
-    """The forward as far as it has come when a choice is made for one of its graphs.
-
-    Attributes:
-        choices: that of each run of a graph so far.
-        is_all: nothing of the model's forward runs outside of the graph.
-    """
-
-    inputs: Mapping[str, Any]
-    choices: tuple[Choice, ...]
-    untrained: frozenset[str]
-    progress: Progress
-    is_all: bool
-
-
-# Chooses for one graph; it may raise what the user is to read.
-Choose = Callable[[AnalyzedGraph, GraphInForward], Choice]
-
-
-@dataclass(eq=False)
-class GraphChoices:
-    """The choices for the graphs of a forward, one for each; other batches may have choices of their own.
-
-    Attributes:
-        purpose: for which batches, for log lines; empty: for all.
-        has_run: a forward has run with them.
-        sizes: of each graph in its first run with them.
-        variants: by graph, layer and turn.
-        partitions: the same by graph and the key of the choice.
-        seen: graphs that have run with them.
-    """
-
-    choose: Choose
-    purpose: str = ""
-    has_run: bool = False
-    sizes: dict[TracedGraph, SymbolValues] = field(default_factory=dict)
-    variants: dict[tuple[TracedGraph, str, int], Variant] = field(default_factory=dict)
-    partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
-    seen: set[PartitionedGraph] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -225,17 +134,9 @@ class TracedForward:
             groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
         )
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
-        # Of the current call: its choices, how often each graph has run for a layer, the choice of each run, its
-        # keyword arguments, who reads its outputs, the graphs that have run, and the one that was partitioned last.
-        self._chosen: GraphChoices | None = None
-        self._turns: Counter[tuple[str, str]] = Counter()
-        self._choices: list[Choice] = []
-        self._inputs: Mapping[str, Any] = {}
-        self._reader = ""
-        self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
+        self._running: ForwardRun | None = None
+        # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
-        self._tape, self._layer_inputs = TapeRecorder(), LayerInputs()
-        self._progress = Progress()
         self._said: set[str] = set()
         self.sharding: AnySharding | None = None
         self._has_run = False
@@ -249,9 +150,8 @@ class TracedForward:
         Raises:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
-        self._chosen = choices
         try:
-            traced = self._call(call)
+            traced = self._call(call, choices)
         except Exception as error:
             why = self._regions.refusal or (line_of(error) if self.is_first else "")
             if not self._regions.all or not why or own_error(error) is not None:
@@ -261,14 +161,14 @@ class TracedForward:
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
-            traced = self._call(call)
+            traced = self._call(call, choices)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
             self.say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._compiled.clear()
             self._has_run = True
-            traced = self._call(call)
+            traced = self._call(call, choices)
             assert traced is not None
         self._has_run = choices.has_run = True
         return traced
@@ -288,9 +188,9 @@ class TracedForward:
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
-    def _call(self, call: ForwardArgs) -> TracedCall | None:
+    def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
-        choices, has_regions = self._current, self._regions.are_closed
+        has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them, or all modules, have hooks")
         key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
@@ -300,17 +200,15 @@ class TracedForward:
         watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=True) if is_first else None
         hooks = None if self._has_run else set(forward_hook_ids(self._model))
-        outputs, self._inputs, self._reader = None, call.inputs, call.reader
-        self._ran = {}
-        self._turns.clear()
-        self._choices.clear()
+        outputs = None
         gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
-        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs, gathered)))
+        recorder = TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
+        run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
         try:
             with (
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
-                self._announced(is_first) as self._progress,
+                self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place() if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
@@ -325,24 +223,23 @@ class TracedForward:
                     raise
                 raise own from None
         finally:
-            self._inputs = {}
-            self._layer_inputs.clear()
+            self._running = None
         if hooks is not None and not hooks.issuperset(forward_hook_ids(self._model)):
             assert before is not None
             before.restore(self._model)
             return None
-        ran, self._ran = self._ran, {}
-        graphs = tuple(graph for graph in ran if graph not in choices.seen)
+        graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
-        self._tape.end(dynamo.tree_leaves(outputs))
-        tape = self._tape.tape([graph.programs for graph in ran])
+        run.tape.end(dynamo.tree_leaves(outputs))
+        tape = run.tape.tape([graph.programs for graph in run.ran])
         if self.sharding is None and self.spec.only_layers:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
         self.sharding = self.sharding or sharding_of(self._model, self._opened)
-        tape = tape.under(self.sharding)
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(watch.recompiles())
-        return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
+        return TracedCall(
+            outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(self.sharding), breaks, recompiles
+        )
 
     @property
     def has_regions(self) -> bool:
@@ -401,7 +298,7 @@ class TracedForward:
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
-        losses, reasons = decide_losses(module.graph, self.spec.loss, self._reader)
+        losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
         if any(loss.is_chunked for loss in losses):
             module.recompile()
         for reason in reasons:
@@ -456,42 +353,37 @@ class TracedForward:
         if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph()):
             raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
-        run = weak_method(self._run)
+        run_graph = weak_method(self._run_graph)
 
         # Not a bound method: dynamo keeps it.
         def called(*args: Any) -> Any:
-            return run(graph, args)
+            return run_graph(graph, args)
 
         return called
 
-    def _run(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
-        choices, layer, turn = self._current, self._regions.layer, self._turn(graph.analyzed)
+    def _run_graph(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
+        run, layer = self._run, self._regions.layer
+        turn, variants = run.turn(graph.analyzed, layer), run.choices.variants
         key = graph, layer, turn
-        variant = choices.variants.get(key)
+        variant = variants.get(key)
         if variant is None:
-            variant = choices.variants[key] = self._variant(graph, args)
-        plan = self._layer_inputs.possible(variant.inputs, args)
-        self._tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
+            variant = variants[key] = self._variant(graph, args)
+        plan = run.layer_inputs.possible(variant.inputs, args)
+        run.tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
         if plan.is_empty:
             results = variant.run(*args)
         else:
             gathered = zero3.gathered_again if self.spec.only_layers else fully_shard.gathered_again
             around = functools.partial(gathered, self._model.get_submodule(layer))
-            results = self._layer_inputs.run(variant.run, args, plan, around)
-        self._tape.after(listed(results))
-        if variant.partitioned is not None and variant.analyzed is not None:
-            self._ran.setdefault(variant.partitioned, variant.analyzed)
-            self._choices.append(variant.partitioned.choice)
-            self._turns[variant.analyzed.digest, layer] += 1
+            results = run.layer_inputs.run(variant.run, args, plan, around)
+        run.tape.after(listed(results))
+        run.note(variant, layer)
         return results
 
-    def _turn(self, analyzed: AnalyzedGraph | None) -> int:
-        """See `Call`; 0 for a graph of which nothing is trained."""
-        return 0 if analyzed is None else self._turns[analyzed.digest, self._regions.layer]
-
     def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
-        (*_, latest), analyzed, choices = graph.variants.values(), graph.analyzed, self._current
-        if analyzed is None or latest.partitioned is None or graph.asked == self._place:
+        (*_, latest), analyzed, run, layer = graph.variants.values(), graph.analyzed, self._run, self._regions.layer
+        choices = run.choices
+        if analyzed is None or latest.partitioned is None or graph.asked == run.place(layer):
             return latest
         is_asked = graph.asked is not None and graph.asked[0] is choices
         if is_asked and latest.partitioned.choice.is_for_all_runs:
@@ -503,7 +395,7 @@ class TracedForward:
         analyzed = replace(analyzed, size_hints=choices.sizes[graph])
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
         with fx_graph.without_dispatch_modes():
-            choice = choices.choose(*self._question(graph, analyzed, partitioned.gradients))
+            choice = run.choose(graph, analyzed, partitioned.gradients, layer)
             own = choices.partitions.get((graph, choice.key))
             if own is not None:
                 return replace(own, inputs=choice.inputs)
@@ -516,21 +408,9 @@ class TracedForward:
             return replace(own, inputs=choice.inputs)
 
     @property
-    def _current(self) -> GraphChoices:
-        assert self._chosen is not None
-        return self._chosen
-
-    @property
-    def _place(self) -> tuple[GraphChoices, int, str]:
-        return self._current, len(self._tape.graphs), self._regions.layer
-
-    def _question(
-        self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool]
-    ) -> tuple[AnalyzedGraph, GraphInForward]:
-        untrained = without_gradient([*(earlier.gradients for earlier in self._ran), gradients])
-        is_all = graph.is_whole and graph.is_all
-        state = GraphInForward(self._inputs, tuple(self._choices), untrained, self._progress, is_all)
-        return replace(analyzed, layer=self._regions.layer, turn=self._turn(analyzed)), state
+    def _run(self) -> ForwardRun:
+        assert self._running is not None
+        return self._running
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
@@ -544,26 +424,27 @@ class TracedForward:
             key = partitioned.choice.key
             inputs = partitioned.choice.inputs
             variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs)
-        graph.asked, graph.variants[key] = self._place, variant
-        self._current.partitions[graph, key] = variant
+        graph.asked, graph.variants[key] = self._run.place(self._regions.layer), variant
+        self._run.choices.partitions[graph, key] = variant
         return variant
 
     def _partition(
         self, traced: TracedGraph, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        spec, number = self.spec, len(self._ran) + 1
-        self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
+        spec, running = self.spec, self._run
+        number = len(running.ran) + 1
+        running.progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         cuda = spec.target.cuda if spec.target is not None else None
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), traced.layer)
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(running.inputs), traced.layer)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph
         # Names were found by the sizes of the batch that it was traced with.
-        sizes = self._current.sizes.setdefault(traced, graph.size_hints)
+        sizes = running.choices.sizes.setdefault(traced, graph.size_hints)
         graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
-        choice = self._current.choose(*self._question(traced, graph, gradients))
+        choice = running.choose(traced, graph, gradients, self._regions.layer)
         partitioned_graph, modules = partitioned(
             graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
         )
@@ -572,14 +453,14 @@ class TracedForward:
             replace(partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients),
         )
         self.held = held_bytes(next(self._model.parameters()).device)
-        self.held_after = len(self._choices)
-        self._progress.stage = f"compiling graph {number}"
+        self.held_after = len(running.chosen)
+        running.progress.stage = f"compiling graph {number}"
         return choice, modules
 
-    def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
+    def _announced(self, is_first: bool, purpose: str) -> contextlib.AbstractContextManager[Progress]:
         if not is_first:
             return contextlib.nullcontext(Progress())
-        subject = f"the training graph of {self._name}{self._current.purpose}"
+        subject = f"the training graph of {self._name}{purpose}"
         return announced(
             f"compiling {subject} with {self.spec.compiler}",
             f"compiled {subject} and ran its forward",

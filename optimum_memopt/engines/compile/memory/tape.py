@@ -175,13 +175,9 @@ class Tape:
 
 
 class TapeRecorder:
-    """Notes the runs of a forward's graphs while it runs."""
+    """Notes the runs of the graphs of a forward with these arguments while it runs."""
 
-    def __init__(self) -> None:
-        self.begin(())
-
-    def begin(self, arguments: Iterable[object]) -> None:
-        """A forward with these arguments begins; what was noted of another one is forgotten."""
+    def __init__(self, arguments: Iterable[object]) -> None:
         self._calls: list[tuple[Hashable, Call]] = []
         # Of the calls, and of what is saved outside, the place in the order of autograd's operators.
         self._orders: list[int] = []

@@ -10,7 +10,7 @@ import torch
 
 from optimum_memopt.compat import of_all_ranks
 from optimum_memopt.engines.api.run import LargestBatch, Run
-from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
+from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph

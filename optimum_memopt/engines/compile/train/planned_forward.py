@@ -13,12 +13,11 @@ import torch
 
 from optimum_memopt.engines.compile.capture.traced_forward import (
     ForwardArgs,
-    GraphChoices,
-    GraphInForward,
     TracedCall,
     TracedForward,
     no_training_graph,
 )
+from optimum_memopt.engines.compile.capture.traced_graph import GraphChoices, GraphInForward
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients

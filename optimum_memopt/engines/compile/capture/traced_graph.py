@@ -1,0 +1,158 @@
+"""The graphs of a training forward as dynamo has traced them, the choices for each, and the forward while it runs."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.loss.decide import LossDecision
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.logs import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A graph as it was compiled for one choice.
+
+    Attributes:
+        partitioned: None where nothing of it is trained, as `analyzed`.
+        analyzed: the joint graph that the choice is for, which is traced again for each.
+        inputs: of the choice.
+    """
+
+    run: Callable[..., Any]
+    programs: InductorPrograms
+    partitioned: PartitionedGraph | None
+    analyzed: AnalyzedGraph | None
+    inputs: InputsPlan = field(default_factory=InputsPlan)
+
+
+@dataclass(eq=False)
+class TracedGraph:
+    """A graph that dynamo has traced, or a part of one.
+
+    Attributes:
+        inputs: fake ones, that it was traced with.
+        parameters: the name of each input that is a parameter, empty for the others.
+        losses: that were decided for it.
+        layer: path of the layer that it was traced for; empty: of none.
+        is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
+        is_whole: it is all that was traced, and no layer.
+        module: whose forward, or a part of it, it is.
+        trace: None where it is compiled while dynamo traces it.
+        analyzed: its joint graph; None where nothing of it is trained.
+        variants: by the keys of their choices.
+        asked: with which choices the latest was chosen, for which run of the forward and which layer.
+    """
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    parameters: tuple[str, ...]
+    losses: tuple[LossDecision, ...]
+    layer: str
+    is_all: bool
+    is_whole: bool
+    module: "weakref.ref[torch.nn.Module] | None"
+    trace: dynamo.Trace | None
+    analyzed: AnalyzedGraph | None = None
+    variants: dict[str, Variant] = field(default_factory=dict)
+    asked: tuple[object, int, str] | None = None
+
+
+@dataclass(frozen=True)
+class GraphInForward:
+    """The forward as far as it has come when a choice is made for one of its graphs.
+
+    Attributes:
+        choices: that of each run of a graph so far.
+        is_all: nothing of the model's forward runs outside of the graph.
+    """
+
+    inputs: Mapping[str, Any]
+    choices: tuple[Choice, ...]
+    untrained: frozenset[str]
+    progress: Progress
+    is_all: bool
+
+
+# Chooses for one graph; it may raise what the user is to read.
+Choose = Callable[[AnalyzedGraph, GraphInForward], Choice]
+
+
+@dataclass(eq=False)
+class GraphChoices:
+    """The choices for the graphs of a forward, one for each; other batches may have choices of their own.
+
+    Attributes:
+        purpose: for which batches, for log lines; empty: for all.
+        has_run: a forward has run with them.
+        sizes: of each graph in its first run with them.
+        variants: by graph, layer and turn.
+        partitions: the same by graph and the key of the choice.
+        seen: graphs that have run with them.
+    """
+
+    choose: Choose
+    purpose: str = ""
+    has_run: bool = False
+    sizes: dict[TracedGraph, SymbolValues] = field(default_factory=dict)
+    variants: dict[tuple[TracedGraph, str, int], Variant] = field(default_factory=dict)
+    partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
+    seen: set[PartitionedGraph] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class ForwardRun:
+    """A forward while it runs.
+
+    Attributes:
+        inputs: its keyword arguments.
+        reader: see `ForwardArgs`.
+        tape: notes the runs of graphs.
+        layer_inputs: arguments of those runs that are offloaded or recomputed.
+        chosen: the choice of each run of a graph so far.
+        ran: the graphs among those, with their joint graphs.
+    """
+
+    choices: GraphChoices
+    inputs: Mapping[str, Any]
+    reader: str
+    tape: TapeRecorder
+    layer_inputs: LayerInputs = field(default_factory=LayerInputs)
+    progress: Progress = field(default_factory=Progress)
+    chosen: list[Choice] = field(default_factory=list)
+    ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
+    _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def turn(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
+        """See `Call`; 0 for a graph of which nothing is trained."""
+        return 0 if analyzed is None else self._turns[analyzed.digest, layer]
+
+    def place(self, layer: str) -> tuple[GraphChoices, int, str]:
+        """See `TracedGraph.asked`."""
+        return self.choices, len(self.tape.graphs), layer
+
+    def choose(self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool], layer: str) -> Choice:
+        """The choice for a graph that runs next, of these gradients of parameters. Raises what choosing does."""
+        untrained = without_gradient([*(earlier.gradients for earlier in self.ran), gradients])
+        is_all = graph.is_whole and graph.is_all
+        state = GraphInForward(self.inputs, tuple(self.chosen), untrained, self.progress, is_all)
+        return self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)
+
+    def note(self, variant: Variant, layer: str) -> None:
+        """A variant has run for a layer."""
+        if variant.partitioned is not None and variant.analyzed is not None:
+            self.ran.setdefault(variant.partitioned, variant.analyzed)
+            self.chosen.append(variant.partitioned.choice)
+            self._turns[variant.analyzed.digest, layer] += 1
