@@ -1,10 +1,17 @@
+import contextlib
+import gc
+
 import pytest
+from torch import fx
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.errors import DoesNotFitError
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL as CASE
+from tests.model_zoo import ZOO
 
 OPTIONS = {
     "compile": {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"},
@@ -73,3 +80,24 @@ def test_the_peak_of_a_run_is_in_one_line_and_no_stack_is_walked(tmp_path, capsy
     said = capsys.readouterr().err
     assert said.count("measured peak of the run") == 1
     assert "of the measured steps highest up to " in said
+
+
+@pytest.mark.parametrize("plan", [{"memory_opt_level": 1}, {"memory_opt_budget": "100MiB"}], ids=["level", "refused"])
+@pytest.mark.parametrize("unit", ["model", "layer"])
+def test_what_was_compiled_is_freed_with_the_engine(unit, plan):
+    def held() -> list[int]:
+        gc.collect()
+        kinds = [type(each) for each in gc.get_objects()]
+        return [kinds.count(PartitionedGraph), kinds.count(fx.Node)]
+
+    # Other tests' fixtures.
+    graphs, nodes = held()
+    model = ZOO["llama"].build("eager")
+    engine = optimize(model, memory_opt_unit=unit, **plan, **OPTIONS["compile"])
+    with contextlib.nullcontext() if "memory_opt_level" in plan else pytest.raises(DoesNotFitError):
+        accumulate(model, [ZOO["llama"].batch()])
+    engine.detach()
+    del engine, model
+    # As of a run that is planned again for other memory, or another model of the same class, in one process.
+    now = held()
+    assert now[0] <= graphs and now[1] <= nodes

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -129,6 +130,10 @@ class TracedForward:
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
+        self._codes: list[types.CodeType] = []
+        weakref.finalize(self, dynamo.forget, self._codes).atexit = False
+        # What its backend has returned to torch.
+        self._returned: list[Callable[..., Any]] = []
         groups, opened = regions_of(model, spec.unit), opened_modules(model)
         self._regions = Regions(
             groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
@@ -284,6 +289,8 @@ class TracedForward:
 
     def _compile_alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._forwards.append(forward)
+        if (code := getattr(forward, "__code__", None)) is not None:
+            self._codes.append(code)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
         return dynamo.compile_alone(forward, weak_method(self._backend), self.spec.dynamic)
@@ -308,7 +315,7 @@ class TracedForward:
         given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
         names = {name: ids.get(id(value), "") for name, value in given.items()}
         if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
-            return self._traced(module, given, names, losses, None)
+            return self._owned(self._traced(module, given, names, losses, None))
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
         # Only what is behind the layers has losses over a vocabulary.
@@ -320,7 +327,20 @@ class TracedForward:
             # Hooks of all modules are not for these.
             delattr(whole, name)
             setattr(whole, name, run)
-        return whole.forward
+        return self._owned(whole.forward)
+
+    def _owned(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs this as long as the forward is there: torch may keep what a backend returns until the
+        process ends, among the globals of the module whose code it has traced (2.13)."""
+        self._returned.append(run)
+        reference = weakref.ref(run)
+
+        def owned(*args: Any) -> Any:
+            owner = reference()
+            assert owner is not None, "the engine was detached"
+            return owner(*args)
+
+        return owned
 
     def _traced(
         self,

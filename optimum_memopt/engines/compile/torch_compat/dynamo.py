@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import remove_from_cache, skip_code
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
@@ -249,7 +249,7 @@ def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dyna
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function or method with its own code object, with which what was compiled for it is freed.
+    """A copy of a function or method with its own code object, for which alone `forget` frees what was compiled.
 
     torch keeps compiled code by code object, and all of transformers' models share the one of a decorator.
     """
@@ -261,6 +261,16 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copied = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
+
+
+def forget(codes: Iterable[types.CodeType]) -> None:
+    """Free what was compiled for these code objects.
+
+    torch's cache of a code object holds that object (2.9 to 2.13), and puts what it has compiled among the globals of
+    its module, so that neither goes with the function.
+    """
+    for code in codes:
+        remove_from_cache(code)
 
 
 @dataclass(frozen=True)
