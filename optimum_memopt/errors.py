@@ -32,9 +32,15 @@ class DoesNotFitError(MemOptError):
         self.lowest = lowest
 
 
+_OF_DYNAMO = ("TorchRuntimeError", "Unsupported")
+
+
 def line_of(error: BaseException) -> str:
     """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
     error = getattr(error, "inner_exception", None) or error
+    if type(error).__name__ == "TorchRuntimeError":
+        # An operator's error while dynamo traces it, of which torch 2.13 has in its first line that there was one.
+        error = next((each for each in with_causes(error) if type(each).__name__ not in _OF_DYNAMO), error)
     reason = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 

@@ -1,10 +1,13 @@
-"""Several backwards of one forward, and writes to its outputs before the first."""
+"""Several backwards of one forward, writes to its outputs before the first, and backwards from a part of them."""
+
+import copy
 
 import pytest
 import torch
 from torch._functorch import config as functorch_config
 
 from optimum_memopt import optimize
+from tests.model_zoo import ZOO
 from tests.train.test_hooks import Net
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -92,3 +95,40 @@ def test_a_caller_may_write_to_an_output_that_is_a_copy(plan):
                 outputs[name].data.zero_()
         outputs["loss"].backward()
     assert_equal(gradients(ours), gradients(plain))
+
+
+class TwoGraphs(torch.nn.Module):
+    """Each has an output that a loss may not read; the second one reads both of the first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        beside = torch.tanh(self.second(x))
+        torch._dynamo.graph_break()
+        return x.square(), self.third(beside)
+
+
+@pytest.mark.parametrize("unit", ["model", "layer", "graphs"])
+def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
+    if unit == "graphs":
+        ours, x, plan = TwoGraphs(), torch.randn(4, 16), {}
+    else:
+        case, plan = ZOO["bert-classification"], {"memory_opt_unit": unit, "memory_opt_level": 1}
+        ours, x = case.build("eager").bert, case.batch()["input_ids"]
+    plain = copy.deepcopy(ours)
+    engine = optimize(ours, **ENGINE, **plan)
+    # Hidden states, without the pooler; the pooler; and hidden states again.
+    for place in (0, 1, 0):
+        for model in (ours, plain):
+            model.zero_grad(set_to_none=True)
+            model(x)[place].square().sum().backward()
+        gradients, expected = ({name: each.grad for name, each in model.named_parameters()} for model in (ours, plain))
+        unread = {name for name, gradient in expected.items() if gradient is None}
+        assert bool(unread) == (place == 0)
+        assert {name for name, gradient in gradients.items() if gradient is None} == unread
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected.keys() - unread)
+    engine.detach()

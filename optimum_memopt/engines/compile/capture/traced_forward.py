@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.capture.regions import (
 )
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardRun, GraphChoices, TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, sources_of
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.loss.decide import (
@@ -42,7 +42,7 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, fx_graph, zero3
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fx_graph, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
@@ -397,6 +397,8 @@ class TracedForward:
             around = functools.partial(gathered, self._model.get_submodule(layer))
             results = run.layer_inputs.run(variant.run, args, plan, around)
         run.tape.after(listed(results))
+        if variant.partitioned is not None and variant.partitioned.sources:
+            autograd.drop_unread_gradients(listed(results), args, variant.partitioned.sources)
         run.note(variant, layer)
         return results
 
@@ -456,6 +458,7 @@ class TracedForward:
         running.progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
+        sources = sources_of(module.graph, num_fwd_outputs)
         cuda = spec.target.cuda if spec.target is not None else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(running.inputs), traced.layer)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
@@ -470,7 +473,13 @@ class TracedForward:
         )
         self._partitioned = (
             graph,
-            replace(partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients),
+            replace(
+                partitioned_graph,
+                is_all_of_forward=traced.is_all,
+                losses=traced.losses,
+                gradients=gradients,
+                sources=sources,
+            ),
         )
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)

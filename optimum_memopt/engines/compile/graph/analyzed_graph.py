@@ -85,6 +85,27 @@ def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str
     return {name: gradient is not None for name, gradient in zip(parameters, returned, strict=True) if name}
 
 
+def sources_of(joint: fx.Graph, num_fwd_outputs: int) -> dict[int, frozenset[int]]:
+    """For each argument of a graph whose gradient the backward returns, the results of the graph whose gradients that
+    one is computed from, all by their places; without those of all results, and those where it is not known."""
+    sources: dict[fx.Node, frozenset[int | None]] = {}
+    for node in joint.nodes:
+        if fx_graph.is_tangent(node):
+            sources[node] = frozenset((fx_graph.tangent_position(node),))
+        else:
+            sources[node] = frozenset().union(*(sources[given] for given in node.all_input_nodes))
+    every = frozenset().union(*sources.values())
+    (output,) = joint.find_nodes(op="output")
+    places = fx_graph.gradient_positions(joint)[num_fwd_outputs:]
+    pairs = zip(places, output.args[0][num_fwd_outputs:], strict=True)
+    found = {at: sources[gradient] for at, gradient in pairs if at is not None and gradient is not None}
+    return {
+        at: frozenset(result for result in read if result is not None)
+        for at, read in found.items()
+        if read and read != every and None not in read
+    }
+
+
 def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
     """Parameters that graphs of a forward read and none of them returns a gradient of, as of a head under `no_grad`.
 

@@ -62,6 +62,8 @@ class PartitionedGraph:
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
         digest: of its joint graph.
+        gradients: see `gradients_of`.
+        sources: see `sources_of`.
     """
 
     candidates: tuple[Candidate, ...]
@@ -81,6 +83,7 @@ class PartitionedGraph:
     bound: frozenset[sympy.Symbol] = frozenset()
     digest: str = ""
     gradients: Mapping[str, bool] = field(default_factory=dict)
+    sources: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def with_sizes(self, sizes: Mapping[sympy.Symbol, int]) -> "PartitionedGraph":
         """The same for another first batch."""

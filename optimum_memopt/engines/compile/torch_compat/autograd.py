@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +44,45 @@ def last_order() -> int:
 def order(node: Any) -> int:
     """The place of a node in the order of autograd's operators; -1 without one."""
     return -1 if node is None else int(node._sequence_nr())
+
+
+def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
+    """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
+
+    AOTAutograd feeds zeros to outputs that got no gradient, and so returns zeros to all parameters, which an optimizer
+    with weight decay shrinks.
+
+    Args:
+        results: of the run of the graph with `args`.
+        sources: for the place of an argument, those of the results whose gradients its own is computed from.
+    """
+    placed = [(at, each) for at, each in enumerate(results) if isinstance(each, torch.Tensor)]
+    node = next((each.grad_fn for _, each in placed if type(each.grad_fn).__name__ == _COMPILED), None)
+    if node is None:
+        return
+    numbers = {at: each.output_nr for at, each in placed if each.grad_fn is node}
+    # A result that is a view has a node of its own, whose gradients are not seen here.
+    read = [
+        [numbers[at] for at in sources[place]] if sources.get(place, frozenset((-1,))) <= numbers.keys() else []
+        for place, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor)
+    ]
+
+    def is_unread(of: Sequence[int], given: Sequence[Any]) -> bool:
+        return bool(of) and all(given[number] is None for number in of)
+
+    def dropped(gradients: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...] | None:
+        if len(gradients) != len(read):
+            return None
+        pairs = zip(gradients, read, strict=True)
+        return tuple(None if is_unread(of, given) else gradient for gradient, of in pairs)
+
+    def add_where_needed(given: Sequence[Any]) -> None:
+        # Not always: where there is such a hook, torch holds what a backward is given until it is done.
+        if any(is_unread(of, given) for of in read):
+            current_node().register_hook(dropped)
+
+    node.register_prehook(add_where_needed)
 
 
 class Gradient(NamedTuple):

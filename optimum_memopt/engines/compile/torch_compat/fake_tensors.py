@@ -52,6 +52,13 @@ _NOT_COPIED = (
 _T = TypeVar("_T")
 
 
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """What an operator raises on fake tensors is raised, and not also logged with its traceback."""
+    with mock.patch.object(fake_tensor.log, "exception"):
+        yield
+
+
 @dataclass(frozen=True)
 class HeldStorage:
     """The memory of a tensor, which a fake one has, too.
