@@ -200,7 +200,7 @@ class Workload:
     @property
     def suggestion(self) -> str:
         """A way to get figures of a model that cannot be traced."""
-        return "; --measure runs it"
+        return "; optimum-cli memopt plan --measure runs it"
 
     def check(self) -> None:
         """Check the arguments without importing anything heavy.
