@@ -49,7 +49,7 @@ class ForwardSolver:
         """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
         solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
         low, high = solver.lowest.peak, solver.everything.peak
-        # From the largest: what the smallest budgets leave is found best with the limits of others.
+        # From the largest: limits that were found for larger budgets help most with the smallest.
         budgets = (low + (high - low) * part // _PLANS_OF_RUN for part in reversed(range(_PLANS_OF_RUN)))
         return tuple(frozenset(numbers[node] for node in plan.saved) for plan in solver.plans(budgets))
 
