@@ -112,6 +112,19 @@ class TwoGraphs(torch.nn.Module):
         return x.square(), self.third(beside)
 
 
+class HandedOn(torch.autograd.Function):
+    """All outputs as one operator, which runs the backward of those without a gradient too (DDP's `_DDPSink`)."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
 @pytest.mark.parametrize("unit", ["model", "layer", "graphs"])
 def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
     if unit == "graphs":
@@ -121,11 +134,13 @@ def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
         ours, x = case.build("eager").bert, case.batch()["input_ids"]
     plain = copy.deepcopy(ours)
     engine = optimize(ours, **ENGINE, **plan)
-    # Hidden states, without the pooler; the pooler; and hidden states again.
-    for place in (0, 1, 0):
+    # Hidden states, without the pooler; the pooler; and hidden states again, at last as DDP hands them on.
+    for place, is_handed_on in ((0, False), (1, False), (0, False), (0, True)):
         for model in (ours, plain):
             model.zero_grad(set_to_none=True)
-            model(x)[place].square().sum().backward()
+            outputs = model(x)
+            outputs = HandedOn.apply(outputs[0], outputs[1]) if is_handed_on else outputs
+            outputs[place].square().sum().backward()
         gradients, expected = ({name: each.grad for name, each in model.named_parameters()} for model in (ours, plain))
         unread = {name for name, gradient in expected.items() if gradient is None}
         assert bool(unread) == (place == 0)

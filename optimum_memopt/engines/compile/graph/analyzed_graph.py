@@ -87,14 +87,13 @@ def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str
 
 def sources_of(joint: fx.Graph, num_fwd_outputs: int) -> dict[int, frozenset[int]]:
     """For each argument of a graph whose gradient the backward returns, the results of the graph whose gradients that
-    one is computed from, all by their places; without those of all results, and those where it is not known."""
+    one is computed from, all by their places; without those where it is not known."""
     sources: dict[fx.Node, frozenset[int | None]] = {}
     for node in joint.nodes:
         if fx_graph.is_tangent(node):
             sources[node] = frozenset((fx_graph.tangent_position(node),))
         else:
             sources[node] = frozenset().union(*(sources[given] for given in node.all_input_nodes))
-    every = frozenset().union(*sources.values())
     (output,) = joint.find_nodes(op="output")
     places = fx_graph.gradient_positions(joint)[num_fwd_outputs:]
     pairs = zip(places, output.args[0][num_fwd_outputs:], strict=True)
@@ -102,7 +101,7 @@ def sources_of(joint: fx.Graph, num_fwd_outputs: int) -> dict[int, frozenset[int
     return {
         at: frozenset(result for result in read if result is not None)
         for at, read in found.items()
-        if read and read != every and None not in read
+        if read and None not in read
     }
 
 

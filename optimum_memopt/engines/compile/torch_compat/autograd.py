@@ -61,26 +61,27 @@ def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: 
     if node is None:
         return
     numbers = {at: each.output_nr for at, each in placed if each.grad_fn is node}
-    # A result that is a view has a node of its own, whose gradients are not seen here.
-    read = [
-        [numbers[at] for at in sources[place]] if sources.get(place, frozenset((-1,))) <= numbers.keys() else []
-        for place, arg in enumerate(args)
-        if isinstance(arg, torch.Tensor)
-    ]
+    places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
 
-    def is_unread(of: Sequence[int], given: Sequence[Any]) -> bool:
-        return bool(of) and all(given[number] is None for number in of)
-
-    def dropped(gradients: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...] | None:
-        if len(gradients) != len(read):
-            return None
-        pairs = zip(gradients, read, strict=True)
-        return tuple(None if is_unread(of, given) else gradient for gradient, of in pairs)
+    def is_unread(place: int, given: Sequence[Any]) -> bool:
+        # A result that is a view has a node of its own, whose gradients are not seen here.
+        of = sources.get(place, frozenset())
+        return bool(of) and of <= numbers.keys() and all(given[numbers[at]] is None for at in of)
 
     def add_where_needed(given: Sequence[Any]) -> None:
         # Not always: where there is such a hook, torch holds what a backward is given until it is done.
-        if any(is_unread(of, given) for of in read):
-            current_node().register_hook(dropped)
+        if all(each is not None for each in given):
+            return
+        unread = [is_unread(place, given) for place in places]
+        if not any(unread):
+            return
+
+        def dropped(gradients: Sequence[Any], _: Sequence[Any]) -> tuple[Any, ...] | None:
+            if len(gradients) != len(unread):
+                return None
+            return tuple(None if is_one else each for each, is_one in zip(gradients, unread, strict=True))
+
+        current_node().register_hook(dropped)
 
     node.register_prehook(add_where_needed)
 
