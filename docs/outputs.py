@@ -93,7 +93,7 @@ TOO_LARGE = (
 )
 FITS = (
     TRAIN
-    + r"""--per_device_train_batch_size 16 --gradient_accumulation_steps 4 \
+    + r"""--per_device_train_batch_size 32 --gradient_accumulation_steps 2 \
     --memory_opt_engine compile --memory_opt_budget 1300MiB --memory_opt_report report.html --log_input_density""",
 )
 LEVEL = (TRAIN + "--per_device_train_batch_size 16 --memory_opt_engine compile --memory_opt_level 1",)
