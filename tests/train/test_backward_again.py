@@ -7,6 +7,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from optimum_memopt import optimize
+from tests.gradients import Sink
 from tests.model_zoo import ZOO
 from tests.train.test_hooks import Net
 
@@ -112,19 +113,6 @@ class TwoGraphs(torch.nn.Module):
         return x.square(), self.third(beside)
 
 
-class HandedOn(torch.autograd.Function):
-    """All outputs as one operator, which runs the backward of those without a gradient too (DDP's `_DDPSink`)."""
-
-    @staticmethod
-    def forward(ctx, *outputs):
-        ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
-
-
 @pytest.mark.parametrize("unit", ["model", "layer", "graphs"])
 def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
     if unit == "graphs":
@@ -139,7 +127,7 @@ def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
         for model in (ours, plain):
             model.zero_grad(set_to_none=True)
             outputs = model(x)
-            outputs = HandedOn.apply(outputs[0], outputs[1]) if is_handed_on else outputs
+            outputs = Sink.apply(outputs[0], outputs[1]) if is_handed_on else outputs
             outputs[place].square().sum().backward()
         gradients, expected = ({name: each.grad for name, each in model.named_parameters()} for model in (ours, plain))
         unread = {name for name, gradient in expected.items() if gradient is None}

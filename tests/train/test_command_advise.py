@@ -27,7 +27,7 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("llama")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2}
     LlamaConfig(**sizes, vocab_size=2048, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     return str(folder)
 
@@ -100,4 +100,4 @@ def test_a_rank_of_several_is_said(asked: Any) -> None:
         next(row["peak"] for row in found["rows"] if row["plan"] == "level 1" and row["chunked_loss"])
         for found in (alone, shared)
     ]
-    assert peaks[1] < 0.9 * peaks[0]
+    assert peaks[1] < 0.85 * peaks[0]

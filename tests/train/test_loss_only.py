@@ -16,7 +16,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import recorded
-from tests.gradients import Batch, assert_bitwise_same_step
+from tests.gradients import Batch, Sink, assert_bitwise_same_step
 from tests.model_zoo import VOCABULARY, ZOO
 from tests.rotation import nightly
 from tests.trainer_runs import log_lines, make, weights
@@ -244,19 +244,6 @@ def test_the_same_step_in_less_memory(name, return_dict):
     assert peaks[0] - peaks[1] >= 4 * 12 * CLASSES * 4, "a gradient of the logits' size less"
     if return_dict:
         assert_bitwise_same_step(model, plain, batch, case.batch(3, 7, seed=1))
-
-
-class Sink(torch.autograd.Function):
-    """As DistributedDataParallel wraps a module's outputs: a gradient that nobody computed stays None."""
-
-    @staticmethod
-    def forward(ctx, *outputs):
-        ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
 
 
 def test_outputs_that_pass_through_a_wrapper_unread_are_no_gradient():

@@ -14,17 +14,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from allocations import TensorCounter, allocated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.memory import step_context
-from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import parse_budget
-from tests.compiled import below_recompute
+from tests.compiled import below_recompute, hold_still
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.fresh_process import fork_ranks
 
@@ -110,17 +109,10 @@ def measured(trainer: Any, length: int, micro_batches: int, allocated: Any) -> t
     return held, update
 
 
-def steady_process() -> None:
-    """The process itself grows and shrinks by more than a small model takes."""
-    for module in (step_context, step_predictor):
-        vars(module)["constant_of"] = lambda *held: 2**29
-    vars(step_context).update(_GROWTH=0, _GROWTH_SHARE=0)
-
-
 if __name__ == "__main__":
     cases, out = map(Path, sys.argv[1:3])
     os.environ["DS_ACCELERATOR"] = "cpu"
-    steady_process()
+    hold_still(pytest.MonkeyPatch())
     if sys.argv[3] == "gloo":
         fork_ranks(2, timeout=500)
     else:
