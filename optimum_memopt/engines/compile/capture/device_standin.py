@@ -12,6 +12,7 @@ import torch
 
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import without_tracebacks
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -31,8 +32,10 @@ def multiprocessors(target: Device | None, here: torch.device) -> Multiprocessor
 
 @contextlib.contextmanager
 def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
-    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`."""
+    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`. An
+    operator's error is raised, and not logged too."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_tracebacks())
         if device is not None and device.cuda is not None:
             if dtype is not None:
                 stack.enter_context(kernels.autocast_lists())
@@ -44,11 +47,15 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 
 @contextlib.contextmanager
 def eager_standin(device: Device | None) -> Iterator[None]:
-    """Code that runs within without a compiler calls a device's operators; without one those of the tensors' own."""
-    if device is None or device.cuda is None:
-        yield
-        return
-    with kernels.autocast_lists(), kernels.fused_dropout(), kernels.foreach_optimizers(), _attention_of(device):
+    """Code that runs within without a compiler calls a device's operators; without one those of the tensors' own. An
+    operator's error is raised, and not logged too."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_tracebacks())
+        if device is not None and device.cuda is not None:
+            stack.enter_context(kernels.autocast_lists())
+            stack.enter_context(kernels.fused_dropout())
+            stack.enter_context(kernels.foreach_optimizers())
+            stack.enter_context(_attention_of(device))
         yield
 
 

@@ -118,7 +118,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
     planned = PlannedStep(workload, Selection(), spec)
     here, target, values = planned.here, planned.target, workload.values
     forked, quiet = torch.random.fork_rng(devices=[]), warnings.catch_warnings()
-    with forked, quiet, fake_tensors.without_tracebacks(), eager_standin(target), dynamo.fake_tensors():
+    with forked, quiet, eager_standin(target), dynamo.fake_tensors():
         # PEFT calls transformers' deprecated names (0.21).
         warnings.simplefilter("ignore", FutureWarning)
         model, batch = build(workload, here)
@@ -231,7 +231,6 @@ def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(eager_standin(target))
         stack.enter_context(fake_tensors.run_as_eager())
-        stack.enter_context(fake_tensors.without_tracebacks())
         stack.enter_context(mode)
         held = target.libraries if target is not None else held_bytes(stand_in_place(None))
         yield FakeSimulator(target, mode, stack, [held])

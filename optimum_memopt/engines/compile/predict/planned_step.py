@@ -27,7 +27,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
@@ -153,7 +153,6 @@ class PlannedStep:
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,
             traced_for(self.target, self.cast_to, self.here.type),
-            fake_tensors.without_tracebacks(),
             dynamo.fake_tensors(),
         ):
             model, batch = build(self.workload, self.here)

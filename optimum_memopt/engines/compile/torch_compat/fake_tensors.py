@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """What an operator raises on fake tensors is raised, and not also logged with its traceback."""
+    """Log no traceback of an error that an operator raises on fake tensors, beside the error itself."""
     with mock.patch.object(fake_tensor.log, "exception"):
         yield
 
