@@ -17,8 +17,8 @@ from optimum_memopt.compat import forward_hooks
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called while its object is alive."""
-    held = weakref.WeakMethod(method)
+    """The method, called while its object is alive; or a function, while somebody else holds it."""
+    held = weakref.WeakMethod(method) if isinstance(method, types.MethodType) else weakref.ref(method)
 
     def call(*args: Any) -> Any:
         alive = held()

@@ -128,8 +128,7 @@ class TracedForward:
         # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
         # whether layers are regions.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
-        # What torch traces: those, and the layers' own.
-        self._forwards: list[Callable[..., Any]] = []
+        # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
         weakref.finalize(self, dynamo.forget, self._codes).atexit = False
         # What its backend has returned to torch.
@@ -288,7 +287,6 @@ class TracedForward:
         return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
     def _compile_alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        self._forwards.append(forward)
         if (code := getattr(forward, "__code__", None)) is not None:
             self._codes.append(code)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
@@ -333,14 +331,7 @@ class TracedForward:
         """A function that runs this as long as the forward is there: torch may keep what a backend returns until the
         process ends, among the globals of the module whose code it has traced (2.13)."""
         self._returned.append(run)
-        reference = weakref.ref(run)
-
-        def owned(*args: Any) -> Any:
-            owner = reference()
-            assert owner is not None, "the engine was detached"
-            return owner(*args)
-
-        return owned
+        return weak_method(run)
 
     def _traced(
         self,
@@ -363,7 +354,7 @@ class TracedForward:
             tuple(names.get(node.name, "") for node in placeholders),
             losses,
             self._regions.layer,
-            not self.spec.only_layers and any(map(dynamo.is_all_of, self._forwards)),
+            not self.spec.only_layers and any(map(dynamo.is_all_of, self._codes)),
             trace is None and not self._regions.layer,
             None if traced is None else weakref.ref(traced),
             trace,

@@ -360,14 +360,14 @@ def is_operator_of_python(node: fx.Node) -> bool:
 untraced = torch._dynamo.disable
 
 
-def is_all_of(function: Callable[..., Any]) -> bool:
-    """While a graph is partitioned: true where it is the only graph of a call of `function`.
+def is_all_of(code: types.CodeType) -> bool:
+    """While a graph is partitioned: true where it is the only graph of a call of a function with this code.
 
-    It is when the frame of `function` itself, not only of one that it calls, was traced up to its return
+    It is when the frame of the function itself, not only of one that it calls, was traced up to its return
     (`torch/_dynamo/symbolic_convert.py`, `GraphCompileReason` in `output_graph.py`).
     """
     translator = _translator()
-    is_traced = translator is not None and translator.f_code is getattr(function, "__code__", None)
+    is_traced = translator is not None and translator.f_code is code
     return is_traced and not translator.output.compile_subgraph_reason.graph_break
 
 
