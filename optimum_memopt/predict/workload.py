@@ -283,6 +283,7 @@ class Workload:
                 line = f"--task {self.task}: transformers has no {config.model_type} model for it"
             raise MemOptError(line) from error
         decide_problem_type(model.config, batch.get("labels"))
+        _decide_first_token(model.config)
         freeze_others(model, self.trainable)
         return model.train(), batch
 
@@ -327,6 +328,12 @@ def decide_problem_type(config: Any, labels: torch.Tensor | None) -> None:
         return
     if getattr(config, "problem_type", None) is None:
         config.problem_type = "single_label_classification"
+
+
+def _decide_first_token(config: Any) -> None:
+    """Set what a decoder begins with where the config leaves it out, as `T5Config()` does; memory has none of it."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from transformers import T5Config
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import TASKS, Workload, freeze_others, matches
@@ -29,6 +30,13 @@ def test_every_task_has_a_loss_with_gradients(task, tmp_path):
         assert batch["input_ids"].shape == (3, 11)
         assert batch["attention_mask"].all()
         assert model.config.pad_token_id not in batch["input_ids"].tolist()[0]
+
+
+def test_a_decoder_without_a_first_token_in_its_config():
+    config = T5Config(num_layers=1, d_model=16, d_ff=32, d_kv=8, num_heads=2, vocab_size=50)
+    assert getattr(config, "decoder_start_token_id", None) is None
+    model, batch = Workload(config, "text2text-generation", 2, 5).build()
+    model(**batch).loss.backward()
 
 
 def test_a_regression(tmp_path):

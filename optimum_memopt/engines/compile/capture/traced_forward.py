@@ -43,7 +43,7 @@ from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fx_graph, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error, place_of
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
@@ -157,7 +157,7 @@ class TracedForward:
         try:
             traced = self._call(call, choices)
         except Exception as error:
-            why = self._regions.refusal or (line_of(error) if self.is_first else "")
+            why = self._regions.refusal or (f"{line_of(error)}{place_of(error)}" if self.is_first else "")
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
             self._say_whole(why)

@@ -58,8 +58,6 @@ _PLACE = re.compile(r"\[\d+\]")
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
 # Modules that a step calls without gradients: references, what is generated from.
 NO_GRAD = "no-grad"
-_TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[3])
 
 
 class Place(NamedTuple):
@@ -495,11 +493,6 @@ def _reads_data(function: Any) -> str:
     )
 
 
-def is_of_the_user(file: str) -> bool:
-    """True for code that is neither torch's nor this package's."""
-    return not file.startswith((_TORCH, _PACKAGE))
-
-
 def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """Those of functions that are neither torch's nor this package's, the innermost first.
 
@@ -508,7 +501,7 @@ def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_of_the_user(frame.f_code.co_filename):
+        if dynamo.is_of_the_user(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back if frame is not outermost else None
 

@@ -3,7 +3,6 @@ that of a Trainer, and any of a user's own."""
 
 import contextlib
 import itertools
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,6 @@ from optimum_memopt.engines.compile.memory.live import (
     OPTIMIZER_STEP,
     LiveRecorder,
     LiveRun,
-    is_of_the_user,
     loss_of,
 )
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
@@ -209,7 +207,7 @@ def run_micro_batches(
         raise
     except Exception as error:
         raise MemOptError(
-            f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)})"
+            f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)}{dynamo.place_of(error)})"
         ) from error
     return recorder.run()
 
@@ -367,8 +365,7 @@ def _given(objects: Sequence[object]) -> Mapping[str, Mapping[str, torch.Tensor]
 
 
 def _failure(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_of_the_user(frame.filename)]
-    where = f", at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    where = dynamo.place_of(error)
     if "convert all Tensors to FakeTensors" in str(error):
         return f"the step uses a tensor that is none of its arguments{where}; give it, or its module, as an argument"
     return f"the step cannot be run on tensors without data ({line_of(error)}{where})"

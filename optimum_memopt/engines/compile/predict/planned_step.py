@@ -189,7 +189,8 @@ class PlannedStep:
                 raise
             except Exception as error:
                 raise MemOptError(
-                    f"{type(model).__name__} cannot be traced on fake tensors ({line_of(error)})"
+                    f"{type(model).__name__} cannot be traced on fake tensors ("
+                    f"{line_of(error)}{dynamo.place_of(error)})"
                     f"{self.workload.suggestion}"
                 ) from error
         for remark in traced.shown.remarks:

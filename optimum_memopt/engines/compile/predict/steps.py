@@ -487,8 +487,8 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module,
         raise
     except Exception as error:
         raise MemOptError(
-            f"{name} cannot be traced on fake tensors ({line_of(error)}), so that nothing can be predicted for other "
-            "batches"
+            f"{name} cannot be traced on fake tensors ({line_of(error)}{dynamo.place_of(error)}), so that nothing can "
+            "be predicted for other batches"
         ) from error
     if not all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in graphs):
         count = len(graphs)

@@ -13,6 +13,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -41,7 +42,7 @@ from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
-from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
+from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_causes
 
 __all__ = [
     "CustomPartitionerFn",
@@ -65,6 +66,10 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
 # Before a recompile reason.
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
+# What dynamo calls the rest of a function behind a graph break.
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[3])
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
@@ -480,13 +485,32 @@ def backward_runs_once() -> bool:
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def is_of_the_user(file: str) -> bool:
+    """True for code that is neither torch's nor this package's."""
+    return not file.startswith((_TORCH, _PACKAGE))
+
+
+def place_of(error: BaseException) -> str:
+    """The user's line that an error was raised at, as `, at model.py:28, in forward`; empty where none is known."""
+    for each in reversed([*with_causes(error)]):
+        # Code that dynamo traces does not run, and is in no traceback.
+        stack = getattr(each, "real_stack", None) or traceback.extract_tb(each.__traceback__)
+        last = next((frame for frame in reversed(stack) if is_of_the_user(frame.filename)), None)
+        if last is not None:
+            function = _RESUMED.sub(r"\1", last.name)
+            return f", at {last.filename}:{last.lineno}, in {function}"
+    return ""
+
+
 def failure_of_compiler(error: BaseException) -> str:
     """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
     other error. What it knows that it cannot trace breaks the graph instead."""
     if isinstance(error, InternalTorchDynamoError):
         # Its text has the kind of error that it met.
-        return f"torch cannot trace this model ({str(error).strip().splitlines()[0]})"
-    return f"torch cannot compile this model ({line_of(error)})" if isinstance(error, BackendCompilerFailed) else ""
+        return f"torch cannot trace this model ({str(error).strip().splitlines()[0]}{place_of(error)})"
+    if isinstance(error, BackendCompilerFailed):
+        return f"torch cannot compile this model ({line_of(error)}{place_of(error)})"
+    return ""
 
 
 def is_of_compiled_backward(error: BaseException) -> bool:
