@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED, TEMPORARY
+from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
 from optimum_memopt.engines.compile.memory.sharding import Reduced
-from optimum_memopt.engines.compile.memory.tape import Outside, Tape
+from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 
@@ -211,7 +211,7 @@ class _Composition:
         """The storages that operators behind a call save, where no graph has allocated it."""
         behind = (operator for _, operator in self._outside if operator.call == call)
         saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
-        new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
+        new = tuple(Storage(name, size, SAVED, BETWEEN) for name, size in saved.items() if name not in self._held)
         self._held |= saved.keys()
         if new:
             yield Event("", allocates=new)
@@ -318,18 +318,14 @@ class _Composition:
     def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
         """The backwards of operators between two calls."""
         for reader, operator in operators:
-            allocates = tuple(
-                Storage(_gradient(tensor.storage), tensor.bytes, TEMPORARY, _BETWEEN) for tensor in operator.allocates
-            )
             done = [_shared(tensor.storage) for tensor in operator.saved]
             done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
-            frees = (*map(_gradient, operator.frees), *done)
-            workspace = operator.workspace.bytes if operator.workspace is not None else 0
-            yield Event(operator.name, operator.name, "", allocates, workspace, frees)
-            self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
+            event = operator.backward
+            yield event._replace(frees=(*event.frees, *done))
+            self._gradient_bytes.update((storage.name, storage.bytes) for storage in event.allocates)
             read = []
             for number, result in operator.passed:
-                name = _gradient(number)
+                name = gradient_name(number)
                 before = self._gradients.setdefault(result, name)
                 if self._gradient_bytes.get(before, 0) < self._gradient_bytes.get(name, 0):
                     # That of a view, whose storage is the result's too, and which this operator has read.
@@ -401,13 +397,5 @@ class _Composition:
         return (self._calls[index].layer or layer) if layer else ""
 
 
-# Kind of what operators outside of all graphs hold.
-_BETWEEN = "between graphs"
-
-
 def _shared(number: int) -> str:
     return f"storage {number}"
-
-
-def _gradient(number: int) -> str:
-    return f"gradient {number}"

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import sympy
 import torch
 
+from optimum_memopt.engines.api.predictions import TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.events import Schedule
+from optimum_memopt.engines.compile.memory.events import Event, Schedule, Storage
 from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, GraphRun, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
@@ -48,6 +49,15 @@ class Call:
     parameters: Mapping[int, str] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
+
+
+# Kind of what operators outside of all graphs hold.
+BETWEEN = "between graphs"
+
+
+def gradient_name(number: int) -> str:
+    """The name among events of a gradient outside of all graphs."""
+    return f"gradient {number}"
 
 
 class Tensor(NamedTuple):
@@ -85,6 +95,14 @@ class Outside:
     allocates: tuple[Tensor, ...]
     frees: tuple[int, ...]
     passed: tuple[tuple[int, int], ...]
+
+    @property
+    def backward(self) -> Event:
+        """Its backward, which frees what the operator has saved, too, where nobody else holds that."""
+        gradients = ((gradient_name(tensor.storage), tensor.bytes) for tensor in self.allocates)
+        allocates = tuple(Storage(name, size, TEMPORARY, BETWEEN) for name, size in gradients)
+        workspace = self.workspace.bytes if self.workspace is not None else 0
+        return Event(self.name, self.name, "", allocates, workspace, tuple(map(gradient_name, self.frees)))
 
 
 @dataclass(frozen=True)

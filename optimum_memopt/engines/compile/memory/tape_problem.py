@@ -12,7 +12,7 @@ from typing import Any
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.sharding import Reduced
-from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 # Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
@@ -161,18 +161,29 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
     read: list[int] = []
     around = tape.collectives([[at for at in run.positions.gradients if at is not None] for run in runs])
     moved = _Moved(built)
+    # What operators outside of all graphs save, by storage.
+    saved_outside: dict[int, int] = {}
+
+    def save_outside(run: int, behind: int) -> None:
+        for tensor in (tensor for operator in tape.outside if operator.call == behind for tensor in operator.saved):
+            if tensor.storage not in made:
+                made[tensor.storage] = _outside(built, run, runs[run], tensor.bytes)
+            saved_outside[tensor.storage] = _passed(built, run, runs[run], made[tensor.storage])
+            read.append(saved_outside[tensor.storage])
+
     for run, (call, problem) in enumerate(zip(tape.calls, runs, strict=True)):
         number, given = numbers[run], set(problem.tangents)
         handed: list[int] = []
         held += moved.add(run, problem, around.before[run])
+        if not run:
+            save_outside(run, -1)
         for node in range(len(problem.names)):
             if problem.is_backward[node] or node in given:
                 continue
             storage = call.inputs.get(problem.positions.inputs.get(node, -1)) if problem.is_input[node] else None
             if storage is not None and storage not in tape.given and storage not in made:
                 # Of a graph in which nothing is trained, as that of frozen embeddings or of a mask.
-                own = {"bytes": problem.bytes[node], "is_view": False, "is_kept": True}
-                made[storage] = built.between(run, problem, (), call.layer, kinds=_OUTSIDE, **own)
+                made[storage] = _outside(built, run, problem, problem.bytes[node], call.layer)
             source = None if storage is None else made.get(storage)
             if source is None:
                 number[node] = built.add(run, call.layer, problem, node, number)
@@ -202,6 +213,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
             storage = None if at is None else call.outputs.get(at)
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 made.setdefault(storage, number[node])
+        save_outside(run, run)
         held += moved.add(run, problem, around.after[run])
     held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
     tangents: list[int] = []
@@ -217,15 +229,30 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
             outputs.extend(moved.add(run, runs[run], (reduced.copied,), own))
             outputs.extend(moved.add(run, runs[run], (reduced.after,), ()))
 
+    def backward_outside(run: int) -> None:
+        behind = [operator for operator in tape.outside if operator.call == run]
+        if behind and run == len(runs) - 1:
+            # The backward begins with the first reader of a gradient.
+            given = {"kinds": _OUTSIDE, "is_input": True, "is_operator": False, "is_backward": True}
+            tangents.append(built.between(run, runs[run], (), "", **given))
+        for operator in behind:
+            reads = [*tangents[:1], *(saved_outside[tensor.storage] for tensor in operator.saved)]
+            outputs.extend(moved.add(run, runs[run], (operator.backward,), reads))
+            for number, result in operator.passed:
+                gradients[result] = moved.take(gradient_name(number))
+
     for run in reversed(range(len(runs))):
         call, problem, number = tape.calls[run], runs[run], numbers[run]
+        backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             gradient = gradients.pop(call.outputs.get(at, -1), None) if at is not None else None
-            if gradient is None:
+            if gradient is not None:
+                number[node] = gradient
+            elif run == len(runs) - 1:
                 number[node] = built.add(run, call.layer, problem, node, number)
                 tangents.append(number[node])
             else:
-                number[node] = gradient
+                number[node] = _outside(built, run, problem, problem.bytes[node], call.layer, is_backward=True)
             if (group := around.given[run]) is not None:
                 sharded.append((group, number[node]))
         # The backward begins with the first reader of a gradient.
@@ -282,11 +309,12 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
 
 
 class _Moved:
-    """The storages of collectives, as nodes."""
+    """The storages of collectives and of operators outside of all graphs, as nodes."""
 
     def __init__(self, built: _Builder) -> None:
         self._built = built
         self._nodes: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
         self._forward: set[int] = set()
         self._passed: list[int] = []
 
@@ -299,6 +327,12 @@ class _Moved:
     def left(self) -> list[int]:
         """Storages that nobody has freed."""
         return list(self._nodes.values())
+
+    def take(self, name: str) -> int:
+        """The node of a storage that is freed when those who read it have run."""
+        if name in self._nodes:
+            self._taken[name] = self._nodes.pop(name)
+        return self._taken[name]
 
     def add(
         self, run: int, problem: Problem, events: Sequence[Event], backward: Sequence[int] | None = None
@@ -314,7 +348,7 @@ class _Moved:
         last: list[int] = []
         for event in events:
             own = {storage.name for storage in event.allocates}
-            freed = [self._nodes.pop(name) for name in event.frees if name not in own]
+            freed = [self._freed(name) for name in event.frees if name not in own]
             if backward is not None:
                 self._passed += self._forward.intersection(freed)
             reads = (*freed, *(backward or ()))
@@ -332,10 +366,27 @@ class _Moved:
                 last.append(self._built.between(run, problem, ends, layer, **changed, **none))
         return last
 
+    def _freed(self, name: str) -> int:
+        return self._taken[name] if name in self._taken else self._nodes.pop(name)
+
 
 def _returned(built: _Builder, run: int, problem: Problem, given: Sequence[int], layer: str) -> int:
     """An operator that reads what a graph was given, which its caller holds until it returns."""
     return built.between(run, problem, given, layer, kinds=_RETURNED, is_tensor=False, is_view=False)
+
+
+def _outside(
+    built: _Builder, run: int, problem: Problem, size: int, layer: str = "", *, is_backward: bool = False
+) -> int:
+    """A storage that no graph has allocated."""
+    own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
+    return built.between(run, problem, (), layer, kinds=_OUTSIDE, **own)
+
+
+def _passed(built: _Builder, run: int, problem: Problem, source: int) -> int:
+    """A storage that is there until an operator outside of all graphs has read it."""
+    root = built.columns["roots"][source]
+    return built.between(run, problem, (source,), "", kinds=_PASSED, roots=root, is_kept=True)
 
 
 def _sum(built: _Builder, run: int, problem: Problem, gradients: tuple[int, int], layer: str) -> int:
