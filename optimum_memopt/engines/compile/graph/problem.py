@@ -277,8 +277,9 @@ class Tables:
         self.workspaces = np.array(problem.workspaces, dtype=np.int64)
         # Operators that allocate a storage of their own, whether anything reads it or not.
         self.owns = np.array([root == node and problem.is_operator[node] for node, root in enumerate(roots)], bool)
-        # The roots that all nodes read, one node's after the other's; how many are each node's, and where they begin.
-        self.read_roots = np.array([roots[read] for of_node in reads for read in of_node], dtype=np.intp)
+        self.roots = np.array(roots, dtype=np.intp)
+        # What all nodes read, one node's after the other's; how many are each node's, and where they begin.
+        self.read_nodes = np.array([read for of_node in reads for read in of_node], dtype=np.intp)
         self.reads = np.array(list(map(len, reads)), dtype=np.intp)
         self.first_read = np.cumsum(self.reads) - self.reads
         # Roots that operators allocate, and the operator of each.

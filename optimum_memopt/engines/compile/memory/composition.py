@@ -107,7 +107,7 @@ class _Composition:
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
         self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
-        self._repeats = tape.again
+        self._repeats, self._returned = tape.again, tape.returned
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
@@ -339,7 +339,7 @@ class _Composition:
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
         """Gradients that autograd adds to another one of the same tensor, which was there before."""
         call, graph = self._calls[index], self._graphs[index]
-        returned = {number for earlier in self._calls[:index] for number in earlier.outputs.values()}
+        returned = self._returned[index]
         for position, local in graph.gradients:
             number = None if position is None else call.inputs.get(position)
             if not local:

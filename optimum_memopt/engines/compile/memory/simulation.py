@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
-from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.graph.problem import Problem, Tables
 from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, Run, Storage
 
 
@@ -136,23 +136,47 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     step = np.arange(steps)
     at = np.full(len(problem.names), -1, dtype=np.intp)
     at[ran] = step
-    # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
-    last = np.full(len(problem.names), -1, dtype=np.intp)
     counts = tables.reads[ran]
     places = np.repeat(tables.first_read[ran] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-    # Of the values for one index numpy assigns the last.
-    last[tables.read_roots[places]] = np.repeat(step, counts)
+    users = np.repeat(step, counts)
+    # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
+    last = _last_users(tables, places, users)
     last[[problem.roots[node] for node in ends]] = steps
     allocated, freed = np.zeros(steps, dtype=np.int64), np.zeros(steps + 1, dtype=np.int64)
     here = (at[tables.storages] >= 0) & (at[tables.allocators] >= 0)
     np.add.at(allocated, at[tables.allocators[here]], tables.sizes[tables.storages[here]])
-    ending = np.concatenate((ran, np.array(sorted(owned), dtype=np.intp)))
-    ending = ending[last[ending] >= 0]
-    np.add.at(freed, last[ending], tables.sizes[ending])
+    given = np.array(sorted(owned), dtype=np.intp)
+    ends_of_given = last[given]
+    if (twice := at[given] >= 0).any():
+        # What another graph was given, while its own computes it once more: two storages of one root.
+        roots = given[twice]
+        is_given = ~np.isin(tables.read_nodes[places], _computed(problem, ran, roots))
+        ends_of_given[twice] = _last_users(tables, places[is_given], users[is_given])[roots]
+        computed = _last_users(tables, places[~is_given], users[~is_given])[roots]
+        last[roots] = np.where(last[roots] == steps, steps, computed)
+    for nodes, ends in ((ran, last[ran]), (given, ends_of_given)):
+        np.add.at(freed, ends[ends >= 0], tables.sizes[nodes[ends >= 0]])
     freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
     after = start + np.cumsum(allocated - freed[:steps])
     during = after + freed[:steps] + tables.workspaces[ran]
     return Run(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
+
+
+def _computed(problem: Problem, ran: np.ndarray, roots: np.ndarray) -> list[int]:
+    """Those of these roots that operators compute, and the views of them."""
+    computed = set(roots.tolist())
+    for node in ran.tolist():
+        if problem.is_view[node] and any(read in computed for read in problem.reads[node]):
+            computed.add(node)
+    return list(computed)
+
+
+def _last_users(tables: Tables, places: np.ndarray, users: np.ndarray) -> np.ndarray:
+    """By root the last of the steps that read it, in whose order these reads are; -1: none."""
+    last = np.full(len(tables.sizes), -1, dtype=np.intp)
+    # Of the values for one index numpy assigns the last.
+    last[tables.roots[tables.read_nodes[places]]] = users
+    return last
 
 
 def problem_events(

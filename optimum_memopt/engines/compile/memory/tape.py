@@ -164,6 +164,12 @@ class Tape:
         """The last call before one that has returned a storage."""
         return next(at for at in reversed(range(index)) if number in self.calls[at].outputs.values())
 
+    @cached_property
+    def returned(self) -> tuple[frozenset[int], ...]:
+        """By call the storages that earlier ones have returned."""
+        outputs = [frozenset(call.outputs.values()) for call in self.calls]
+        return tuple(itertools.accumulate(outputs[:-1], frozenset.union, initial=frozenset()))
+
     @property
     def repeated(self) -> tuple[bool, ...]:
         """True for each call that a backward runs again, for an argument of another one."""

@@ -4,7 +4,7 @@ Forwards stand in the order of the tape, backwards in the opposite one. What one
 read there through a view that must not run twice: no backward recomputes past its own graph's inputs.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -148,55 +148,64 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         accumulates: see `compose`.
     """
     if len(runs) == 1:
-        return TapeProblem(
-            runs[0], (runs[0],), tape, tuple((0, node) for node in range(len(runs[0].names))), accumulates
-        )
-    built = _Builder()
-    numbers: list[dict[int, int]] = [{} for _ in runs]
-    # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
-    made: dict[int, int] = {}
-    gradients: dict[int, int] = {}
-    held: list[int] = []
-    # What graphs are given by others, and their backwards read as it is.
-    read: list[int] = []
-    around = tape.collectives([[at for at in run.positions.gradients if at is not None] for run in runs])
-    moved = _Moved(built)
-    # What operators outside of all graphs save, by storage.
-    saved_outside: dict[int, int] = {}
+        places = tuple((0, node) for node in range(len(runs[0].names)))
+        return TapeProblem(runs[0], (runs[0],), tape, places, accumulates)
+    linked = _LinkedRuns(tape, runs, accumulates)
+    for run in range(len(runs)):
+        linked.forward(run)
+    for run in reversed(range(len(runs))):
+        linked.backward(run)
+    return TapeProblem(linked.problem(), tuple(runs), tape, tuple(linked.built.places), accumulates)
 
-    def save_outside(run: int, behind: int) -> None:
-        for tensor in (tensor for operator in tape.outside if operator.call == behind for tensor in operator.saved):
-            if tensor.storage not in made:
-                made[tensor.storage] = _outside(built, run, runs[run], tensor.bytes)
-            saved_outside[tensor.storage] = _passed(built, run, runs[run], made[tensor.storage])
-            read.append(saved_outside[tensor.storage])
 
-    for run, (call, problem) in enumerate(zip(tape.calls, runs, strict=True)):
-        number, given = numbers[run], set(problem.tangents)
+class _LinkedRuns:
+    """The nodes of all runs, and of what is between them."""
+
+    def __init__(self, tape: Tape, runs: Sequence[Problem], accumulates: bool) -> None:
+        self._tape, self._runs, self._accumulates = tape, runs, accumulates
+        self._around = tape.collectives([[at for at in run.positions.gradients if at is not None] for run in runs])
+        self.built = _Builder()
+        self._moved = _Moved(self.built)
+        # By run the numbers of its own nodes.
+        self._numbers: list[dict[int, int]] = [{} for _ in runs]
+        # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
+        self._made: dict[int, int] = {}
+        self._gradients: dict[int, int] = {}
+        # What operators outside of all graphs save, by storage; and gradients that only they read.
+        self._saved_outside: dict[int, int] = {}
+        self._passed: list[int] = []
+        # Gradients that go when a group's are reduced.
+        self._sharded: list[tuple[ShardedGroup, int]] = []
+        self._held: list[int] = []
+        # What graphs are given by others, and their backwards read as it is.
+        self._read: list[int] = []
+        self._tangents: list[int] = []
+        self._outputs: list[int] = []
+
+    def forward(self, run: int) -> None:
+        """Add the forward of a run. All forwards are added before any backward, in order."""
+        call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
+        given = set(problem.tangents)
         handed: list[int] = []
-        held += moved.add(run, problem, around.before[run])
+        self._held += self._moved.add(run, problem, self._around.before[run])
         if not run:
-            save_outside(run, -1)
+            self._save_outside(run, -1)
         for node in range(len(problem.names)):
             if problem.is_backward[node] or node in given:
                 continue
-            storage = call.inputs.get(problem.positions.inputs.get(node, -1)) if problem.is_input[node] else None
-            if storage is not None and storage not in tape.given and storage not in made:
-                # Of a graph in which nothing is trained, as that of frozen embeddings or of a mask.
-                made[storage] = _outside(built, run, problem, problem.bytes[node], call.layer)
-            source = None if storage is None else made.get(storage)
+            source = self._handed_to(run, node)
             if source is None:
-                number[node] = built.add(run, call.layer, problem, node, number)
+                number[node] = self.built.add(run, call.layer, problem, node, number)
                 continue
             handed.append(source)
-            number[node] = built.add(
+            number[node] = self.built.add(
                 run,
                 call.layer,
                 problem,
                 node,
                 number,
                 reads=(source,),
-                roots=built.columns["roots"][source],
+                roots=self.built.columns["roots"][source],
                 bytes=0,
                 kinds=f"{_PASSED} {problem.names[node]}",
                 layers=call.layer,
@@ -206,106 +215,163 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
                 is_kept=True,
             )
             if any(problem.is_backward[user] for user in problem.users[node]):
-                read.append(number[node])
+                self._read.append(number[node])
         if handed:
-            held.append(_returned(built, run, problem, handed, call.layer))
+            # Its caller holds what a graph was given until it returns.
+            self._held.append(self._end(run, handed, _RETURNED))
         for node, at in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
             storage = None if at is None else call.outputs.get(at)
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
-                made.setdefault(storage, number[node])
-        save_outside(run, run)
-        held += moved.add(run, problem, around.after[run])
-    held += moved.add(len(runs) - 1, runs[-1], around.end_of_forward)
-    tangents: list[int] = []
-    outputs: list[int] = []
-    # Gradients that go when a group's are reduced.
-    sharded: list[tuple[ShardedGroup, int]] = []
+                self._made.setdefault(storage, number[node])
+        self._save_outside(run, run)
+        self._held += self._moved.add(run, problem, self._around.after[run])
 
-    def reduce(run: int, groups: Sequence[Reduced]) -> None:
-        for reduced in groups:
-            own = [gradient for group, gradient in sharded if group is reduced.group]
-            sharded[:] = [entry for entry in sharded if entry[0] is not reduced.group]
-            outputs.extend(moved.add(run, runs[run], (reduced.before,), ()))
-            outputs.extend(moved.add(run, runs[run], (reduced.copied,), own))
-            outputs.extend(moved.add(run, runs[run], (reduced.after,), ()))
+    def _handed_to(self, run: int, node: int) -> int | None:
+        """The node of the storage that an input of a run was handed; None where it was there before the forward."""
+        call, problem = self._tape.calls[run], self._runs[run]
+        storage = call.inputs.get(problem.positions.inputs.get(node, -1)) if problem.is_input[node] else None
+        if storage is None or (storage in self._tape.given and storage not in self._made):
+            return None
+        if storage not in self._made:
+            # Of a graph in which nothing is trained, as that of frozen embeddings or of a mask.
+            self._made[storage] = self._outside(run, problem.bytes[node], call.layer)
+        return self._made[storage]
 
-    def backward_outside(run: int) -> None:
-        behind = [operator for operator in tape.outside if operator.call == run]
-        if behind and run == len(runs) - 1:
-            # The backward begins with the first reader of a gradient.
-            given = {"kinds": _OUTSIDE, "is_input": True, "is_operator": False, "is_backward": True}
-            tangents.append(built.between(run, runs[run], (), "", **given))
-        for operator in behind:
-            reads = [*tangents[:1], *(saved_outside[tensor.storage] for tensor in operator.saved)]
-            outputs.extend(moved.add(run, runs[run], (operator.backward,), reads))
-            for number, result in operator.passed:
-                gradients[result] = moved.take(gradient_name(number))
+    def _save_outside(self, run: int, behind: int) -> None:
+        """Add what operators outside of all graphs save behind a call, each until its backward has read it."""
+        tensors = (tensor for each in self._tape.outside if each.call == behind for tensor in each.saved)
+        for storage, size in {tensor.storage: tensor.bytes for tensor in tensors}.items():
+            if storage not in self._made:
+                self._made[storage] = self._outside(run, size)
+            source = self._made[storage]
+            kept = {"kinds": _PASSED, "roots": self.built.columns["roots"][source], "is_kept": True}
+            self._saved_outside[storage] = self.built.between(run, self._runs[run], (source,), "", **kept)
+            self._read.append(self._saved_outside[storage])
 
-    for run in reversed(range(len(runs))):
-        call, problem, number = tape.calls[run], runs[run], numbers[run]
-        backward_outside(run)
+    def backward(self, run: int) -> None:
+        """Add the backward of a run. Those of later runs are added before it."""
+        call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
+        if run == len(self._runs) - 1:
+            self._held += self._moved.add(run, problem, self._around.end_of_forward)
+        self._backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
-            gradient = gradients.pop(call.outputs.get(at, -1), None) if at is not None else None
-            if gradient is not None:
-                number[node] = gradient
-            elif run == len(runs) - 1:
-                number[node] = built.add(run, call.layer, problem, node, number)
-                tangents.append(number[node])
-            else:
-                number[node] = _outside(built, run, problem, problem.bytes[node], call.layer, is_backward=True)
-            if (group := around.given[run]) is not None:
-                sharded.append((group, number[node]))
+            number[node] = self._tangent(run, node, at)
+            if (group := self._around.given[run]) is not None:
+                self._sharded.append((group, number[node]))
+        if self._passed:
+            self._outputs.append(self._end(run, self._passed, _RELEASED, is_backward=True))
+            self._passed = []
         # The backward begins with the first reader of a gradient.
-        prefetched, first = (around.prefetched, tangents[:1]) if run == len(runs) - 1 else ((), [])
-        outside = (*around.outside[run], *prefetched, *around.before_backward[run])
-        outputs += moved.add(run, problem, outside, first)
+        is_first = run == len(self._runs) - 1
+        prefetched, first = (self._around.prefetched, self._tangents[:1]) if is_first else ((), [])
+        outside = (*self._around.outside[run], *prefetched, *self._around.before_backward[run])
+        self._outputs += self._moved.add(run, problem, outside, first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
-                number[node] = built.add(run, call.layer, problem, node, number)
+                number[node] = self.built.add(run, call.layer, problem, node, number)
         added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
-            storage = None if at is None else call.inputs.get(at)
-            owner = None if at is None else around.owners[run].get(at)
-            if owner is not None:
-                sharded.append((owner, number[node]))
-            elif accumulates and (storage is None or storage in tape.given):
-                gradient = number[node]
-                if storage is not None and storage in gradients:
-                    pair = gradients.pop(storage), gradient
-                    gradient = _sum(built, run, problem, pair, call.layer)
-                if storage is not None and any(storage in earlier.inputs.values() for earlier in tape.calls[:run]):
-                    gradients[storage] = gradient
-                else:
-                    added.append(gradient)
-            elif storage is None:
-                outputs.append(number[node])
-            elif storage in gradients:
-                gradients[storage] = _sum(built, run, problem, (gradients[storage], number[node]), call.layer)
-            else:
-                gradients[storage] = number[node]
+            added += self._add_gradient(run, number[node], at)
         if added:
-            changed = {"kinds": _ADDED, "is_tensor": False, "is_view": False, "is_backward": True}
-            outputs.append(built.between(run, problem, added, call.layer, **changed))
-        reduce(run, around.reduced[run])
-    reduce(0, around.last)
-    outputs += moved.add(0, runs[0], around.end, ())
-    outputs += [*gradients.values(), *moved.left]
-    read += moved.held_in_backward
-    released = {storage for call in tape.calls for storage in call.released}
-    last = [node for storage, node in made.items() if storage not in released]
-    pairs = list(zip(runs, numbers, strict=True))
-    whole = Problem(
-        **{name: tuple(column) for name, column in built.columns.items()},
-        forward_outputs=(*held, *last),
-        backward_outputs=tuple(outputs),
-        tangents=tuple(tangents),
-        backward_reads=(*(number[node] for problem, number in pairs for node in problem.backward_reads), *read),
-        activations=frozenset(number[node] for problem, number in pairs for node in problem.activations),
-        boundaries=frozenset(number[node] for problem, number in pairs for node in problem.boundaries),
-        constants=frozenset(number[node] for problem, number in pairs for node in problem.constants),
-        positions=Positions(),
-    )
-    return TapeProblem(whole, tuple(runs), tape, tuple(built.places), accumulates)
+            self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
+        self._reduce(run, self._around.reduced[run])
+
+    def _backward_outside(self, run: int) -> None:
+        """Add the backwards of operators that are behind a run and outside of all graphs."""
+        behind = [operator for operator in self._tape.outside if operator.call == run]
+        first: list[int] = []
+        if behind and run == len(self._runs) - 1:
+            # The backward begins with the first reader of a gradient.
+            given = {"kinds": _OUTSIDE, "is_input": True, "is_operator": False, "is_backward": True}
+            first.append(self.built.between(run, self._runs[run], (), "", **given))
+            self._tangents += first
+        for operator in behind:
+            reads = [*first, *(self._saved_outside[tensor.storage] for tensor in operator.saved)]
+            self._outputs += self._moved.add(run, self._runs[run], (operator.backward,), reads)
+            for gradient, storage in operator.passed:
+                self._gradients[storage] = self._moved.take(gradient_name(gradient))
+
+    def _tangent(self, run: int, node: int, at: int | None) -> int:
+        """The gradient that a backward is given for an output."""
+        call, problem = self._tape.calls[run], self._runs[run]
+        gradient = None if at is None else self._gradients.pop(call.outputs.get(at, -1), None)
+        if gradient is not None:
+            return gradient
+        if run < len(self._runs) - 1:
+            return self._outside(run, problem.bytes[node], call.layer, is_backward=True)
+        self._tangents.append(self.built.add(run, call.layer, problem, node, self._numbers[run]))
+        return self._tangents[-1]
+
+    def _add_gradient(self, run: int, gradient: int, at: int | None) -> Iterator[int]:
+        """Hand on what a backward returns for an argument; yields what is added to gradients of parameters."""
+        calls, gradients = self._tape.calls, self._gradients
+        storage = None if at is None else calls[run].inputs.get(at)
+        owner = None if at is None else self._around.owners[run].get(at)
+        if owner is not None:
+            self._sharded.append((owner, gradient))
+        elif self._accumulates and (storage is None or storage in self._tape.given):
+            if storage is not None and storage in gradients:
+                gradient = self._sum(run, gradients.pop(storage), gradient)
+            if storage is not None and any(storage in earlier.inputs.values() for earlier in calls[:run]):
+                gradients[storage] = gradient
+            else:
+                yield gradient
+        elif storage is None:
+            self._outputs.append(gradient)
+        elif storage in gradients:
+            gradients[storage] = self._sum(run, gradients[storage], gradient)
+        elif run and storage not in {*self._tape.given, *self._tape.returned[run]}:
+            # Only an operator outside of all graphs reads it.
+            self._passed.append(gradient)
+        else:
+            gradients[storage] = gradient
+
+    def _reduce(self, run: int, groups: Sequence[Reduced]) -> None:
+        for reduced in groups:
+            own = [gradient for group, gradient in self._sharded if group is reduced.group]
+            self._sharded = [entry for entry in self._sharded if entry[0] is not reduced.group]
+            for event, read in ((reduced.before, ()), (reduced.copied, own), (reduced.after, ())):
+                self._outputs += self._moved.add(run, self._runs[run], (event,), read)
+
+    def problem(self) -> Problem:
+        """All of it, when each run's forward and backward have been added."""
+        self._reduce(0, self._around.last)
+        self._outputs += self._moved.add(0, self._runs[0], self._around.end, ())
+        self._outputs += [*self._gradients.values(), *self._moved.left]
+        self._read += self._moved.held_in_backward
+        released = {storage for call in self._tape.calls for storage in call.released}
+        last = [node for storage, node in self._made.items() if storage not in released]
+
+        def all_of(nodes_of: Callable[[Problem], Iterable[int]]) -> Iterator[int]:
+            pairs = zip(self._runs, self._numbers, strict=True)
+            return (number[node] for problem, number in pairs for node in nodes_of(problem))
+
+        return Problem(
+            **{name: tuple(column) for name, column in self.built.columns.items()},
+            forward_outputs=(*self._held, *last),
+            backward_outputs=tuple(self._outputs),
+            tangents=tuple(self._tangents),
+            backward_reads=(*all_of(lambda problem: problem.backward_reads), *self._read),
+            activations=frozenset(all_of(lambda problem: problem.activations)),
+            boundaries=frozenset(all_of(lambda problem: problem.boundaries)),
+            constants=frozenset(all_of(lambda problem: problem.constants)),
+            positions=Positions(),
+        )
+
+    def _outside(self, run: int, size: int, layer: str = "", *, is_backward: bool = False) -> int:
+        """A storage that no graph has allocated."""
+        own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
+        return self.built.between(run, self._runs[run], (), layer, kinds=_OUTSIDE, **own)
+
+    def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
+        """What reads nodes that are held until then."""
+        own = {"kinds": kind, "is_tensor": False, "is_view": False, "is_backward": is_backward}
+        return self.built.between(run, self._runs[run], nodes, self._tape.calls[run].layer, **own)
+
+    def _sum(self, run: int, first: int, second: int) -> int:
+        """The sum of two gradients of one tensor, in the place of the first."""
+        own = {"kinds": _SUMMED, "roots": self.built.columns["roots"][first], "is_backward": True}
+        return self.built.between(run, self._runs[run], (first, second), self._tape.calls[run].layer, **own)
 
 
 class _Moved:
@@ -368,28 +434,3 @@ class _Moved:
 
     def _freed(self, name: str) -> int:
         return self._taken[name] if name in self._taken else self._nodes.pop(name)
-
-
-def _returned(built: _Builder, run: int, problem: Problem, given: Sequence[int], layer: str) -> int:
-    """An operator that reads what a graph was given, which its caller holds until it returns."""
-    return built.between(run, problem, given, layer, kinds=_RETURNED, is_tensor=False, is_view=False)
-
-
-def _outside(
-    built: _Builder, run: int, problem: Problem, size: int, layer: str = "", *, is_backward: bool = False
-) -> int:
-    """A storage that no graph has allocated."""
-    own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
-    return built.between(run, problem, (), layer, kinds=_OUTSIDE, **own)
-
-
-def _passed(built: _Builder, run: int, problem: Problem, source: int) -> int:
-    """A storage that is there until an operator outside of all graphs has read it."""
-    root = built.columns["roots"][source]
-    return built.between(run, problem, (source,), "", kinds=_PASSED, roots=root, is_kept=True)
-
-
-def _sum(built: _Builder, run: int, problem: Problem, gradients: tuple[int, int], layer: str) -> int:
-    """The sum of two gradients of one tensor, in the place of the first."""
-    root = built.columns["roots"][gradients[0]]
-    return built.between(run, problem, gradients, layer, kinds=_SUMMED, roots=root, is_backward=True)
