@@ -24,8 +24,6 @@ from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.report import charts
-from optimum_memopt.report.data import of_estimate, of_way
-from optimum_memopt.report.page import render
 from optimum_memopt.sizes import gib_text
 
 # What only a prediction has.
@@ -310,16 +308,24 @@ def _log_once(remarks: Iterable[str]) -> None:
         get_logger().info(remark)
 
 
+def _save_page(args: Any, result: PlanOutput) -> None:
+    # They import transformers' Trainer, see `engines/shared/label_smoothing.py`.
+    from optimum_memopt.report.data import of_estimate, of_way
+    from optimum_memopt.report.page import render
+
+    is_plain = args.ways == PLAIN_WAYS
+    render(of_way(result.ways[0], args.model) if is_plain else of_estimate(result.estimate, args.model)).save(
+        args.html
+    )
+
+
 def run(args: Any) -> None:
     result = measured(args) if args.measure else table_of(args)
     print(json.dumps(result.report, indent=2) if args.json else result.text)
     if args.budget_curve:
         charts.draw(result.curve, result.costs, Path(args.budget_curve))
     if args.html:
-        shown = (
-            of_way(result.ways[0], args.model) if args.ways == PLAIN_WAYS else of_estimate(result.estimate, args.model)
-        )
-        render(shown).save(args.html)
+        _save_page(args, result)
     if args.output and args.budget:
         result.plan.save(args.output)
     elif args.output:

@@ -110,3 +110,8 @@ def test_no_module_imports_what_transformers_does_not(imported_so_far):
 def test_plans_need_neither_torch_nor_transformers():
     statements = "import optimum_memopt.plans.grammar, optimum_memopt.plans.table"
     assert imported(f"{statements}\nassert not {{'torch', 'transformers'}} & set(sys.modules)") == set()
+
+
+def test_a_prediction_needs_no_trainer():
+    statements = "import optimum_memopt.commands.plan, optimum_memopt.engines.compile.predict.estimate"
+    assert imported(f"{statements}\nassert not {{'transformers.trainer', 'peft'}} & set(sys.modules)") == set()

@@ -6,15 +6,18 @@ returned logits.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
+
+# A prediction needs no Trainer, whose import brings in PEFT and bitsandbytes: three seconds.
+if TYPE_CHECKING:
+    from transformers import Trainer
+    from transformers.trainer_pt_utils import LabelSmoother
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor,
     return loss if items is None else loss / items
 
 
-def smoothed_by_engine(trainer: Trainer, engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+def smoothed_by_engine(trainer: "Trainer", engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
 
     Without a smoother `compute_loss` returns the model's loss, which is then the smoothed one.

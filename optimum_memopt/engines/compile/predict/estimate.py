@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.partition.captured_forward import forward_so
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
+from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_model
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.predict.reconstruction import step_of
@@ -58,13 +58,14 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     Raises:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
-    ways = [_way(_PLAIN, plain_step(workload, spec, Training(keeps_outputs=spec.keeps_outputs)))]
-    try:
-        step = plain_step(workload, spec, Training(checkpoints=1, keeps_outputs=spec.keeps_outputs))
-        ways.append(_way(_CHECKPOINTING, step))
-    except MemOptError as error:
-        ways.append(Way(_CHECKPOINTING, note=str(error)))
-    return tuple(ways)
+    plain = Training(keeps_outputs=spec.keeps_outputs)
+    with plain_model(workload, spec) as model:
+        step = model.step(plain)
+        try:
+            checkpointing = model.step(replace(plain, checkpoints=1))
+        except MemOptError as error:
+            return _way(_PLAIN, step), Way(_CHECKPOINTING, note=str(error))
+    return _way(_PLAIN, step), _way(_CHECKPOINTING, checkpointing)
 
 
 def _way(plan: Technique, step: LiveStep) -> Way:

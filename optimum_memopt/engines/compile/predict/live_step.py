@@ -107,29 +107,54 @@ def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:
 
 
 def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveStep:
-    """Run a step of a workload as plain PyTorch does.
+    """Run a step of a workload as plain PyTorch does; errors as of `plain_model` and `PlainModel.step`."""
+    with plain_model(workload, spec) as model:
+        return model.step(training)
+
+
+@contextlib.contextmanager
+def plain_model(workload: Workload, spec: StepSpec) -> Iterator["PlainModel"]:
+    """A workload's model on fake tensors, whose mode the caller is in.
 
     Raises:
-        MemOptError: an unknown device or optimizer, a model that cannot be built, or one that reads values of its
-            tensors.
+        MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
     planned = PlannedStep(workload, Selection(), spec)
-    here, target, values = planned.here, planned.target, workload.values
     forked, quiet = torch.random.fork_rng(devices=[]), warnings.catch_warnings()
-    with forked, quiet, eager_standin(target), dynamo.fake_tensors():
+    with forked, quiet, eager_standin(planned.target), dynamo.fake_tensors():
         # PEFT calls transformers' deprecated names (0.21).
         warnings.simplefilter("ignore", FutureWarning)
-        model, batch = build(workload, here)
+        model, batch = build(workload, planned.here)
+        values = workload.values
         for name in values.keys() & batch.keys():
             fake_tensors.with_values(batch[name], values[name])
+        yield PlainModel(planned, model, batch)
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """A model without an engine, and its batch."""
+
+    _planned: PlannedStep
+    _model: torch.nn.Module
+    _batch: Mapping[str, Any]
+
+    def step(self, training: Training) -> LiveStep:
+        """Run a step. What checkpoints activations stays on for later ones.
+
+        Raises:
+            MemOptError: the model reads values of its tensors, or fails.
+        """
+        here, target, spec = self._planned.here, self._planned.target, self._planned.spec
         cuda = multiprocessors(target, here)
         count = 2 if spec.gradient_accumulation_steps > 1 else 1
+        autocast = self._planned.autocast_dtype
         run = run_micro_batches(
-            model, batch, planned.autocast_dtype, training, cuda, count, records_work=target is not None
+            self._model, self._batch, autocast, training, cuda, count, records_work=target is not None
         )
-        trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
+        trained = [parameter for name, parameter in self._model.named_parameters() if name in run.trained]
         is_on_cuda = here.type == "cuda" or cuda is not None
-        optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
+        optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(self._model))
         seconds = None
         if target is not None:
             update = times.update_times(trained, optimizer, here, target)
@@ -139,7 +164,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             tuple(optimizer.state_sizes(trained)),
             optimizer.step_bytes(trained),
             target.libraries if target is not None else held_bytes(here),
-            input_sizes(batch),
+            input_sizes(self._batch),
             is_on_cuda,
             seconds,
         )
