@@ -162,6 +162,11 @@ def test_on_a_gpu_that_is_not_here() -> None:
     assert timeline.held[OPTIMIZER][0] == 2 * timeline.held[PARAMETERS][0] - 2 * _buffers(config)
     assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
     assert BACKWARD in step.run.phases
+    # transformers leaves out a mask without padding, by its values.
+    without = plain_step(Workload(config, "fill-mask", 8, 64, has_padding=False), StepSpec("h100"), Training())
+    masks = [storage for event in step.run.events for storage in event.allocates if storage.kind == "bitwise_and"]
+    assert masks
+    assert not any(storage.kind == "bitwise_and" for event in without.run.events for storage in event.allocates)
 
 
 def test_seconds_are_those_of_kernels() -> None:

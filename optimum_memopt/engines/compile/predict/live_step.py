@@ -120,12 +120,13 @@ def plain_model(workload: Workload, spec: StepSpec) -> Iterator["PlainModel"]:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
     planned = PlannedStep(workload, Selection(), spec)
+    # Real ones: torch computes with them.
+    values = workload.values
     forked, quiet = torch.random.fork_rng(devices=[]), warnings.catch_warnings()
     with forked, quiet, eager_standin(planned.target), dynamo.fake_tensors():
         # PEFT calls transformers' deprecated names (0.21).
         warnings.simplefilter("ignore", FutureWarning)
         model, batch = build(workload, planned.here)
-        values = workload.values
         for name in values.keys() & batch.keys():
             fake_tensors.with_values(batch[name], values[name])
         yield PlainModel(planned, model, batch)
