@@ -382,7 +382,7 @@ def liger_seconds(row: LigerRow) -> float:
         gradient = None if not output.dim() else beside[0] if beside else torch.empty_like(output)
         recorder.records_work = row.mode != "forward"
         output.backward(gradient)
-    return sum(seconds_by_bound(recorder.run().calls, device, fused=False).values())
+    return sum(seconds_by_bound(recorder.run().calls, device).values())
 
 
 def liger_times(rows: Sequence[LigerRow]) -> str:

@@ -40,26 +40,27 @@ def test_a_roofline_has_seconds_for_all_that_runs(roberta: Captured) -> None:
         for node, a, b in zip(roberta.joint.nodes, slow.seconds, fused.seconds, strict=False)
     }
     assert by_name["addmm"][0] == by_name["addmm"][1]
-    assert by_name["gelu"][0] == 2 * by_name["gelu"][1]
+    assert sum(fused.seconds) < sum(slow.seconds)
 
 
 def test_an_operator_takes_the_longest_of_what_bounds_it() -> None:
-    """A launch, its products, its operands; a compiler fuses what is no product."""
+    """A launch, its products, its operands."""
     device, gib = DEVICES["A100"], 2**30
     moving, computing = gib / (0.625 * 2039e9), 1e12 / (0.85 * 312e12)
     cases = {
-        (gib, 0.0): (moving, moving / 2, BANDWIDTH),
-        (gib, 1e12): (computing, computing, COMPUTE),
-        (16 * gib, 1e12): (16 * moving, 16 * moving, BANDWIDTH),
-        (64.0, 0.0): (4e-6, 2e-6, LAUNCHES),
-        (64.0, 8.0): (4e-6, 4e-6, LAUNCHES),
+        (gib, 0.0): (moving, BANDWIDTH),
+        (gib, 1e12): (computing, COMPUTE),
+        (16 * gib, 1e12): (16 * moving, BANDWIDTH),
+        (64.0, 0.0): (4e-6, LAUNCHES),
+        (64.0, 8.0): (4e-6, LAUNCHES),
     }
-    for (size, flops), (eager, compiled, bound) in cases.items():
+    for (size, flops), (seconds, bound) in cases.items():
         work = costs.Work("aten.mm.default()", size, flops, "bfloat16")
-        assert costs.bounded(work, device, False) == (pytest.approx(eager), bound)
-        assert costs.bounded(work, device, True) == (pytest.approx(compiled), bound)
+        assert costs.bounded(work, device) == (pytest.approx(seconds), bound)
     slower = costs.Work("aten.mm.default()", 64.0, 1e12, "float32")
-    assert costs.bounded(slower, device, False)[0] == pytest.approx(computing * 312 / 19.5)
+    assert costs.bounded(slower, device)[0] == pytest.approx(computing * 312 / 19.5)
+    within = costs.Work("aten.mul.Tensor()", 0.0, 0.0, "float32", is_launched=False)
+    assert costs.bounded(within, device)[0] == 0
 
 
 def test_measuring_draws_no_random_numbers_and_is_remembered(roberta, monkeypatch) -> None:

@@ -6,6 +6,7 @@ expensive byte to recompute, on a GPU it is nearly free.
 
 import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -21,12 +22,17 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
+    first_input,
     is_chunked_loss_operator,
     is_number,
     is_view,
+    root,
+    storage_bytes,
     symbolic,
+    tensor_value,
     value,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
@@ -46,7 +52,7 @@ _TAKEN = 2
 # Parts of a batch that are measured in its place, where it takes too much itself.
 _PARTS = (4, 16, 64, 256)
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
+# Of what an operator that is bound by memory takes alone, where inductor fuses it with neighbours.
 FUSED = 0.5
 # Times that the chunked loss reads or writes its logits.
 _PASSES = 11
@@ -83,6 +89,7 @@ class Work:
         key: equal for operators that do the same work on the same shapes.
         flops: of a matrix product, a convolution or attention, else 0.
         is_several: kernels that run one after the other.
+        is_launched: it has a kernel of its own, or is what one is launched for.
     """
 
     key: str
@@ -90,6 +97,7 @@ class Work:
     flops: float
     dtype: str
     is_several: bool = False
+    is_launched: bool = True
 
     @property
     def operator(self) -> str:
@@ -97,41 +105,59 @@ class Work:
         return self.key.partition("(")[0]
 
 
-def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | None, ...]:
-    """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers."""
+def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], fused: bool = False) -> tuple[Work | None, ...]:
+    """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers.
+
+    Args:
+        fused: a compiler computes neighbours in one kernel, see `fusion`.
+    """
     number = _numbers(sizes)
+    moved = moved_by(joint) if fused else {}
+
+    def size(tensor: torch.Tensor) -> int:
+        return int(math.prod(map(number, tensor.shape))) * tensor.dtype.itemsize
+
+    def work(node: fx.Node) -> Work:
+        alone = _work(node, number)
+        if (own := moved.get(node)) is None:
+            return alone
+        result = sum(map(size, _tensors(value(node))))
+        # Of what is expanded no more is read than there is.
+        reads = {read: min(size(tensor_value(read)), number(storage_bytes(root(read)))) for read in own.reads}
+        if own.looks_up:
+            reads[first_input(node)] = result
+        moves = sum(reads.values()) + (result if own.writes else 0)
+        return replace(alone, bytes=moves, is_launched=own.writes)
 
     def runs(node: fx.Node) -> bool:
         has_schema = getattr(node.target, "_schema", None) is not None
         return node.op == "call_function" and has_schema and not is_view(node) and not is_number(node)
 
-    return tuple(_work(node, number) if runs(node) else None for node in joint.nodes)
+    return tuple(work(node) if runs(node) else None for node in joint.nodes)
 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
     """Estimated by a device's rates, see `bounded`."""
-    seconds = (0.0 if work is None else bounded(work, device, fused)[0] for work in works(joint, sizes))
+    seconds = (0.0 if work is None else bounded(work, device)[0] for work in works(joint, sizes, fused))
     return Costs(tuple(seconds), f"roofline {device.name}")
 
 
-def bounded(work: Work, device: Device, fused: bool) -> tuple[float, str]:
+def bounded(work: Work, device: Device) -> tuple[float, str]:
     """Seconds of an operator on a device, and what bounds it, of `predictions`: the longest of a launch, of computing
-    and of moving all operands once. `fused`: a compiler fuses what is bound by memory."""
+    and of moving all operands once."""
     computing, moving = work.flops / device.product_rate(work.dtype), work.bytes / device.memory_rate
-    launch = _LAUNCH
-    if fused and not work.flops:
-        moving, launch = FUSED * moving, FUSED * launch
+    launch = _LAUNCH if work.is_launched else 0.0
     seconds = computing + moving if work.is_several else max(computing, moving)
     if seconds < launch:
         return launch, LAUNCHES
-    return seconds, COMPUTE if computing >= moving else BANDWIDTH
+    return seconds, COMPUTE if computing >= moving and computing else BANDWIDTH
 
 
-def seconds_by_bound(calls: Iterable[Work], device: Device, fused: bool) -> dict[str, float]:
-    """Seconds of operators that run one after the other on a device, by what bounds them; `fused` as in `bounded`."""
+def seconds_by_bound(calls: Iterable[Work], device: Device) -> dict[str, float]:
+    """Seconds of operators that run one after the other on a device, by what bounds them."""
     totals: defaultdict[str, float] = defaultdict(float)
     for work in calls:
-        seconds, bound = bounded(work, device, fused)
+        seconds, bound = bounded(work, device)
         totals[bound] += seconds
     return dict(totals)
 
@@ -236,7 +262,12 @@ def _numbers(sizes: Mapping[sympy.Symbol, int]) -> _Number:
     def computed(expression: sympy.Expr) -> int:
         return int(expression.subs(sizes))
 
-    return lambda number: number if isinstance(number, int | float) else computed(symbolic(number))
+    def number_of(number: Any) -> Any:
+        if isinstance(number, int | float):
+            return number
+        return computed(number if isinstance(number, sympy.Expr) else symbolic(number))
+
+    return number_of
 
 
 def _concrete(given: Any, number: _Number, make: Callable[..., Any]) -> Any:

@@ -262,14 +262,14 @@ class OperatorTimes:
 
 def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -> Callable[[int], OperatorTimes]:
     """Estimated by a device's rates, see `bounded`; work grows by the row."""
-    low, high = (works(graph.joint, sizes(rows)) for rows in _TWO)
+    low, high = (works(graph.joint, sizes(rows), fused) for rows in _TWO)
     nodes = [node for node, work in enumerate(low) if work is not None]
     one, two = ([work for work in of_batch if work is not None] for of_batch in (low, high))
 
     def times(rows: int) -> OperatorTimes:
         found = [(0.0, "")] * len(low)
         for node, work in zip(nodes, work_between(one, two, rows - 1) or (), strict=True):
-            found[node] = bounded(work, device, fused)
+            found[node] = bounded(work, device)
         return _bounded(found, f"roofline {device.name}")
 
     return times

@@ -159,7 +159,7 @@ class PlainModel:
         seconds = None
         if target is not None:
             update = times.update_times(trained, optimizer, here, target)
-            seconds = update.step(seconds_by_bound(run.calls, target, fused=False), spec.gradient_accumulation_steps)
+            seconds = update.step(seconds_by_bound(run.calls, target), spec.gradient_accumulation_steps)
         return LiveStep(
             run,
             tuple(optimizer.state_sizes(trained)),

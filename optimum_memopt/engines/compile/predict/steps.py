@@ -464,7 +464,7 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
     def plain_step(every: int, rows: int, accumulates: bool) -> _PlainStep:
         alone = run(every, _TWO_BATCHES[0], frozenset())
         events, calls = between(every, rows, frozenset())
-        seconds = None if case.target is None else seconds_by_bound(calls, case.target, fused=False)
+        seconds = None if case.target is None else seconds_by_bound(calls, case.target)
         if accumulates:
             # What adds up gradients is not among the calls, but in `UpdateTimes`.
             events, _ = between(every, rows, alone.trained)

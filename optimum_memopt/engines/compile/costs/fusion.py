@@ -1,0 +1,176 @@
+"""The bytes that the kernels of a compiled joint graph move, where inductor computes neighbours in one. Pure.
+
+A kernel reads what no operator of its own computes and writes what others read. After `torch/_inductor/scheduler.py`
+(2.13), far simpler: operators that compute by element, and sums over the last dimensions, are in one kernel as long as
+no other kind of operator is on a path between them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.joint import JointGraph, first_input, is_tensor, is_view, root, tensor_value
+from optimum_memopt.engines.compile.torch_compat import dynamo
+
+# Sums over so many elements a row find in no cache what they have read before.
+_LONG_ROW = 2**14
+_REDUCTIONS = frozenset(
+    ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all", "argmax", "argmin")
+)
+# Without torch's tag, and computed by element all the same.
+_BY_ELEMENT = frozenset(
+    (
+        "arange", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "full", "full_like",
+        "gather", "index", "inductor_lookup_seed", "inductor_random", "inductor_seed", "inductor_seeds", "iota",
+        "masked_fill", "ones_like", "scalar_tensor", "slice_scatter", "where", "zeros", "zeros_like",
+    )
+)  # fmt: skip
+# Of their first operand they read as much as they return.
+_LOOKUPS = frozenset(("embedding", "gather", "index"))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What an operator's part of a kernel moves.
+
+    Attributes:
+        reads: operands.
+        looks_up: of the first operand as much is read as the operator returns.
+        writes: another kernel reads the result.
+    """
+
+    reads: tuple[fx.Node, ...]
+    looks_up: bool
+    writes: bool
+
+
+def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
+    """What each operator moves that is computed in a kernel with others; those that are not have no entry."""
+    fused = {node for node in joint.nodes if _is_fused(node)}
+    stages = _stages(joint, fused)
+    returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
+    moved: dict[fx.Node, Moved] = {}
+    # By kernel what it has read.
+    seen: dict[fx.Node, set[fx.Node]] = {}
+    kernels: dict[fx.Node, fx.Node] = {}
+
+    def kernel(node: fx.Node) -> fx.Node:
+        while kernels.setdefault(node, node) is not node:
+            node = kernels[node]
+        return node
+
+    def is_within(source: fx.Node, reader: fx.Node) -> bool:
+        return {source, reader} <= fused and stages[source] == stages[reader]
+
+    for node in joint.nodes:
+        if node not in fused:
+            continue
+        for read in _operands(node):
+            if is_within(_operator_of(root(read)), node):
+                kernels[kernel(node)] = kernel(_operator_of(root(read)))
+    for node in joint.nodes:
+        if node not in fused:
+            continue
+        known = seen.setdefault(kernel(node), set())
+        reads = []
+        for read in _operands(node):
+            source = _operator_of(root(read))
+            is_computed = is_within(source, node) or _is_computed_again(source, node, moved, joint)
+            if root(read) not in known and (not is_computed or _reads_again(node)):
+                known.add(root(read))
+                reads.append(read)
+        results = _results(node)
+        is_returned = not returned.isdisjoint(results)
+        readers = (user for result in results for user in _readers(result))
+        writes = is_returned or any(_needs(node, user, fused, stages, joint) for user in readers)
+        looks_up = dynamo.operator_name(node.target) in _LOOKUPS and first_input(node) in reads
+        moved[node] = Moved(tuple(reads), looks_up, writes)
+    return moved
+
+
+def _is_computed_again(source: fx.Node, reader: fx.Node, moved: Mapping[fx.Node, Moved], joint: JointGraph) -> bool:
+    """True where a backward reads what the forward has not written: saving that would take longer."""
+    is_written = source not in moved or moved[source].writes
+    return not is_written and reader in joint.backward and source not in joint.backward
+
+
+def _needs(
+    node: fx.Node, reader: fx.Node, fused: set[fx.Node], stages: dict[fx.Node, tuple[bool, int]], joint: JointGraph
+) -> bool:
+    """True where an operator has to find another one's result in memory. Where that is of the forward and an operator
+    by element of the backward reads it, the partition saves it or computes it there again."""
+    if reader not in fused:
+        return True
+    if (node in joint.backward) != (reader in joint.backward):
+        return False
+    return bool(stages[node] != stages[reader])
+
+
+def _stages(joint: JointGraph, fused: set[fx.Node]) -> dict[fx.Node, tuple[bool, int]]:
+    """For each operator in forward or backward how many times those of other kinds are before it on the longest path;
+    one that only later ones read is computed with the first of these."""
+    stages: dict[fx.Node, tuple[bool, int]] = {}
+    for node in joint.nodes:
+        is_backward = node in joint.backward
+        before = [_operator_of(root(read)) for read in _operands(node)]
+        own = [
+            stages[source][1] + (node in fused and source not in fused)
+            for source in before
+            if source in stages and stages[source][0] == is_backward
+        ]
+        stages[node] = is_backward, max(own, default=0)
+    for node in reversed(joint.nodes):
+        readers = {reader for result in _results(node) for reader in _readers(result)} if node in fused else set()
+        if readers and readers <= fused:
+            stages[node] = max(stages[node], min(stages[reader] for reader in readers))
+    return stages
+
+
+def _is_fused(node: fx.Node) -> bool:
+    name = dynamo.operator_name(node.target)
+    if node.op != "call_function" or not name or is_view(node):
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or name in _BY_ELEMENT or name in _REDUCTIONS
+
+
+def _reads_again(node: fx.Node) -> bool:
+    """True for sums over other dimensions than the last ones, which have a kernel of their own, and over long rows."""
+    if dynamo.operator_name(node.target) not in _REDUCTIONS:
+        return False
+    shape = tensor_value(first_input(node)).shape
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given: Sequence[Any] = dims if isinstance(dims, tuple | list) else [] if dims is None else [dims]
+    summed = {int(dim) % max(1, len(shape)) for dim in given} or set(range(len(shape)))
+    is_last = all(dim in summed for dim in range(min(summed, default=0), len(shape)))
+    rows = [int(shape[dim]) for dim in summed if isinstance(shape[dim], int)]
+    return not is_last or math.prod(rows) >= _LONG_ROW
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that an operator reads."""
+    return filter(is_tensor, node.all_input_nodes)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read a node, through views too."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        elif user.op == "call_function":
+            yield user
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The outputs of an operator, of which several are picked."""
+    return [user for user in node.users if _operator_of(user) is node] or [node]
+
+
+def _operator_of(node: fx.Node) -> fx.Node:
+    """The operator that a node is an output of."""
+    is_pick = node.op == "call_function" and not dynamo.operator_name(node.target) and not is_view(node)
+    return first_input(node) if is_pick and node.args and isinstance(node.args[0], fx.Node) else node
