@@ -139,6 +139,16 @@ class Advice:
         gain = row.samples_with_largest / row.samples - 1
         return f"Larger micro-batches do not pay: {row.largest} rows fit too, for {gain:+.1%} samples a second."
 
+    @property
+    def faster_without(self) -> str:
+        """Says that a way to train without this package is predicted to be faster; empty where none is."""
+        others = [row for row in self.rows if not row.plan.is_own]
+        fastest = max(others, key=lambda row: row.samples, default=self.recommended)
+        gain = fastest.samples / self.recommended.samples - 1
+        if gain <= AS_GOOD:
+            return ""
+        return f"Faster without this package: {fastest.plan.name}, {fastest.rows} rows, {gain:+.1%} samples a second."
+
 
 def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     """Choose a micro-batch and a plan.
@@ -292,7 +302,7 @@ def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
         "",
         f"Recommended: {chosen}: {row.samples:.1f} samples a second, predicted peak {gib_text(row.step.peak)}"
         f"{_on_host(row)}.",
-        *filter(None, (advice.pays,)),
+        *filter(None, (advice.pays, advice.faster_without)),
         " ".join(flags(row)),
     )
 

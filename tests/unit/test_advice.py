@@ -109,6 +109,14 @@ def test_only_plans_of_the_package_are_recommended():
         advise(MadeUp(budget=int(10.6 * GIB)), 8)
 
 
+def test_plain_pytorch_is_said_to_be_faster_where_it_is(monkeypatch):
+    assert not advise(MadeUp()).faster_without
+    monkeypatch.setitem(SLOWER, THEIRS, 0.8)
+    predictor = MadeUp()
+    said = "Faster without this package: Trainer's checkpointing, every layer, 4 rows, +25.0% samples a second."
+    assert said in to_text(advise(predictor), predictor).splitlines()
+
+
 def test_what_does_not_fit_is_said():
     predictor = MadeUp(budget=12 * GIB)
     found = advise(predictor, 8)
