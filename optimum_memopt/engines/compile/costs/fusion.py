@@ -6,11 +6,12 @@ no other kind of operator is on a path between them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import JointGraph, first_input, is_tensor, is_view, root, tensor_value
@@ -50,84 +51,80 @@ class Moved:
 
 def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
     """What each operator moves that is computed in a kernel with others; those that are not have no entry."""
-    fused = {node for node in joint.nodes if _is_fused(node)}
-    stages = _stages(joint, fused)
+    kernels = _Kernels(joint)
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     moved: dict[fx.Node, Moved] = {}
-    # By kernel what it has read.
-    seen: dict[fx.Node, set[fx.Node]] = {}
-    kernels: dict[fx.Node, fx.Node] = {}
-
-    def kernel(node: fx.Node) -> fx.Node:
-        while kernels.setdefault(node, node) is not node:
-            node = kernels[node]
-        return node
-
-    def is_within(source: fx.Node, reader: fx.Node) -> bool:
-        return {source, reader} <= fused and stages[source] == stages[reader]
-
-    for node in joint.nodes:
-        if node not in fused:
-            continue
-        for read in _operands(node):
-            if is_within(_operator_of(root(read)), node):
-                kernels[kernel(node)] = kernel(_operator_of(root(read)))
-    for node in joint.nodes:
-        if node not in fused:
-            continue
-        known = seen.setdefault(kernel(node), set())
+    # What each kernel has read.
+    known: set[tuple[fx.Node, fx.Node]] = set()
+    for node in kernels.fused:
         reads = []
         for read in _operands(node):
             source = _operator_of(root(read))
-            is_computed = is_within(source, node) or _is_computed_again(source, node, moved, joint)
-            if root(read) not in known and (not is_computed or _reads_again(node)):
-                known.add(root(read))
+            # What the forward has not written, the backward computes again: saving it would take longer.
+            is_again = kernels.is_passed(source, node) and source in moved and not moved[source].writes
+            own = kernels.of(node), root(read)
+            if own not in known and (_reads_again(node) or not (is_again or kernels.is_within(source, node))):
+                known.add(own)
                 reads.append(read)
         results = _results(node)
         is_returned = not returned.isdisjoint(results)
-        readers = (user for result in results for user in _readers(result))
-        writes = is_returned or any(_needs(node, user, fused, stages, joint) for user in readers)
+        readers = [user for result in results for user in _readers(result)]
+        writes = is_returned or not all(
+            kernels.is_within(node, user) or (user in kernels.fused and kernels.is_passed(node, user))
+            for user in readers
+        )
         looks_up = dynamo.operator_name(node.target) in _LOOKUPS and first_input(node) in reads
         moved[node] = Moved(tuple(reads), looks_up, writes)
     return moved
 
 
-def _is_computed_again(source: fx.Node, reader: fx.Node, moved: Mapping[fx.Node, Moved], joint: JointGraph) -> bool:
-    """True where a backward reads what the forward has not written: saving that would take longer."""
-    is_written = source not in moved or moved[source].writes
-    return not is_written and reader in joint.backward and source not in joint.backward
+class _Kernels:
+    """Which operators are computed together.
 
+    Attributes:
+        fused: those that a kernel may have several of, in the order of the graph.
+    """
 
-def _needs(
-    node: fx.Node, reader: fx.Node, fused: set[fx.Node], stages: dict[fx.Node, tuple[bool, int]], joint: JointGraph
-) -> bool:
-    """True where an operator has to find another one's result in memory. Where that is of the forward and an operator
-    by element of the backward reads it, the partition saves it or computes it there again."""
-    if reader not in fused:
-        return True
-    if (node in joint.backward) != (reader in joint.backward):
-        return False
-    return bool(stages[node] != stages[reader])
+    def __init__(self, joint: JointGraph) -> None:
+        self._backward = joint.backward
+        self.fused = dict.fromkeys(node for node in joint.nodes if _is_fused(node))
+        self._stages = self._count(joint)
+        self._sets: DisjointSet = DisjointSet(self.fused)
+        for node in self.fused:
+            for source in (_operator_of(root(read)) for read in _operands(node)):
+                if self.is_within(source, node):
+                    self._sets.merge(source, node)
 
+    def of(self, node: fx.Node) -> fx.Node:
+        """The operator that stands for all in a kernel."""
+        return cast(fx.Node, self._sets[node])
 
-def _stages(joint: JointGraph, fused: set[fx.Node]) -> dict[fx.Node, tuple[bool, int]]:
-    """For each operator in forward or backward how many times those of other kinds are before it on the longest path;
-    one that only later ones read is computed with the first of these."""
-    stages: dict[fx.Node, tuple[bool, int]] = {}
-    for node in joint.nodes:
-        is_backward = node in joint.backward
-        before = [_operator_of(root(read)) for read in _operands(node)]
-        own = [
-            stages[source][1] + (node in fused and source not in fused)
-            for source in before
-            if source in stages and stages[source][0] == is_backward
-        ]
-        stages[node] = is_backward, max(own, default=0)
-    for node in reversed(joint.nodes):
-        readers = {reader for result in _results(node) for reader in _readers(result)} if node in fused else set()
-        if readers and readers <= fused:
-            stages[node] = max(stages[node], min(stages[reader] for reader in readers))
-    return stages
+    def is_within(self, source: fx.Node, reader: fx.Node) -> bool:
+        """True where one kernel has both."""
+        return {source, reader} <= self.fused.keys() and self._stages[source] == self._stages[reader]
+
+    def is_passed(self, source: fx.Node, reader: fx.Node) -> bool:
+        """True where a backward reads what is the forward's."""
+        return reader in self._backward and source not in self._backward
+
+    def _count(self, joint: JointGraph) -> dict[fx.Node, tuple[bool, int]]:
+        """For each operator in forward or backward how many times those of other kinds are before it on the longest
+        path; one that only later ones read is computed with the first of these."""
+        stages: dict[fx.Node, tuple[bool, int]] = {}
+        for node in joint.nodes:
+            is_backward = node in self._backward
+            before = (_operator_of(root(read)) for read in _operands(node))
+            own = [
+                stages[source][1] + (node in self.fused and source not in self.fused)
+                for source in before
+                if source in stages and stages[source][0] == is_backward
+            ]
+            stages[node] = is_backward, max(own, default=0)
+        for node in reversed(self.fused):
+            readers = {reader for result in _results(node) for reader in _readers(result)}
+            if readers and readers <= self.fused.keys():
+                stages[node] = max(stages[node], min(stages[reader] for reader in readers))
+        return stages
 
 
 def _is_fused(node: fx.Node) -> bool:
