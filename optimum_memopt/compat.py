@@ -66,6 +66,11 @@ def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's parameters without those of modules in it, which change with those (torch 2.13)."""
+    return module._parameters
+
+
 def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """The module's hooks before and after its forward, which change with those (torch 2.13)."""
     return module._forward_pre_hooks, module._forward_hooks

@@ -237,6 +237,81 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     engine.detach()
 
 
+class Optional(torch.nn.Module):
+    """Blocks that return a loss of their own beside the hidden states, or none: by a flag, or by their place."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, index: int, by_place: bool) -> None:
+            super().__init__()
+            self.linear, self.drop = torch.nn.Linear(8, 8), torch.nn.Dropout(0.2)
+            self.index, self.by_place, self.has_loss = index, by_place, index % 2 == 1 and not by_place
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x = x + self.drop(self.linear(x).relu())
+            has_loss = self.index % 2 == 1 if self.by_place else self.has_loss
+            return x, x.square().mean() if has_loss else None
+
+    def __init__(self, by_place: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block(index, by_place) for index in range(5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        losses = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses += [loss] if loss is not None else []
+        return {"loss": x.square().mean() + sum(losses)}
+
+
+def test_layers_of_one_structure_may_return_different_things() -> None:
+    model, x = Optional(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    # The last two with other flags than the forward was traced with.
+    for changed in (None, 2, 3):
+        for either in (model, plain):
+            if changed is not None:
+                either.layers[changed].has_loss = not either.layers[changed].has_loss
+        states = []
+        for either in (plain, model):
+            torch.manual_seed(0)
+            states.append((stepped(either, x), torch.get_rng_state()))
+        (expected, state), (ours, our_state) = states
+        assert all(map(torch.equal, ours, expected)) and torch.equal(our_state, state)
+    engine.detach()
+
+
+def test_layers_that_return_different_things_by_their_place_go_with_the_model() -> None:
+    model, x = Optional(by_place=True), torch.randn(4, 8)
+    for layer in model.layers:
+        layer.drop.p = 0.0
+    expected = stepped(model, x)
+    engine = attached(model, selection("level 1"), AUTO)
+    with log_lines() as lines:
+        assert all(map(torch.equal, stepped(model, x), expected))
+    (line,) = [line for line in lines if "as a whole" in line]
+    assert "layers.2 returns something else than the layers that are equal to it" in line
+    engine.detach()
+
+
+def test_layers_may_begin_to_train_one_after_another() -> None:
+    model, x = Counted(same=True), torch.randn(4, 16)
+    model.requires_grad_(False)
+    model.layers[4].requires_grad_(True)
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    for count in (1, 2, 3):
+        for either in (model, plain):
+            either.layers[-count:].requires_grad_(True)
+            either.zero_grad(set_to_none=True)
+            either(x=x)["loss"].backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+    engine.detach()
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_hook_is_called_whatever_is_compiled(inside: bool) -> None:
     """Around a layer it stays outside of its graph; on a module in a layer the forward is compiled as a whole."""

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hook_ids
+from optimum_memopt.compat import forward_hook_ids, own_parameters
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
 from optimum_memopt.engines.compile.capture.regions import (
     Regions,
+    ResultsChangedError,
     around_regions,
     layer_groups,
     opened_modules,
@@ -49,6 +50,9 @@ from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
+
+# Of a forward whose layers return something else again and again.
+_MOST_TRACES = 3
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ class TracedForward:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
-        # whether layers are regions.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
+        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules,
+        # whether layers are regions, and which of their parameters train.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
+        self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
         weakref.finalize(self, dynamo.forget, self._codes).atexit = False
@@ -137,6 +142,9 @@ class TracedForward:
         self._regions = Regions(
             groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
         )
+        around = () if spec.only_layers else groups
+        in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
+        self._own_parameters = list(map(own_parameters, in_layers))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
         # The graph that was partitioned last.
@@ -157,15 +165,21 @@ class TracedForward:
         try:
             traced = self._call(call, choices)
         except Exception as error:
+            is_changed = isinstance(error, ResultsChangedError)
             why = self._regions.refusal or (f"{line_of(error)}{place_of(error)}" if self.is_first else "")
+            why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            self._say_whole(why)
-            self._regions = Regions((), weak_method(self._compile_alone))
+            if is_changed and not self.is_first and self._traced_again < _MOST_TRACES:
+                self._traced_again += 1
+                self.say(f"compiling the forward of {self._name} again: {why}")
+            else:
+                self._say_whole(why)
+                self._regions = Regions((), weak_method(self._compile_alone))
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
-            traced = self._call(call, choices)
+            return self(call, choices)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
@@ -197,12 +211,20 @@ class TracedForward:
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them, or all modules, have hooks")
-        key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
+        drops_logits = self.spec.loss.drops_logits(call.reader)
+        # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
+        trains = tuple(
+            parameter.requires_grad
+            for parameters in (self._own_parameters if has_regions else ())
+            for parameter in parameters.values()
+            if parameter is not None
+        )
+        key = call.loss_only, drops_logits, dynamo.global_hooks(), has_regions, trains
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
-        before = ForwardState.of(self._model, with_buffers=True) if is_first else None
+        before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         hooks = None if self._has_run else set(forward_hook_ids(self._model))
         outputs = None
         gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
@@ -213,13 +235,13 @@ class TracedForward:
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
                 self._announced(is_first, choices.purpose) as run.progress,
-                self._regions.in_place() if has_regions else contextlib.nullcontext(),
+                self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
                 if has_regions:
                     outputs = self._regions.finish(outputs)
         except BaseException as error:
-            if before is not None:
+            if before is not None and (is_first or isinstance(error, ResultsChangedError)):
                 before.restore(self._model)
             if not isinstance(error, Exception) or hooks is None or hooks.issuperset(forward_hook_ids(self._model)):
                 own = own_error(error)
@@ -282,7 +304,10 @@ class TracedForward:
                 if call.loss_only
                 else "outputs beside the loss may be read and keep theirs"
             )
-            self.say(f"compiling another training graph for other hooks or another caller: {outputs}")
+            self.say(
+                "compiling another training graph for other hooks, another caller or other parameters that train: "
+                f"{outputs}"
+            )
         forward = self._wrapped(call)
         return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
