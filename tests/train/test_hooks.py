@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
-from tests.gradients import assert_bitwise_same_step
+from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
 from tests.model_zoo import ZOO
 from tests.trainer_runs import log_lines
 
@@ -148,3 +148,27 @@ def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
     assert [calls[layer] for layer in (*ours.layers, *plain.layers)] == [2, 2, 2, 2]
     assert engine.plans().enabled
     assert sum("graphs, planned together: Module-level backwards hooks" in line for line in lines) == 1, lines
+
+
+def test_hooks_that_a_later_forward_puts_into_layers_are_called_in_it() -> None:
+    """transformers' in the first forward that returns attentions."""
+    model = ZOO["roberta-mlm"].build(**ZOO["roberta-mlm"].deep(4))
+    model.set_attn_implementation("eager")
+    plain, batch = copy.deepcopy(model), ZOO["roberta-mlm"].batch()
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    for reads in (False, True):
+        losses = []
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+            outputs = one(**batch, output_attentions=reads)
+            attentions = outputs.attentions if reads else ()
+            assert len(attentions) == (4 if reads else 0)
+            losses.append(outputs.loss + sum(each.square().sum() for each in attentions))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert wrong_gradients(gradients(model), gradients(plain)) == {}
+    engine.detach()
+
+
+def gradients(model: torch.nn.Module) -> Gradients:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hook_ids, own_parameters
+from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
@@ -51,7 +51,7 @@ from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# Of a forward whose layers return something else again and again.
+# Of a forward that puts hooks on modules, or whose layers return something else, again and again.
 _MOST_TRACES = 3
 
 
@@ -181,11 +181,12 @@ class TracedForward:
             traceback.clear_frames(error.__traceback__)
             return self(call, choices)
         if traced is None:
-            # transformers installs those that collect hidden states and router logits in a model's first forward,
-            # which breaks its graph there; all later ones run with them.
-            self.say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
+            # transformers installs those that collect hidden states and router logits in the first forward that is
+            # asked for them, which breaks its graph there; all later ones run with them.
+            which = "a later" if self._has_run else "the first"
+            self.say(f"{which} forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._compiled.clear()
-            self._has_run = True
+            self._traced_again += 1
             traced = self._call(call, choices)
             assert traced is not None
         self._has_run = choices.has_run = True
@@ -207,7 +208,7 @@ class TracedForward:
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
     def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
-        """Run a call; None where a model's first forward has put hooks on its modules."""
+        """Run a call; None where it has put hooks on the model's modules, and has to run again."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them, or all modules, have hooks")
@@ -225,7 +226,7 @@ class TracedForward:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
-        hooks = None if self._has_run else set(forward_hook_ids(self._model))
+        next_hook = next_hook_id()
         outputs = None
         gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
         recorder = TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
@@ -243,15 +244,14 @@ class TracedForward:
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError)):
                 before.restore(self._model)
-            if not isinstance(error, Exception) or hooks is None or hooks.issuperset(forward_hook_ids(self._model)):
+            if not isinstance(error, Exception) or not self._has_put_hooks(before, next_hook):
                 own = own_error(error)
                 if own is None or own is error:
                     raise
                 raise own from None
         finally:
             self._running = None
-        if hooks is not None and not hooks.issuperset(forward_hook_ids(self._model)):
-            assert before is not None
+        if before is not None and self._has_put_hooks(before, next_hook):
             before.restore(self._model)
             return None
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
@@ -266,6 +266,12 @@ class TracedForward:
         return TracedCall(
             outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(self.sharding), breaks, recompiles
         )
+
+    def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
+        """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
+        again from a state. A forward that always does so, as it is."""
+        may_run_again = before is not None and self._traced_again < _MOST_TRACES and next_hook != next_hook_id()
+        return may_run_again and any(number >= next_hook for number in forward_hook_ids(self._model))
 
     @property
     def has_regions(self) -> bool:
