@@ -172,3 +172,38 @@ def test_hooks_that_a_later_forward_puts_into_layers_are_called_in_it() -> None:
 
 def gradients(model: torch.nn.Module) -> Gradients:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self.seen.append(type(module).__name__)
+
+    def of_a_method(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self.seen.append(type(module).__name__)
+
+    @property
+    def in_a_closure(self) -> Callable[..., None]:
+        seen = self.seen
+        return lambda module, inputs, outputs: seen.append(type(module).__name__)
+
+
+@pytest.mark.parametrize("kind", ["__call__", "of_a_method", "in_a_closure"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_hook_of_layers_and_of_what_is_around_them_sees_both(kind: str, later: bool) -> None:
+    model, x = Net(layers=4), torch.randn(2, 8)
+    model.layers.append(torch.nn.Linear(8, 8))
+    recorder = Recorder()
+    hook = recorder if kind == "__call__" else getattr(recorder, kind)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    if later:
+        model(x).loss.backward()
+    for module in model.layers:
+        module.register_forward_hook(hook)
+    for _ in range(2):
+        recorder.seen.clear()
+        model(x).loss.backward()
+        assert recorder.seen == ["Block"] * 4 + ["Linear"]
+    engine.detach()

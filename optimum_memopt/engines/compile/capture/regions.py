@@ -8,6 +8,7 @@ regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
 from collections import Counter
@@ -252,6 +253,12 @@ class Regions:
     def _told_by(self, path: str, given: Sequence[Any]) -> Hashable:
         return self._trace, path, tuple(map(_kind, given))
 
+    def check_around(self, trace: dynamo.Trace) -> None:
+        """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
+        to a list that all hooks append to: what the hook writes there while the graph runs would be lost."""
+        if trace.changes(held for hook in self._sharded.hooks for held in _held(hook)):
+            raise self._refused("hooks of layers, and what runs around these, write to the same object")
+
     def finish(self, outputs: Any) -> Any:
         """See `ShardedModules`; within `in_place`."""
         return self._sharded.finish(outputs)
@@ -320,6 +327,24 @@ def _state(layer: torch.nn.Module) -> Iterator[object]:
     """A layer's modules, and all that these hold."""
     for module in layer.modules():
         yield from (module, *vars(module).values())
+
+
+def _held(function: Any) -> Iterator[object]:
+    """What a function may write to: of its closure, its arguments, its object, and the names that it has in common
+    with its module."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_held(function.func))
+        return
+    if not isinstance(function, types.FunctionType):
+        owner = getattr(function, "__self__", function)
+        yield from (owner, *getattr(owner, "__dict__", {}).values())
+        function = getattr(function, "__func__", None)
+    if isinstance(function, types.FunctionType):
+        # A variable of the closure may not be set yet.
+        with contextlib.suppress(ValueError):
+            variables = inspect.getclosurevars(function)
+            yield from (*variables.nonlocals.values(), *variables.globals.values())
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _constants(value: Any) -> Any:

@@ -345,6 +345,8 @@ class TracedForward:
         names = {name: ids.get(id(value), "") for name, value in given.items()}
         if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
             return self._owned(self._traced(module, given, names, losses, None))
+        if (trace := dynamo.Trace.current()) is not None:
+            self._regions.check_around(trace)
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
         # Only what is behind the layers has losses over a vocabulary.
