@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError, UnsupportedModelError
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
-from tests.compiled import hold_still, selection
+from tests.compiled import below_recompute, hold_still, selection
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
@@ -189,11 +189,14 @@ class Stateful(torch.nn.Module):
             super().__init__()
             self.linear, self.how, self.calls = torch.nn.Linear(8, 8), how, 0
             self.loss = self.condition = torch.ones(())
+            self.losses: list[torch.Tensor] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.linear(x).relu() * self.condition
             if self.how == "its loss is read":
                 self.loss = y.square().mean()
+            if self.how == "its losses are read":
+                self.losses.append(y.square().mean())
             if self.how == "it counts":
                 self.calls += 1
                 y = y * self.calls
@@ -213,13 +216,15 @@ class Stateful(torch.nn.Module):
                 x = torch.func.functional_call(layer, weights, (x,))
             else:
                 x = layer(x)
-        return {"loss": x.square().mean() + sum(layer.loss for layer in self.layers)}
+        losses = [loss for layer in self.layers for loss in (layer.loss, *layer.losses[-1:])]
+        return {"loss": x.square().mean() + sum(losses)}
 
 
 @pytest.mark.parametrize(
     ("how", "why"),
     [
         ("its loss is read", "the forward of Block sets loss"),
+        ("its losses are read", "the forward of Block sets losses"),
         ("it counts", "the forward of Block sets calls"),
         ("it is given a condition", "attributes of Block are set around it"),
         ("its weights are others", "attributes of Block are set around it"),
@@ -233,6 +238,8 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     with log_lines() as lines:
         for x in xs:
             assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
+    assert [layer.calls for layer in model.layers] == [layer.calls for layer in plain.layers]
+    assert [len(layer.losses) for layer in model.layers] == [len(layer.losses) for layer in plain.layers]
     assert [line for line in lines if "as a whole" in line and line.endswith(why)]
     engine.detach()
 
@@ -309,6 +316,38 @@ def test_layers_may_begin_to_train_one_after_another() -> None:
         for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (expected.grad is None)
             assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+    engine.detach()
+
+
+class Averaging(torch.nn.Module):
+    """Keeps averages and counts in attributes, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Scaled(1.0) for _ in range(LAYERS))
+        self.average, self.total, self.calls = torch.zeros(16), torch.zeros(()), 0
+        self.history: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        self.calls += 1
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        self.total.add_(1)
+        self.history.append(self.average)
+        return {"loss": (x * self.average).sum()}
+
+
+def test_a_forward_that_is_planned_again_leaves_attributes_as_one_does(steady_process: None) -> None:
+    model, x = Averaging(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(budget=Budget("1 GiB", 2**30)))
+    with below_recompute(0):
+        for _ in range(2):
+            assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
+            assert model.calls == plain.calls and torch.equal(model.total, plain.total)
+            assert torch.equal(torch.stack(model.history), torch.stack(plain.history))
     engine.detach()
 
 
