@@ -192,9 +192,13 @@ class Stateful(torch.nn.Module):
             self.losses: list[torch.Tensor] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x).relu() * self.condition
+            writes = self.how == "it writes to its input"
+            y = self.linear(x.clone() if writes else x).relu() * self.condition
             if self.how == "its loss is read":
                 self.loss = y.square().mean()
+            if writes:
+                x += y
+                return x
             if self.how == "its losses are read":
                 self.losses.append(y.square().mean())
             if self.how == "it counts":
@@ -208,6 +212,7 @@ class Stateful(torch.nn.Module):
         self.layers, self.how = torch.nn.ModuleList(self.Block(how) for _ in range(4)), how
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x.clone()
         for layer in self.layers:
             if self.how == "it is given a condition" or (self.how == "later" and len(x) > 4):
                 layer.condition = x.mean()
@@ -225,6 +230,7 @@ class Stateful(torch.nn.Module):
     [
         ("its loss is read", "the forward of Block sets loss"),
         ("its losses are read", "the forward of Block sets losses"),
+        ("it writes to its input", "the forward of Block writes to what it is given"),
         ("it counts", "the forward of Block sets calls"),
         ("it is given a condition", "attributes of Block are set around it"),
         ("its weights are others", "attributes of Block are set around it"),

@@ -23,7 +23,13 @@ from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import DESCRIBED, attribute_set_by, described, replaced
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
+    DESCRIBED,
+    attribute_set_by,
+    described,
+    replaced,
+    versions,
+)
 from optimum_memopt.errors import UnsupportedModelError
 
 # Layers of one class and structure, by their paths in the model, in order.
@@ -307,12 +313,17 @@ class Regions:
         key = *way, tuple(map(described, given))
         if known and key in self._results:
             return dynamo.tree_map(_copied, self._results[key])
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        before = versions(tensors)
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
+        if versions(tensors) != before:
+            # What the layer before it has saved of that is no longer there.
+            raise self._refused(f"the forward of {region.name} writes to what it is given")
         results = fully_shard.with_cast_outputs(layer, results)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
         values = dynamo.tree_leaves(results)
