@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils import _python_dispatch
+from torch.utils.hooks import RemovableHandle
 
 from optimum_memopt.errors import MemOptError
 
@@ -64,6 +65,16 @@ def backward_pass() -> int:
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """The module's forward hooks by the ids in their handles, to be changed in place (torch 2.13)."""
     return module._forward_hooks
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's parameters without those of modules in it, which change with those (torch 2.13)."""
+    return module._parameters
+
+
+def next_hook_id() -> int:
+    """The id of the hook that is registered next, of any kind; later ones have higher ids (torch 2.13)."""
+    return RemovableHandle.next_id
 
 
 def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

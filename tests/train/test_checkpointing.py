@@ -70,3 +70,42 @@ def test_a_model_that_is_switched_on_in_the_middle(engine):
     assert model.is_gradient_checkpointing and input_gradient_hooks(model) == input_gradient_hooks(plain)
     model.disable_input_require_grads()
     assert input_gradient_hooks(model) == 0, "the handle still finds its hook"
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers of which each checkpoints a part of itself, with dropout, whatever the model is told."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.drop = torch.nn.Linear(8, 8), torch.nn.Dropout(0.1)
+
+        def inner(self, x):
+            return self.drop(torch.nn.functional.gelu(self.linear(x)))
+
+        def forward(self, x):
+            return x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("unit", ["layer", "model"])
+def test_layers_that_checkpoint_themselves_train_within_a_budget(unit):
+    model, x, found = Checkpointed(), torch.randn(4, 8), []
+    options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_unit": unit}
+    trained = optimize(model, memory_opt_budget="100GiB", **options)
+    for _ in range(2):
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(x).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        trained.detach()
+    assert all(map(torch.equal, *found))

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
-from tests.gradients import assert_bitwise_same_step
+from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
 from tests.model_zoo import ZOO
 from tests.trainer_runs import log_lines
 
@@ -148,3 +148,62 @@ def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
     assert [calls[layer] for layer in (*ours.layers, *plain.layers)] == [2, 2, 2, 2]
     assert engine.plans().enabled
     assert sum("graphs, planned together: Module-level backwards hooks" in line for line in lines) == 1, lines
+
+
+def test_hooks_that_a_later_forward_puts_into_layers_are_called_in_it() -> None:
+    """transformers' in the first forward that returns attentions."""
+    model = ZOO["roberta-mlm"].build(**ZOO["roberta-mlm"].deep(4))
+    model.set_attn_implementation("eager")
+    plain, batch = copy.deepcopy(model), ZOO["roberta-mlm"].batch()
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    for reads in (False, True):
+        losses = []
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+            outputs = one(**batch, output_attentions=reads)
+            attentions = outputs.attentions if reads else ()
+            assert len(attentions) == (4 if reads else 0)
+            losses.append(outputs.loss + sum(each.square().sum() for each in attentions))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert wrong_gradients(gradients(model), gradients(plain)) == {}
+    engine.detach()
+
+
+def gradients(model: torch.nn.Module) -> Gradients:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self.seen.append(type(module).__name__)
+
+    def of_a_method(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self.seen.append(type(module).__name__)
+
+    @property
+    def in_a_closure(self) -> Callable[..., None]:
+        seen = self.seen
+        return lambda module, inputs, outputs: seen.append(type(module).__name__)
+
+
+@pytest.mark.parametrize("kind", ["__call__", "of_a_method", "in_a_closure"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_hook_of_layers_and_of_what_is_around_them_sees_both(kind: str, later: bool) -> None:
+    model, x = Net(layers=4), torch.randn(2, 8)
+    model.layers.append(torch.nn.Linear(8, 8))
+    recorder = Recorder()
+    hook = recorder if kind == "__call__" else getattr(recorder, kind)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    if later:
+        model(x).loss.backward()
+    for module in model.layers:
+        module.register_forward_hook(hook)
+    for _ in range(2):
+        recorder.seen.clear()
+        model(x).loss.backward()
+        assert recorder.seen == ["Block"] * 4 + ["Linear"]
+    engine.detach()

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError, UnsupportedModelError
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
-from tests.compiled import hold_still, selection
+from tests.compiled import below_recompute, hold_still, selection
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
@@ -189,11 +189,18 @@ class Stateful(torch.nn.Module):
             super().__init__()
             self.linear, self.how, self.calls = torch.nn.Linear(8, 8), how, 0
             self.loss = self.condition = torch.ones(())
+            self.losses: list[torch.Tensor] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x).relu() * self.condition
+            writes = self.how == "it writes to its input"
+            y = self.linear(x.clone() if writes else x).relu() * self.condition
             if self.how == "its loss is read":
                 self.loss = y.square().mean()
+            if writes:
+                x += y
+                return x
+            if self.how == "its losses are read":
+                self.losses.append(y.square().mean())
             if self.how == "it counts":
                 self.calls += 1
                 y = y * self.calls
@@ -205,6 +212,7 @@ class Stateful(torch.nn.Module):
         self.layers, self.how = torch.nn.ModuleList(self.Block(how) for _ in range(4)), how
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x.clone()
         for layer in self.layers:
             if self.how == "it is given a condition" or (self.how == "later" and len(x) > 4):
                 layer.condition = x.mean()
@@ -213,13 +221,16 @@ class Stateful(torch.nn.Module):
                 x = torch.func.functional_call(layer, weights, (x,))
             else:
                 x = layer(x)
-        return {"loss": x.square().mean() + sum(layer.loss for layer in self.layers)}
+        losses = [loss for layer in self.layers for loss in (layer.loss, *layer.losses[-1:])]
+        return {"loss": x.square().mean() + sum(losses)}
 
 
 @pytest.mark.parametrize(
     ("how", "why"),
     [
         ("its loss is read", "the forward of Block sets loss"),
+        ("its losses are read", "the forward of Block sets losses"),
+        ("it writes to its input", "the forward of Block writes to what it is given"),
         ("it counts", "the forward of Block sets calls"),
         ("it is given a condition", "attributes of Block are set around it"),
         ("its weights are others", "attributes of Block are set around it"),
@@ -233,7 +244,116 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     with log_lines() as lines:
         for x in xs:
             assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
+    assert [layer.calls for layer in model.layers] == [layer.calls for layer in plain.layers]
+    assert [len(layer.losses) for layer in model.layers] == [len(layer.losses) for layer in plain.layers]
     assert [line for line in lines if "as a whole" in line and line.endswith(why)]
+    engine.detach()
+
+
+class Optional(torch.nn.Module):
+    """Blocks that return a loss of their own beside the hidden states, or none: by a flag, or by their place."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, index: int, by_place: bool) -> None:
+            super().__init__()
+            self.linear, self.drop = torch.nn.Linear(8, 8), torch.nn.Dropout(0.2)
+            self.index, self.by_place, self.has_loss = index, by_place, index % 2 == 1 and not by_place
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x = x + self.drop(self.linear(x).relu())
+            has_loss = self.index % 2 == 1 if self.by_place else self.has_loss
+            return x, x.square().mean() if has_loss else None
+
+    def __init__(self, by_place: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block(index, by_place) for index in range(5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        losses = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses += [loss] if loss is not None else []
+        return {"loss": x.square().mean() + sum(losses)}
+
+
+def test_layers_of_one_structure_may_return_different_things() -> None:
+    model, x = Optional(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    # The last two with other flags than the forward was traced with.
+    for changed in (None, 2, 3):
+        for either in (model, plain):
+            if changed is not None:
+                either.layers[changed].has_loss = not either.layers[changed].has_loss
+        states = []
+        for either in (plain, model):
+            torch.manual_seed(0)
+            states.append((stepped(either, x), torch.get_rng_state()))
+        (expected, state), (ours, our_state) = states
+        assert all(map(torch.equal, ours, expected)) and torch.equal(our_state, state)
+    engine.detach()
+
+
+def test_layers_that_return_different_things_by_their_place_go_with_the_model() -> None:
+    model, x = Optional(by_place=True), torch.randn(4, 8)
+    for layer in model.layers:
+        layer.drop.p = 0.0
+    expected = stepped(model, x)
+    engine = attached(model, selection("level 1"), AUTO)
+    with log_lines() as lines:
+        assert all(map(torch.equal, stepped(model, x), expected))
+    (line,) = [line for line in lines if "as a whole" in line]
+    assert "layers.2 returns something else than the layers that are equal to it" in line
+    engine.detach()
+
+
+def test_layers_may_begin_to_train_one_after_another() -> None:
+    model, x = Counted(same=True), torch.randn(4, 16)
+    model.requires_grad_(False)
+    model.layers[4].requires_grad_(True)
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    for count in (1, 2, 3):
+        for either in (model, plain):
+            either.layers[-count:].requires_grad_(True)
+            either.zero_grad(set_to_none=True)
+            either(x=x)["loss"].backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+    engine.detach()
+
+
+class Averaging(torch.nn.Module):
+    """Keeps averages and counts in attributes, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Scaled(1.0) for _ in range(LAYERS))
+        self.average, self.total, self.calls = torch.zeros(16), torch.zeros(()), 0
+        self.history: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        self.calls += 1
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        self.total.add_(1)
+        self.history.append(self.average)
+        return {"loss": (x * self.average).sum()}
+
+
+def test_a_forward_that_is_planned_again_leaves_attributes_as_one_does(steady_process: None) -> None:
+    model, x = Averaging(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(budget=Budget("1 GiB", 2**30)))
+    with below_recompute(0):
+        for _ in range(2):
+            assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
+            assert model.calls == plain.calls and torch.equal(model.total, plain.total)
+            assert torch.equal(torch.stack(model.history), torch.stack(plain.history))
     engine.detach()
 
 

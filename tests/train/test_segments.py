@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.devices import DEVICES
@@ -17,10 +18,10 @@ from optimum_memopt.engines.compile.partition.producers.budget import saved_node
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import with_recomputed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.plans.plan_file import LayerEntry, PlanFile
 from optimum_memopt.sizes import Budget
-from tests.compiled import DROPOUT, hold_still
+from tests.compiled import DROPOUT, below_recompute, hold_still
 from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same, assert_bitwise_same_step
 from tests.graph.test_tape_problem import captured
 from tests.model_zoo import ZOO
@@ -159,6 +160,49 @@ def test_a_batch_that_torch_traces_again_runs_in_the_same_segments(monkeypatch: 
     assert [call.layer for call in again.tape.calls if call.recomputed] == layers
     _, peak = measured(model, alone)
     assert again.activations(again.sizes_of(alone)) == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+class Counting(torch.nn.Module):
+    """Layers with running statistics."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.nn.functional.gelu(self.norm(self.linear(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(loss=x.square().mean())
+
+
+def test_layers_with_running_statistics_are_in_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_still(monkeypatch)
+    engine = attached(model := Counting(), Selection(budget=Budget("2 GiB", 2**31)))
+    with below_recompute(), pytest.raises(DoesNotFitError):
+        model(x=torch.randn(64, 32))
+    engine.detach()
+
+
+def test_layers_with_running_statistics_run_once_whatever_a_plan_says(tmp_path: Path) -> None:
+    model, x = Counting(), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    plan, place = level_1(model, {"x": x})
+    with_entries(plan, recompute=("forward", f"input {place}")).save(tmp_path / "plan.json")
+    model = copy.deepcopy(plain)
+    engine = attached(model, Selection(plan=PlanFile.load(tmp_path / "plan.json")))
+    assert_bitwise_same(accumulate(model, [{"x": x}]), accumulate(plain, [{"x": x}]))
+    for (name, ours), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, expected), name
     engine.detach()
 
 

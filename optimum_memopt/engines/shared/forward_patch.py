@@ -1,12 +1,14 @@
 """The changes that engines make on a model: its training forward, activation checkpointing, the key-value cache."""
 
+import copy
 import functools
 import inspect
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +30,87 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Of a module without parts: torch's own attributes.
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A number, tensor or container that a module holds beside its buffers, and what was in it.
+
+    A flag is none: it may say that hooks have been put on modules, which stay.
+    """
+
+    module: torch.nn.Module
+    name: str
+    value: Any
+    values: Any
+
+    @classmethod
+    def all_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
+        yield from cls.containers_of(module)
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                yield cls(module, name, value, None)
+            elif isinstance(value, torch.Tensor):
+                yield cls(module, name, value, None if value.requires_grad else value.detach().clone())
+
+    @classmethod
+    def containers_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
+        for name, value in vars(module).items():
+            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE:
+                yield cls(module, name, value, copy.copy(value))
+
+    @property
+    def is_other_container(self) -> bool:
+        """True for a container that holds other objects than it did."""
+        return type(self.value) in _CONTAINERS and not _holds_the_same(self.value, self.values)
+
+    def restore(self) -> None:
+        now = vars(self.module).get(self.name)
+        if type(self.value) in (int, float):
+            if type(now) in (int, float) and now != self.value:
+                setattr(self.module, self.name, self.value)
+            return
+        if now is not self.value:
+            setattr(self.module, self.name, self.value)
+        if isinstance(self.value, torch.Tensor):
+            if self.values is not None:
+                self.value.copy_(self.values)
+        elif self.is_other_container:
+            self.value.clear()
+            (self.value.extend if isinstance(self.value, list | deque) else self.value.update)(self.values)
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """True where two containers hold the same objects in the same order."""
+    pairs = (each.items() if isinstance(each, dict) else each for each in (one, other))
+    flat = [[id(part) for each in pair for part in (each if isinstance(each, tuple) else (each,))] for pair in pairs]
+    return flat[0] == flat[1]
+
+
 @dataclass(frozen=True)
 class ForwardState:
-    """The state that a failing forward may have changed: random generators, and the buffers of modules."""
+    """The state that a failing forward may have changed: random generators, the buffers of modules, and the numbers,
+    tensors and containers among their attributes."""
 
     python: Any
     numpy: Any
     cpu: torch.Tensor
     cuda: torch.Tensor | None
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
+    attributes: tuple[Attribute, ...]
 
     @classmethod
     def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
-        """The state before a forward, in which `others` may take part, as a module that computes the loss."""
+        """The state before a forward, in which `others` may take part, as a module that computes the loss.
+
+        Args:
+            with_buffers: with that of modules; False: that of random generators alone.
+        """
         parameter = next(model.parameters(), None)
+        modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         return cls(
             random.getstate(),
             np.random.get_state(),
@@ -49,9 +118,10 @@ class ForwardState:
             torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
             tuple(
                 (module, name, buffer, buffer.detach().clone())
-                for module in (torch.nn.ModuleList([model, *others]).modules() if with_buffers else ())
+                for module in modules
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             ),
+            tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
         )
 
     def restore(self, model: torch.nn.Module) -> None:
@@ -63,6 +133,8 @@ class ForwardState:
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
                 setattr(module, name, buffer.copy_(values))
+            for attribute in self.attributes:
+                attribute.restore()
 
 
 TrainForward = Callable[..., Any]

@@ -8,6 +8,7 @@ regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
 from collections import Counter
@@ -22,7 +23,13 @@ from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import DESCRIBED, attribute_set_by, described, replaced
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
+    DESCRIBED,
+    attribute_set_by,
+    described,
+    replaced,
+    versions,
+)
 from optimum_memopt.errors import UnsupportedModelError
 
 # Layers of one class and structure, by their paths in the model, in order.
@@ -109,6 +116,10 @@ def _structure(layer: torch.nn.Module) -> Hashable:
     return kinds, tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 
 
+class ResultsChangedError(RuntimeError):
+    """A layer returns something else than what is traced around it was told."""
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """A group that is compiled once: the class of its layers, and how many there are."""
@@ -155,9 +166,14 @@ class Regions:
         ]
         # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
         self._results: dict[Hashable, Any] = {}
+        self._kinds: dict[Region, dict[torch.nn.Module, Hashable]] = {}
+        # What was returned there, by the trace, the layer, and what it was given.
+        self._told: dict[Hashable, set[tuple[_Form, ...]]] = {}
+        self._trace: Hashable = None
         # Of what a region's layers are given, see `_constants`.
         self._constants: dict[Region, list[Any]] = {}
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
+        self._layers: dict[Region, list[weakref.ref[torch.nn.Module]]] = {}
         closed = [] if only_layers else [layer for group in groups for layer in group.values()]
         self._sharded = ShardedModules(closed, opened)
         for group in groups:
@@ -167,7 +183,8 @@ class Regions:
             for path, layer in group.items():
                 held = weakref.ref(layer)
                 run = dynamo.untraced(functools.partial(self._run, path, region, forward))
-                self._forwards.append((held, dynamo.as_operator(self._forward_of(held, region, run))))
+                self._forwards.append((held, dynamo.as_operator(self._forward_of(path, held, region, run))))
+            self._layers[region] = [held for held, _ in self._forwards[-len(group) :]]
 
     @property
     def are_closed(self) -> bool:
@@ -194,9 +211,14 @@ class Regions:
         return sum(region.layers for region in regions)
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The layers' forwards are those of the regions."""
+    def in_place(self, trace: Hashable) -> Iterator[None]:
+        """The layers' forwards are those of the regions.
+
+        Args:
+            trace: what is around the layers runs as it was traced within the same one.
+        """
         self._graphs.clear()
+        self._trace = trace
         layers = [(layer, forward) for held, forward in self._forwards if (layer := held()) is not None]
         for layer, forward in layers:
             layer.__dict__["forward"] = forward
@@ -205,6 +227,7 @@ class Regions:
                 yield
         finally:
             self._results.clear()
+            self._kinds.clear()
             for layer, _ in layers:
                 layer.__dict__.pop("forward", None)
 
@@ -213,23 +236,41 @@ class Regions:
     ) -> Any:
         before = self.layer, self._current
         self.layer, self._current = path, region
-        given = list(zip(dynamo.tree_leaves((args, kwargs)), self._constants.get(region, ()), strict=False))
+        values = dynamo.tree_leaves((args, kwargs))
+        given = list(zip(values, self._constants.get(region, ()), strict=False))
         for value, constant in given:
             if isinstance(value, torch.Tensor) and isinstance(constant, list):
                 dynamo.mark_static(value, [dim for dim, size in enumerate(constant) if size is not None])
         numbers = [constant for value, constant in given if type(value) is int]
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
-                return self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
+                results = self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
         finally:
             self.layer, self._current = before
+        told = self._told.get(self._told_by(path, values))
+        if told is not None:
+            returned = dynamo.tree_leaves(results)
+            if not any(_is_of(forms, returned, values) for forms in told):
+                raise ResultsChangedError(
+                    f"{path} returns something else than the layers that are equal to it, or than it did before"
+                )
+        return results
+
+    def _told_by(self, path: str, given: Sequence[Any]) -> Hashable:
+        return self._trace, path, tuple(map(_kind, given))
+
+    def check_around(self, trace: dynamo.Trace) -> None:
+        """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
+        to a list that all hooks append to: what the hook writes there while the graph runs would be lost."""
+        if trace.changes(held for hook in self._sharded.hooks for held in _held(hook)):
+            raise self._refused("hooks of layers, and what runs around these, write to the same object")
 
     def finish(self, outputs: Any) -> Any:
         """See `ShardedModules`; within `in_place`."""
         return self._sharded.finish(outputs)
 
     def _forward_of(
-        self, held: "weakref.ref[torch.nn.Module]", region: Region, run: Callable[..., Any]
+        self, path: str, held: "weakref.ref[torch.nn.Module]", region: Region, run: Callable[..., Any]
     ) -> types.FunctionType:
         """The forward of a layer: its region, or its results on fake tensors where dynamo traces what is around it."""
 
@@ -239,7 +280,11 @@ class Regions:
             trace = dynamo.Trace.current()
             if trace is None:
                 return run(layer, *args, **kwargs)
-            return self._traced(layer, region, trace, args, kwargs)
+            results = self._traced(layer, region, trace, args, kwargs)
+            given = dynamo.tree_leaves((args, kwargs))
+            told = self._told.setdefault(self._told_by(path, given), set())
+            told.add(_forms(dynamo.tree_leaves(results), given))
+            return results
 
         return cast(types.FunctionType, layer_region)
 
@@ -261,15 +306,24 @@ class Regions:
         constants = list(map(_constants, given))
         self._constants[region] = list(map(_common, constants, self._constants.get(region, constants)))
         known = all(isinstance(value, DESCRIBED) for value in given)
-        key = region, str(structure), id(trace.context), torch.is_grad_enabled(), tuple(map(described, given))
+        if region not in self._kinds:
+            alive = [each for held in self._layers[region] if (each := held()) is not None]
+            self._kinds[region] = _kinds(alive)
+        way = region, self._kinds[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
+        key = *way, tuple(map(described, given))
         if known and key in self._results:
             return dynamo.tree_map(_copied, self._results[key])
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        before = versions(tensors)
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
+        if versions(tensors) != before:
+            # What the layer before it has saved of that is no longer there.
+            raise self._refused(f"the forward of {region.name} writes to what it is given")
         results = fully_shard.with_cast_outputs(layer, results)
         inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
         values = dynamo.tree_leaves(results)
@@ -286,6 +340,24 @@ def _state(layer: torch.nn.Module) -> Iterator[object]:
         yield from (module, *vars(module).values())
 
 
+def _held(function: Any) -> Iterator[object]:
+    """What a function may write to: of its closure, its arguments, its object, and the names that it has in common
+    with its module."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_held(function.func))
+        return
+    if not isinstance(function, types.FunctionType):
+        owner = getattr(function, "__self__", function)
+        yield from (owner, *getattr(owner, "__dict__", {}).values())
+        function = getattr(function, "__func__", None)
+    if isinstance(function, types.FunctionType):
+        # A variable of the closure may not be set yet.
+        with contextlib.suppress(ValueError):
+            variables = inspect.getclosurevars(function)
+            yield from (*variables.nonlocals.values(), *variables.globals.values())
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
 def _constants(value: Any) -> Any:
     """A number, or the sizes of a tensor; None for each that is a symbol where dynamo traces what is around layers."""
     if isinstance(value, torch.Tensor):
@@ -298,6 +370,74 @@ def _common(one: Any, other: Any) -> Any:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return list(map(_common, one, other))
     return one if one == other else None
+
+
+# Of a value that a layer is given or returns, see `_kind`; and of each size of a tensor the constant, or the place and
+# the dimension of the argument that has the same one (None: neither).
+_Form = tuple[Hashable, tuple[int | tuple[int, int] | None, ...]]
+
+
+def _kind(value: Any) -> Hashable:
+    """What autograd and the operators of a trace take a value for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.requires_grad
+    kind: type = int if isinstance(value, torch.SymInt) else type(value)
+    return kind
+
+
+def _forms(results: Sequence[Any], given: Sequence[Any]) -> tuple[_Form, ...]:
+    """Those of a layer's results in a trace."""
+    places: dict[str, tuple[int, int]] = {}
+    for at, value in enumerate(given):
+        for dim, size in enumerate(_sizes(value)):
+            if dynamo.constant(size) is None:
+                places.setdefault(str(size), (at, dim))
+
+    def same(size: "int | torch.SymInt") -> int | tuple[int, int] | None:
+        return places.get(str(size)) if (constant := dynamo.constant(size)) is None else constant
+
+    return tuple((_kind(value), tuple(map(same, _sizes(value)))) for value in results)
+
+
+def _is_of(forms: tuple[_Form, ...], results: Sequence[Any], given: Sequence[Any]) -> bool:
+    """True where results of a layer are as they were in a trace."""
+
+    def is_same(told: int | tuple[int, int] | None, size: int) -> bool:
+        return told is None or size == (given[told[0]].shape[told[1]] if isinstance(told, tuple) else told)
+
+    return len(forms) == len(results) and all(
+        kind == _kind(result) and all(map(is_same, told, _sizes(result)))
+        for (kind, told), result in zip(forms, results, strict=True)
+    )
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
+    """What the results of each layer on fake tensors depend on beside its arguments: tensors without their data, and
+    the numbers and names among its attributes.
+
+    Left out are whole numbers that no two layers share, the places of layers in the model: nearly no forward asks for
+    them, and each layer would be run on fake tensors by itself.
+    """
+    known = {layer: dict(_attributes(layer)) for layer in layers}
+    counts = Counter(item for values in known.values() for item in values.items())
+    shared = {name for (name, (kind, *_)), count in counts.items() if count > 1 or kind is not int}
+    return {
+        layer: frozenset((name, value) for name, value in values.items() if name in shared)
+        for layer, values in known.items()
+    }
+
+
+def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Of the modules in a layer, by their paths and names."""
+    for path, module in layer.named_modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, value in (*tensors, *vars(module).items()):
+            if isinstance(value, DESCRIBED):
+                yield (path, name), described(value)
 
 
 def _copied(value: Any) -> Any:

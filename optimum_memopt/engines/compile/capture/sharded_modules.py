@@ -64,6 +64,11 @@ class ShardedModules:
             return forward(*args, **kwargs)
         return self._hooked(module, (True,) * _ALL, forward, args, kwargs)
 
+    @property
+    def hooks(self) -> list[Callable[..., Any]]:
+        """Those that are taken."""
+        return [hook for taken in self._taken.values() for hooks in taken for hook in hooks.values()]
+
     def finish(self, outputs: Any) -> Any:
         """The model's outputs behind the hooks of its open modules."""
         opened = [module for held, _ in self._opened if (module := held()) in self._taken]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hook_ids
+from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
 from optimum_memopt.engines.compile.capture.regions import (
     Regions,
+    ResultsChangedError,
     around_regions,
     layer_groups,
     opened_modules,
@@ -49,6 +50,9 @@ from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
+
+# Of a forward that puts hooks on modules, or whose layers return something else, again and again.
+_MOST_TRACES = 3
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ class TracedForward:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
-        # whether layers are regions.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
+        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules,
+        # whether layers are regions, and which of their parameters train.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
+        self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
         weakref.finalize(self, dynamo.forget, self._codes).atexit = False
@@ -137,6 +142,9 @@ class TracedForward:
         self._regions = Regions(
             groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
         )
+        around = () if spec.only_layers else groups
+        in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
+        self._own_parameters = list(map(own_parameters, in_layers))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
         # The graph that was partitioned last.
@@ -157,21 +165,28 @@ class TracedForward:
         try:
             traced = self._call(call, choices)
         except Exception as error:
+            is_changed = isinstance(error, ResultsChangedError)
             why = self._regions.refusal or (f"{line_of(error)}{place_of(error)}" if self.is_first else "")
+            why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            self._say_whole(why)
-            self._regions = Regions((), weak_method(self._compile_alone))
+            if is_changed and not self.is_first and self._traced_again < _MOST_TRACES:
+                self._traced_again += 1
+                self.say(f"compiling the forward of {self._name} again: {why}")
+            else:
+                self._say_whole(why)
+                self._regions = Regions((), weak_method(self._compile_alone))
             self._compiled.clear()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
-            traced = self._call(call, choices)
+            return self(call, choices)
         if traced is None:
-            # transformers installs those that collect hidden states and router logits in a model's first forward,
-            # which breaks its graph there; all later ones run with them.
-            self.say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
+            # transformers installs those that collect hidden states and router logits in the first forward that is
+            # asked for them, which breaks its graph there; all later ones run with them.
+            which = "a later" if self._has_run else "the first"
+            self.say(f"{which} forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._compiled.clear()
-            self._has_run = True
+            self._traced_again += 1
             traced = self._call(call, choices)
             assert traced is not None
         self._has_run = choices.has_run = True
@@ -193,17 +208,25 @@ class TracedForward:
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
     def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
-        """Run a call; None where a model's first forward has put hooks on its modules."""
+        """Run a call; None where it has put hooks on the model's modules, and has to run again."""
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them, or all modules, have hooks")
-        key = call.loss_only, self.spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
+        drops_logits = self.spec.loss.drops_logits(call.reader)
+        # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
+        trains = tuple(
+            parameter.requires_grad
+            for parameters in (self._own_parameters if has_regions else ())
+            for parameter in parameters.values()
+            if parameter is not None
+        )
+        key = call.loss_only, drops_logits, dynamo.global_hooks(), has_regions, trains
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
-        before = ForwardState.of(self._model, with_buffers=True) if is_first else None
-        hooks = None if self._has_run else set(forward_hook_ids(self._model))
+        before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
+        next_hook = next_hook_id()
         outputs = None
         gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
         recorder = TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
@@ -213,23 +236,22 @@ class TracedForward:
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
                 self._announced(is_first, choices.purpose) as run.progress,
-                self._regions.in_place() if has_regions else contextlib.nullcontext(),
+                self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
                 if has_regions:
                     outputs = self._regions.finish(outputs)
         except BaseException as error:
-            if before is not None:
+            if before is not None and (is_first or isinstance(error, ResultsChangedError)):
                 before.restore(self._model)
-            if not isinstance(error, Exception) or hooks is None or hooks.issuperset(forward_hook_ids(self._model)):
+            if not isinstance(error, Exception) or not self._has_put_hooks(before, next_hook):
                 own = own_error(error)
                 if own is None or own is error:
                     raise
                 raise own from None
         finally:
             self._running = None
-        if hooks is not None and not hooks.issuperset(forward_hook_ids(self._model)):
-            assert before is not None
+        if before is not None and self._has_put_hooks(before, next_hook):
             before.restore(self._model)
             return None
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
@@ -244,6 +266,12 @@ class TracedForward:
         return TracedCall(
             outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(self.sharding), breaks, recompiles
         )
+
+    def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
+        """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
+        again from a state. A forward that always does so, as it is."""
+        may_run_again = before is not None and self._traced_again < _MOST_TRACES and next_hook != next_hook_id()
+        return may_run_again and any(number >= next_hook for number in forward_hook_ids(self._model))
 
     @property
     def has_regions(self) -> bool:
@@ -282,7 +310,10 @@ class TracedForward:
                 if call.loss_only
                 else "outputs beside the loss may be read and keep theirs"
             )
-            self.say(f"compiling another training graph for other hooks or another caller: {outputs}")
+            self.say(
+                "compiling another training graph for other hooks, another caller or other parameters that train: "
+                f"{outputs}"
+            )
         forward = self._wrapped(call)
         return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
@@ -314,6 +345,8 @@ class TracedForward:
         names = {name: ids.get(id(value), "") for name, value in given.items()}
         if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
             return self._owned(self._traced(module, given, names, losses, None))
+        if (trace := dynamo.Trace.current()) is not None:
+            self._regions.check_around(trace)
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
         # Only what is behind the layers has losses over a vocabulary.

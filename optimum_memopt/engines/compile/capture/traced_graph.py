@@ -148,7 +148,11 @@ class ForwardRun:
         untrained = without_gradient([*(earlier.gradients for earlier in self.ran), gradients])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self.inputs, tuple(self.chosen), untrained, self.progress, is_all)
-        return self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)
+        choice = self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)
+        # A plan file may say so all the same, of another layer or of an earlier version.
+        if choice.inputs.is_repeated and analyzed.joint.mutated_inputs:
+            return replace(choice, inputs=replace(choice.inputs, is_repeated=False))
+        return choice
 
     def note(self, variant: Variant, layer: str) -> None:
         """A variant has run for a layer."""

@@ -66,6 +66,7 @@ class Problem:
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
+        writes: the forward writes to an input, as to running statistics, and must not run twice.
     """
 
     names: tuple[str, ...]
@@ -93,6 +94,7 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
+    writes: bool = False
     positions: Positions = field(default_factory=Positions)
 
     @cached_property
@@ -251,6 +253,7 @@ def problems_of(
         activations=frozenset(all_of(roots_to_save)),
         boundaries=frozenset(all_of(layer_boundaries(graph))),
         constants=frozenset(all_of(roots_to_save & graph.constants)),
+        writes=bool(joint.mutated_inputs),
         positions=_positions(graph, number, tangents),
     )
 

@@ -355,6 +355,7 @@ class _LinkedRuns:
             activations=frozenset(all_of(lambda problem: problem.activations)),
             boundaries=frozenset(all_of(lambda problem: problem.boundaries)),
             constants=frozenset(all_of(lambda problem: problem.constants)),
+            writes=any(problem.writes for problem in self._runs),
             positions=Positions(),
         )
 

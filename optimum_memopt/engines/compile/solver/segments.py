@@ -48,8 +48,13 @@ class Segments:
     seconds: float
 
 
-def links_of(tape: Tape, runs: Sequence[GraphEvents]) -> tuple[Link, ...]:
-    """The links of a forward whose source is a layer, and can run again: it writes to nothing that it is given."""
+def links_of(tape: Tape, runs: Sequence[GraphEvents], writes: Sequence[bool]) -> tuple[Link, ...]:
+    """The links of a forward whose source is a layer, and can run again: it writes to nothing that it is given, and
+    returns none of it.
+
+    Args:
+        writes: true for each run that writes to what it is given.
+    """
     readers = Counter(number for call, events in zip(tape.calls, runs, strict=True) for number in _read(call, events))
     readers.update(tensor.storage for operator in tape.outside for tensor in operator.saved)
     released = {number for call in tape.calls for number in call.released}
@@ -62,7 +67,7 @@ def links_of(tape: Tape, runs: Sequence[GraphEvents]) -> tuple[Link, ...]:
             for place, number in saved
             if number in returned and number in released and readers[number] == 1
         ]
-        if call.layer and set(call.inputs.values()).isdisjoint(call.outputs.values()):
+        if call.layer and not writes[index] and set(call.inputs.values()).isdisjoint(call.outputs.values()):
             returned.update(dict.fromkeys(call.outputs.values(), index))
     return tuple(links)
 
@@ -96,7 +101,7 @@ def segments_within(
         gather_rate: see `StepContext`.
     """
     runs = [problem_events(problem, nodes) for problem, nodes in zip(forward.runs, saved, strict=True)]
-    links = links_of(forward.tape, runs)
+    links = links_of(forward.tape, runs, [problem.writes for problem in forward.runs])
 
     def of(chosen: tuple[Link, ...]) -> Segments:
         tape = with_recomputed(forward.tape, chosen)

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from optimum_memopt.engines.shared.forward_patch import Attribute
+
 # A value, or a shape that depends on values, is not known.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Elements of tensors whose values are followed: ids and masks of a batch.
@@ -200,12 +202,23 @@ def replaced(
             tensor.grad = gradient
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written to: other numbers later mean that one was meanwhile (torch 2.13)."""
+    return [tensor._version for tensor in tensors]
+
+
 def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
-    """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute; with one,
-    all attributes are as before. Whoever reads it around the layers is traced before their forwards really run."""
+    """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute, or a list
+    or the like among these that it writes to; with one, all attributes are as before. Whoever reads it around the
+    layers is traced before their forwards really run."""
+    containers = [container for module in layer.modules() for container in Attribute.containers_of(module)]
     places = [held for module in layer.modules() for held in (vars(module), module._buffers)]
     before = list(map(dict, places))
     results = run()
+    for container in containers:
+        if container.is_other_container:
+            container.restore()
+            return results, container.name
     for place, values in zip(places, before, strict=True):
         for name, value in place.items():
             is_known = value is values.get(name) or not isinstance(value, torch.Tensor | int | float | torch.SymInt)

@@ -191,6 +191,12 @@ def default_partition(
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
 
 
+def is_checkpointed(graph: fx.Graph) -> bool:
+    """True where the model checkpoints a part of what was traced: torch's own partition recomputes that, and can do so
+    during the trace alone where random numbers are drawn in it (`functionalize_rng_ops`)."""
+    return any("recompute" in node.meta for node in graph.nodes)
+
+
 def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
 

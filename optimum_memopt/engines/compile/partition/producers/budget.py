@@ -25,6 +25,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD,
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -197,10 +198,11 @@ def _by_length(graphs: Sequence[CapturedGraph], plan: Plan, step: StepContext) -
 
 
 def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> float:
-    """The peak under torch's own partition of each graph, which does not look at it, in bytes."""
+    """The peak under torch's own partition of each graph, which does not look at it, in bytes; infinite where that is
+    not known."""
     own: list[Schedule] = []
     for graph in graphs:
-        if graph.analyzed is None:
+        if graph.analyzed is None or fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
             return math.inf
         own.append(torchs_own(graph.analyzed)[1])
     tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
