@@ -209,6 +209,8 @@ class TapeRecorder:
         self._numbers = itertools.count()
         # By address, which a storage that is gone may have left to another one.
         self._storages: dict[int, tuple[dynamo.StorageWeakRef, int]] = {}
+        # The addresses of all that may go during the forward: what a model has is by far the most.
+        self._passing: set[int] = set()
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
@@ -266,7 +268,8 @@ class TapeRecorder:
         return Tape(tuple(calls), given, outside)
 
     def _note_released(self) -> None:
-        gone = [address for address, (storage, _) in self._storages.items() if storage.expired()]
+        gone = [address for address in self._passing if self._storages[address][0].expired()]
+        self._passing.difference_update(gone)
         numbers = {self._storages.pop(address)[1] for address in gone}
         if self._calls and numbers:
             graph, call = self._calls[-1]
@@ -300,6 +303,7 @@ class TapeRecorder:
         if known is None or known[0].expired():
             known = dynamo.StorageWeakRef(tensor.untyped_storage()), next(self._numbers)
             self._storages[address] = known
+            self._passing.add(address)
         return known[1]
 
 
