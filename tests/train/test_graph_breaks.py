@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,13 +185,13 @@ class Watched(InPieces):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.seen: list[weakref.ref[torch.Tensor]] = []
-        self.alive: list[int] = []
+        # Beside the module, whose own lists are after a try what they were before.
+        self.looked = SimpleNamespace(seen=[], alive=[])
 
     @torch._dynamo.disable
     def look_at(self, x: torch.Tensor) -> None:
-        self.alive.append(sum(seen() is not None for seen in self.seen))
-        self.seen.append(weakref.ref(x))
+        self.looked.alive.append(sum(seen() is not None for seen in self.looked.seen))
+        self.looked.seen.append(weakref.ref(x))
 
     def forward(self, x: torch.Tensor) -> Output:
         x = self.part(x, 0)
@@ -203,7 +204,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
     monkeypatch.setitem(MODELS, "one break", Watched)
     engine = attached("one break", free.peak - int(0.4 * free.activations))
     engine._model(**batch_of("one break"))
-    assert engine._model.alive == [0, 0]
+    assert engine._model.looked.alive == [0, 0]
     assert re.search(r", budget .*, in 2 graphs$", engine.plans().header[0])
     engine.detach()
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimum_memopt.compat import forward_hooks
+from optimum_memopt.compat import forward_hooks, without_modes
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,11 +93,15 @@ def _holds_the_same(one: Any, other: Any) -> bool:
 @dataclass(frozen=True)
 class ForwardState:
     """The state that a failing forward may have changed: random generators, the buffers of modules, and the numbers,
-    tensors and containers among their attributes."""
+    tensors and containers among their attributes.
+
+    Attributes:
+        cpu: bytes of the CPU's generator, which are no tensor's while the forward runs.
+    """
 
     python: Any
     numpy: Any
-    cpu: torch.Tensor
+    cpu: bytes
     cuda: torch.Tensor | None
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
     attributes: tuple[Attribute, ...]
@@ -110,11 +114,13 @@ class ForwardState:
             with_buffers: with that of modules; False: that of random generators alone.
         """
         parameter = next(model.parameters(), None)
+        with without_modes():
+            cpu = torch.get_rng_state().numpy().tobytes()
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         return cls(
             random.getstate(),
             np.random.get_state(),
-            torch.get_rng_state(),
+            cpu,
             torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
             tuple(
                 (module, name, buffer, buffer.detach().clone())
@@ -127,7 +133,8 @@ class ForwardState:
     def restore(self, model: torch.nn.Module) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
+        with without_modes():
+            torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
         with torch.no_grad():
