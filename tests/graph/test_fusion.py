@@ -1,4 +1,4 @@
-"""What kernels move where a compiler computes neighbours in one."""
+"""Bytes that kernels move where a compiler computes neighbours in one."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -125,7 +125,7 @@ class Between(torch.nn.Module):
 
 
 class Behind(torch.nn.Module):
-    """What runs behind its only graph saves more than all of that."""
+    """The loss behind its only graph saves more than all of that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -341,8 +341,8 @@ def _state(layer: torch.nn.Module) -> Iterator[object]:
 
 
 def _held(function: Any) -> Iterator[object]:
-    """What a function may write to: of its closure, its arguments, its object, and the names that it has in common
-    with its module."""
+    """The objects that a function may write to: of its closure, its arguments, its object, and the names that it has in
+    common with its module."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values(), *_held(function.func))
         return
@@ -378,7 +378,7 @@ _Form = tuple[Hashable, tuple[int | tuple[int, int] | None, ...]]
 
 
 def _kind(value: Any) -> Hashable:
-    """What autograd and the operators of a trace take a value for."""
+    """The properties of a value that autograd and the operators of a trace depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.requires_grad
     kind: type = int if isinstance(value, torch.SymInt) else type(value)
@@ -386,7 +386,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def _forms(results: Sequence[Any], given: Sequence[Any]) -> tuple[_Form, ...]:
-    """Those of a layer's results in a trace."""
+    """The forms of a layer's results in a trace."""
     places: dict[str, tuple[int, int]] = {}
     for at, value in enumerate(given):
         for dim, size in enumerate(_sizes(value)):
@@ -416,8 +416,8 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
-    """What the results of each layer on fake tensors depend on beside its arguments: tensors without their data, and
-    the numbers and names among its attributes.
+    """Those attributes of each layer that its results on fake tensors depend on: tensors without their data, numbers and
+    names.
 
     Left out are whole numbers that no two layers share, the places of layers in the model: nearly no forward asks for
     them, and each layer would be run on fake tensors by itself.
@@ -432,7 +432,7 @@ def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]
 
 
 def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Of the modules in a layer, by their paths and names."""
+    """Attributes of the modules in a layer, by path and name."""
     for path, module in layer.named_modules():
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for name, value in (*tensors, *vars(module).items()):

@@ -36,7 +36,7 @@ _LOOKUPS = frozenset(("embedding", "gather", "index"))
 
 @dataclass(frozen=True)
 class Moved:
-    """What an operator's part of a kernel moves.
+    """The operands and results that an operator's part of a kernel moves.
 
     Attributes:
         reads: operands.
@@ -50,7 +50,7 @@ class Moved:
 
 
 def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
-    """What each operator moves that is computed in a kernel with others; those that are not have no entry."""
+    """The operands and results that kernels move, by operator; those that are in no kernel with others have no entry."""
     kernels = _Kernels(joint)
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     moved: dict[fx.Node, Moved] = {}
@@ -79,7 +79,7 @@ def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
 
 
 class _Kernels:
-    """Which operators are computed together.
+    """The operators of a joint graph, by the kernel that computes them.
 
     Attributes:
         fused: those that a kernel may have several of, in the order of the graph.

@@ -365,7 +365,7 @@ class _LinkedRuns:
         return self.built.between(run, self._runs[run], (), layer, kinds=_OUTSIDE, **own)
 
     def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
-        """What reads nodes that are held until then."""
+        """An operator that reads nodes which are held until then."""
         own = {"kinds": kind, "is_tensor": False, "is_view": False, "is_backward": is_backward}
         return self.built.between(run, self._runs[run], nodes, self._tape.calls[run].layer, **own)
 
