@@ -341,8 +341,8 @@ def _state(layer: torch.nn.Module) -> Iterator[object]:
 
 
 def _held(function: Any) -> Iterator[object]:
-    """The objects that a function may write to: of its closure, its arguments, its object, and the names that it has in
-    common with its module."""
+    """The objects that a function may write to: of its closure, its arguments, its object, and the names that it
+    has in common with its module."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values(), *_held(function.func))
         return
@@ -416,7 +416,7 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
-    """Those attributes of each layer that its results on fake tensors depend on: tensors without their data, numbers and
+    """Those attributes of each layer that its results on fake tensors depend on: tensors without their data, numbers,
     names.
 
     Left out are whole numbers that no two layers share, the places of layers in the model: nearly no forward asks for

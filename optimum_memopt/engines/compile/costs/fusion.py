@@ -50,7 +50,7 @@ class Moved:
 
 
 def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
-    """The operands and results that kernels move, by operator; those that are in no kernel with others have no entry."""
+    """The operands and results that kernels move, by operator; one that is in no kernel with others has no entry."""
     kernels = _Kernels(joint)
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     moved: dict[fx.Node, Moved] = {}
