@@ -416,7 +416,7 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
-    """Those attributes of each layer that its results on fake tensors depend on: tensors without their data, numbers,
+    """Those attributes of each layer that its results on fake tensors depend on: tensors without data, numbers and
     names.
 
     Left out are whole numbers that no two layers share, the places of layers in the model: nearly no forward asks for
