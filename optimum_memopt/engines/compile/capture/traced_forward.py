@@ -176,7 +176,7 @@ class TracedForward:
             else:
                 self._say_whole(why)
                 self._regions = Regions((), weak_method(self._compile_alone))
-            self._compiled.clear()
+            self._forget_compiled()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
             return self(call, choices)
@@ -185,12 +185,17 @@ class TracedForward:
             # asked for them, which breaks its graph there; all later ones run with them.
             which = "a later" if self._has_run else "the first"
             self.say(f"{which} forward of {self._name} has put hooks on its modules: compiling it again with them")
-            self._compiled.clear()
+            self._forget_compiled()
             self._traced_again += 1
             traced = self._call(call, choices)
             assert traced is not None
         self._has_run = choices.has_run = True
         return traced
+
+    def _forget_compiled(self) -> None:
+        """Have all calls traced again: nothing holds that earlier traces took from the layers."""
+        self._compiled.clear()
+        self._regions.forget_results()
 
     def _say_whole(self, why: str) -> None:
         """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
