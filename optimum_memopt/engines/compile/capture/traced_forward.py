@@ -44,10 +44,10 @@ from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fx_graph, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, own_error, place_of
+from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, line_with_place, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.errors import MemOptError, UnsupportedModelError, line_of
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -166,7 +166,7 @@ class TracedForward:
             traced = self._call(call, choices)
         except Exception as error:
             is_changed = isinstance(error, ResultsChangedError)
-            why = self._regions.refusal or (f"{line_of(error)}{place_of(error)}" if self.is_first else "")
+            why = self._regions.refusal or (line_with_place(error) if self.is_first else "")
             why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise

@@ -233,7 +233,7 @@ def run_micro_batches(
         raise
     except Exception as error:
         raise MemOptError(
-            f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)}{dynamo.place_of(error)})"
+            f"{type(model).__name__} cannot be run on tensors without data ({dynamo.line_with_place(error)})"
         ) from error
     return recorder.run()
 

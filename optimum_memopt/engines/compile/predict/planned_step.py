@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
-from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
@@ -189,8 +189,7 @@ class PlannedStep:
                 raise
             except Exception as error:
                 raise MemOptError(
-                    f"{type(model).__name__} cannot be traced on fake tensors ("
-                    f"{line_of(error)}{dynamo.place_of(error)})"
+                    f"{type(model).__name__} cannot be traced on fake tensors ({dynamo.line_with_place(error)})"
                     f"{self.workload.suggestion}"
                 ) from error
         for remark in traced.shown.remarks:

@@ -37,7 +37,7 @@ from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
@@ -487,7 +487,7 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module,
         raise
     except Exception as error:
         raise MemOptError(
-            f"{name} cannot be traced on fake tensors ({line_of(error)}{dynamo.place_of(error)}), so that nothing can "
+            f"{name} cannot be traced on fake tensors ({dynamo.line_with_place(error)}), so that nothing can "
             "be predicted for other batches"
         ) from error
     if not all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in graphs):

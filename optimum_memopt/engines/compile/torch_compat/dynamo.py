@@ -502,6 +502,11 @@ def place_of(error: BaseException) -> str:
     return ""
 
 
+def line_with_place(error: BaseException) -> str:
+    """See `line_of`, with the user's line."""
+    return f"{line_of(error)}{place_of(error)}"
+
+
 def failure_of_compiler(error: BaseException) -> str:
     """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
     other error. What it knows that it cannot trace breaks the graph instead."""
@@ -509,7 +514,7 @@ def failure_of_compiler(error: BaseException) -> str:
         # Its text has the kind of error that it met.
         return f"torch cannot trace this model ({str(error).strip().splitlines()[0]}{place_of(error)})"
     if isinstance(error, BackendCompilerFailed):
-        return f"torch cannot compile this model ({line_of(error)}{place_of(error)})"
+        return f"torch cannot compile this model ({line_with_place(error)})"
     return ""
 
 
