@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from optimum_memopt.engines.compile.costs.costs import works
+from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from tests.captured import capture
 
@@ -17,7 +18,7 @@ NARROW, WIDE = ROWS * INNER * 4, ROWS * OUTER * 4
 def moved(step: Callable[..., torch.Tensor], *given: torch.Tensor, in_backward: bool = False) -> list[tuple[str, int]]:
     """Operators of the forward or backward that move anything, and how many bytes; without products."""
     captured = capture(step, *given)
-    of_nodes = zip(captured.joint.nodes, works(captured.joint, captured.sizes, fused=True), strict=True)
+    of_nodes = zip(captured.joint.nodes, works(captured.joint, captured.sizes, moved_by(captured.joint)), strict=True)
     return [
         (operator_name(node), int(work.bytes))
         for node, work in of_nodes

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.costs.fusion import moved_by
+from optimum_memopt.engines.compile.costs.fusion import Moved, moved_by
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     first_input,
@@ -105,21 +105,22 @@ class Work:
         return self.key.partition("(")[0]
 
 
-def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], fused: bool = False) -> tuple[Work | None, ...]:
+def works(
+    joint: JointGraph, sizes: Mapping[sympy.Symbol, int], moved: Mapping[fx.Node, Moved] | None = None
+) -> tuple[Work | None, ...]:
     """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers.
 
     Args:
-        fused: a compiler computes neighbours in one kernel, see `fusion`.
+        moved: by the operators that a compiler computes in one kernel with others, see `moved_by`; None: none is.
     """
     number = _numbers(sizes)
-    moved = moved_by(joint) if fused else {}
 
     def size(tensor: torch.Tensor) -> int:
         return int(math.prod(map(number, tensor.shape))) * tensor.dtype.itemsize
 
     def work(node: fx.Node) -> Work:
         alone = _work(node, number)
-        if (own := moved.get(node)) is None:
+        if (own := (moved or {}).get(node)) is None:
             return alone
         result = sum(map(size, _tensors(value(node))))
         # Of what is expanded no more is read than there is.
@@ -138,7 +139,8 @@ def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], fused: bool = Fa
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
     """Estimated by a device's rates, see `bounded`."""
-    seconds = (0.0 if work is None else bounded(work, device)[0] for work in works(joint, sizes, fused))
+    of_nodes = works(joint, sizes, moved_by(joint) if fused else None)
+    seconds = (0.0 if work is None else bounded(work, device)[0] for work in of_nodes)
     return Costs(tuple(seconds), f"roofline {device.name}")
 
 

@@ -41,6 +41,7 @@ from optimum_memopt.engines.compile.costs.costs import (
     works,
 )
 from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
@@ -262,7 +263,8 @@ class OperatorTimes:
 
 def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -> Callable[[int], OperatorTimes]:
     """Estimated by a device's rates, see `bounded`; work grows by the row."""
-    low, high = (works(graph.joint, sizes(rows), fused) for rows in _TWO)
+    moved = moved_by(graph.joint) if fused else None
+    low, high = (works(graph.joint, sizes(rows), moved) for rows in _TWO)
     nodes = [node for node, work in enumerate(low) if work is not None]
     one, two = ([work for work in of_batch if work is not None] for of_batch in (low, high))
 
