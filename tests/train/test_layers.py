@@ -147,13 +147,19 @@ def stepped(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
-    model, x = Counted(same=False), torch.randn(4, 16)
+def attached_as_a_whole(model: torch.nn.Module, x: torch.Tensor) -> tuple[CompileEngine, str]:
+    """The engine, and the line that says why layers go with the model; a step is plain PyTorch's."""
     expected = stepped(model, x)
     engine = attached(model, selection("level 1"), AUTO)
     with log_lines() as lines:
         assert all(map(torch.equal, stepped(model, x), expected))
     (line,) = [line for line in lines if "as a whole" in line]
+    return engine, line
+
+
+def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
+    model, x = Counted(same=False), torch.randn(4, 16)
+    engine, line = attached_as_a_whole(model, x)
     assert "more than 3 graphs for Scaled; failed guard: self.scale ==" in line
     assert "layers" not in engine.plans().header[0]
     engine.detach()
@@ -300,11 +306,7 @@ def test_layers_that_return_different_things_by_their_place_go_with_the_model() 
     model, x = Optional(by_place=True), torch.randn(4, 8)
     for layer in model.layers:
         layer.drop.p = 0.0
-    expected = stepped(model, x)
-    engine = attached(model, selection("level 1"), AUTO)
-    with log_lines() as lines:
-        assert all(map(torch.equal, stepped(model, x), expected))
-    (line,) = [line for line in lines if "as a whole" in line]
+    engine, line = attached_as_a_whole(model, x)
     assert "layers.2 returns something else than the layers that are equal to it" in line
     engine.detach()
 

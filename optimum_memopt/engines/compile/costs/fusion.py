@@ -15,6 +15,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import JointGraph, first_input, is_tensor, is_view, root, tensor_value
+from optimum_memopt.engines.compile.graph.saved_activations import is_output
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
 # Sums over so many elements a row find in no cache what they have read before.
@@ -169,5 +170,4 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def _operator_of(node: fx.Node) -> fx.Node:
     """The operator that a node is an output of."""
-    is_pick = node.op == "call_function" and not dynamo.operator_name(node.target) and not is_view(node)
-    return first_input(node) if is_pick and node.args and isinstance(node.args[0], fx.Node) else node
+    return first_input(node) if is_output(node) and not is_view(node) else node
