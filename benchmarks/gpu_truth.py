@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, Training
 from optimum_memopt.engines.api.run import StepSpec
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.memory.allocator import CachingAllocator

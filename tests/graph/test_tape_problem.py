@@ -8,13 +8,12 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
-from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
-from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks
 from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
-from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
+from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, problem_of
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph

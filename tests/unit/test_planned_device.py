@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.capture.device_standin import kernel, traced_for
+from optimum_memopt.engines.compile.capture.standins import kernel, traced_for
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 
 H100, A100, T4 = ((9, 0), (8, 0), (7, 5))

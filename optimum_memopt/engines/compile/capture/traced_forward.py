@@ -15,7 +15,6 @@ from torch import fx
 from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
-from optimum_memopt.engines.compile.capture.leaf_steps import LeafSteps
 from optimum_memopt.engines.compile.capture.regions import (
     Regions,
     ResultsChangedError,
@@ -39,7 +38,7 @@ from optimum_memopt.engines.compile.loss.decide import (
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding, sharding_of
 from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
-from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
+from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned

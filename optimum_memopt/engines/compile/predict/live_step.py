@@ -23,7 +23,7 @@ from optimum_memopt.engines.api.predictions import (
     Workload,
 )
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, stand_in_place
+from optimum_memopt.engines.compile.capture.standins import eager_standin, multiprocessors, stand_in_place
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import Device, device_of

@@ -12,8 +12,7 @@ from optimum_memopt.engines.api.predictions import Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
-from optimum_memopt.engines.compile.capture.device_standin import stand_in_place, traced_for
-from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks, shard
+from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device, device_of

@@ -11,8 +11,13 @@ from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedSt
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, traced_for
-from optimum_memopt.engines.compile.capture.planned_shards import planned_ranks, shard
+from optimum_memopt.engines.compile.capture.standins import (
+    eager_standin,
+    multiprocessors,
+    planned_ranks,
+    shard,
+    traced_for,
+)
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import Work, seconds_by_bound, work_between
