@@ -19,8 +19,7 @@ from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph

@@ -15,7 +15,7 @@ from torch import fx
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -31,7 +31,7 @@ GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 
 def hold_still(patch: pytest.MonkeyPatch) -> None:
     """What the process itself holds is constant: it grows and shrinks by more than small models take."""
-    for module in (step_context, step_predictor):
+    for module in (footprint, step_predictor):
         patch.setattr(module, "constant_of", lambda *held: 2**29)
 
 

@@ -12,8 +12,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver

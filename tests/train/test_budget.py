@@ -11,7 +11,7 @@ from budget_graphs import Within, attach
 
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
-from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
@@ -115,10 +115,10 @@ LARGE = tower_batch(64, 60)
 def steady_process() -> Iterator[None]:
     """The process itself grows and shrinks by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step_context, traced_forward):
+        for module in (footprint, traced_forward):
             patch.setattr(module, "held_bytes", lambda device: 2**29)
-        patch.setattr(step_context, "_GROWTH", 0)
-        patch.setattr(step_context, "_GROWTH_SHARE", 0)
+        patch.setattr(footprint, "_GROWTH", 0)
+        patch.setattr(footprint, "_GROWTH_SHARE", 0)
         yield
 
 
@@ -149,11 +149,11 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's size is read before operators are measured, and again when the plan is chosen."""
     room, model = 2**25, Tower()
-    monkeypatch.setattr(step_context, "_GROWTH", room)
+    monkeypatch.setattr(footprint, "_GROWTH", room)
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
 
     def constant(planner: Planner, held: int) -> int:
-        monkeypatch.setattr(step_context, "held_bytes", lambda device: held)
+        monkeypatch.setattr(footprint, "held_bytes", lambda device: held)
         return planner.step().fixed.constant
 
     planner = Planner(model, spec)

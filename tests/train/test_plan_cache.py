@@ -11,7 +11,7 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
-from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.predict import plan_cache
 from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -49,9 +49,9 @@ class Starts:
     def __post_init__(self) -> None:
         self.patch.setenv("XDG_CACHE_HOME", str(self.cache))
         self.patch.setenv(plan_cache.SWITCH, "1")
-        for module in (step_context, traced_forward):
+        for module in (footprint, traced_forward):
             self.patch.setattr(module, "held_bytes", lambda device: self.held)
-        self.patch.setattr(step_context, "room_to_grow", lambda *given: 2**16)
+        self.patch.setattr(footprint, "room_to_grow", lambda *given: 2**16)
         if self.unit not in PLAIN:
             gradients, everything = self._run(Selection()), self.peak
             self._run(Selection(level=1))

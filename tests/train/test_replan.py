@@ -10,7 +10,7 @@ import torch
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
 from optimum_memopt.engines.compile.capture import traced_forward
-from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory import footprint
 from tests.limited_memory import RunsOut
 from tests.rotation import nightly
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
@@ -22,9 +22,9 @@ REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
 @pytest.fixture(autouse=True)
 def steady_process(monkeypatch):
     """The process itself takes a thousand times what such a small model does."""
-    for module in (step_context, traced_forward):
+    for module in (footprint, traced_forward):
         monkeypatch.setattr(module, "held_bytes", lambda device: 0)
-    monkeypatch.setattr(step_context, "_GROWTH", 0)
+    monkeypatch.setattr(footprint, "_GROWTH", 0)
 
 
 def data(name: str, length: int = 40) -> list[dict[str, torch.Tensor]]:

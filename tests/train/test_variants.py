@@ -13,7 +13,7 @@ from transformers import default_data_collator
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
-from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.predict import step_predictor
@@ -36,12 +36,12 @@ HELD = 2**29
 def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process itself grows and shrinks by more than a small model takes."""
     hold(monkeypatch, HELD)
-    monkeypatch.setattr(step_context, "_GROWTH", 0)
-    monkeypatch.setattr(step_context, "_GROWTH_SHARE", 0)
+    monkeypatch.setattr(footprint, "_GROWTH", 0)
+    monkeypatch.setattr(footprint, "_GROWTH_SHARE", 0)
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    for module in (step_context, traced_forward):
+    for module in (footprint, traced_forward):
         monkeypatch.setattr(module, "held_bytes", lambda device: held)
 
 

@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph

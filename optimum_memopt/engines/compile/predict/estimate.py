@@ -22,9 +22,8 @@ from optimum_memopt.engines.api.predictions import (
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.costs.times import update_times
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
-from optimum_memopt.engines.compile.memory.footprint import trainable_of
+from optimum_memopt.engines.compile.memory.footprint import StepContext, trainable_of
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver, problem_of, solver_for_rows
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault

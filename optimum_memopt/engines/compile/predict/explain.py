@@ -15,8 +15,15 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import LossMode
-from optimum_memopt.engines.compile.memory.footprint import Footprint, footprint_of, tensor_bytes, trainable_of
-from optimum_memopt.engines.compile.memory.step_context import StepContext, link_of, room_to_grow
+from optimum_memopt.engines.compile.memory.footprint import (
+    Footprint,
+    StepContext,
+    footprint_of,
+    link_of,
+    room_to_grow,
+    tensor_bytes,
+    trainable_of,
+)
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, MODEL, PLAIN
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph

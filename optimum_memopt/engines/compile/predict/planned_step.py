@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.costs.devices import Device, device_of
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
+from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer

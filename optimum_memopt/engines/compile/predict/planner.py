@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
+from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice

@@ -27,10 +27,15 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.composition import StepEvents, interpolated
-from optimum_memopt.engines.compile.memory.footprint import Footprint, trainable_of, weights_by_dtype
+from optimum_memopt.engines.compile.memory.footprint import (
+    Footprint,
+    StepContext,
+    step_around,
+    trainable_of,
+    weights_by_dtype,
+)
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, host_of, problem_of, sizes_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph

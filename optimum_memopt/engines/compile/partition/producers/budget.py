@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import Schedule
-from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.partition.captured_forward import (
     ForwardSolver,

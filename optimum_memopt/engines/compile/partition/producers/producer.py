@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.memory.events import Schedule, schedule
-from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice
