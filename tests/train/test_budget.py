@@ -246,9 +246,9 @@ def test_another_graph_of_the_same_operators_is_solved_by_itself(steady_process:
     free = CompileEngine(compiler="aot_eager")
     free.attach(model)
     model(x).backward()
-    footprint = free.predictor.footprint()
+    parts = free.predictor.footprint()
     free.detach()
-    engine = CompileEngine(Selection(budget=budget_of(footprint.peak - footprint.activations // 3)), "aot_eager")
+    engine = CompileEngine(Selection(budget=budget_of(parts.peak - parts.activations // 3)), "aot_eager")
     with recorded() as splits:
         engine.attach(model)
         for has_views in (False, True):
