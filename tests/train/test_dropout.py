@@ -178,6 +178,50 @@ def test_a_plan_changes_no_random_number(case, asked):
     assert recomputed and masks >= recomputed >= applied & masks
 
 
+class Unread(torch.nn.Module):
+    """Layers, and what is behind them, with dropouts that nobody reads, as of a CANINE's characters that a classifier
+    leaves out."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = torch.nn.Linear(32, 32), torch.nn.Dropout(0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.dropout(self.linear(x).relu())
+            self.dropout(x.exp())
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        loss = self.layers[0].dropout(x).square().mean()
+        torch.rand_like(x)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("asked", ["", "level 1"])
+def test_random_numbers_that_nobody_reads_are_drawn_all_the_same(asked):
+    model, x = Unread(), torch.randn(512, 32)
+    steps = []
+    for engine in (None, CompileEngine(selection(asked), "aot_eager")):
+        if engine is not None:
+            engine.attach(model)
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = model(x=x)["loss"]
+        loss.backward()
+        steps.append([loss.detach(), torch.get_rng_state(), *(each.grad for each in model.parameters())])
+    assert " graphs for 4 layers" in engine.plans().header[0] and bool(engine.plans().enabled) == bool(asked)
+    engine.detach()
+    assert all(map(torch.equal, *steps))
+
+
 def test_another_seed_is_another_step(case):
     model, (batch, _), plain, _ = case
     engine = CompileEngine(selection("level 1"), "aot_eager", dynamic=False)

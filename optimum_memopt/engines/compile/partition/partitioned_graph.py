@@ -115,7 +115,7 @@ def analyze(
         cuda: see `operator_workspace`; None: the device of its tensors.
         layer: the path of the layer whose forward it is; empty: that of no layer alone.
     """
-    module.graph.eliminate_dead_code()
+    fx_graph.remove_dead_code(module.graph, lambda node: True)
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     note_layers(module.graph, layer)
@@ -222,6 +222,7 @@ def partitioned(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
+    _remove_dead_code(graph.joint, modules)
     if runs_operators:
         scale_in_place(modules)
         dropout.take_drawn_masks(modules[0])
@@ -251,6 +252,16 @@ def partitioned(
         digest=graph.digest,
     )
     return partitioned_graph, modules
+
+
+def _remove_dead_code(joint: JointGraph, modules: Modules) -> None:
+    """Leave each of the two the random numbers that it draws in the joint graph, though nobody may read them."""
+    in_backward = {node.name for node in joint.backward}
+    forward, backward = modules
+    fx_graph.remove_dead_code(forward.graph, lambda node: node.name not in in_backward)
+    fx_graph.remove_dead_code(backward.graph, lambda node: node.name in in_backward)
+    for module in modules:
+        module.recompile()
 
 
 def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:

@@ -189,12 +189,17 @@ def compile_without_compiler(
     without and at 5.0 with; a second backward ends there in torch's error, which names the switch `donated_buffer`.
     That has to be off while the backward runs too: with it on torch refuses unless the list of donated buffers is
     there and empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+
+    Random numbers that nobody reads are drawn all the same, as in plain PyTorch; while it traces, torch removes these
+    draws unless `fallback_random` is on (`Graph.eliminate_dead_code` in `torch/fx/graph.py`).
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import config
 
     run = fx_graph.run_operators
     backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
-    with mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
+    draws_all = config.patch(fallback_random=True)
+    with draws_all, mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
         return backend(module, inputs)
 
 

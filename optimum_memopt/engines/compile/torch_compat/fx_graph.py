@@ -55,6 +55,20 @@ def is_random(node: fx.Node) -> bool:
     return getattr(node.target, "_opname", "") == "inductor_lookup_seed" or (is_tagged and not _drops_nothing(node))
 
 
+def remove_dead_code(graph: fx.Graph, draws: Callable[[fx.Node], bool]) -> None:
+    """Remove what nobody reads, but for those operators that draw random numbers for which `draws` holds.
+
+    Without a compiler they stay, as in plain PyTorch: what draws after them would draw something else. torch's own
+    partition removes none (`Graph.eliminate_dead_code`), or all, see `dynamo.compile_without_compiler`.
+    """
+
+    def has_effect(node: fx.Node) -> bool:
+        is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return is_random(node) and draws(node) if is_tagged else node.is_impure()
+
+    graph.eliminate_dead_code(has_effect)
+
+
 def reads_seed(node: fx.Node) -> bool:
     """True where it draws again what another operator drew, from a seed that it is given.
 
