@@ -82,3 +82,21 @@ def test_casts(name: str, dtype: torch.dtype) -> None:
     operator, *arguments = operands(dtype)[name]
     found = operator_workspace(operator, arguments, operator(*arguments), None)
     assert int(found) == pytest.approx(held(operator, tuple(arguments)), rel=0, abs=128)
+
+
+@pytest.mark.parametrize("of_input", [False, True], ids=["input", "transposed input"])
+@pytest.mark.parametrize("of_gradient", [False, True], ids=["gradient", "transposed gradient"])
+def test_layer_norm(of_input: bool, of_gradient: bool) -> None:
+    """What is not contiguous is copied; sums over rows, a kibibyte a thread, are not counted."""
+    given, gradient = (
+        torch.randn(64, 96, 48) if not is_transposed else torch.randn(96, 64, 48).transpose(0, 1)
+        for is_transposed in (of_input, of_gradient)
+    )
+    weight, aten = torch.randn(48), torch.ops.aten
+    forward = (given, [48], weight, weight, 1e-5)
+    _, mean, deviation = aten.native_layer_norm(*forward)
+    backward = (gradient, given, [48], mean, deviation, weight, weight, [True, True, True])
+    for operator, arguments in ((aten.native_layer_norm, forward), (aten.native_layer_norm_backward, backward)):
+        found = operator_workspace(operator.default, arguments, operator(*arguments), None)
+        slack = 1024 * torch.get_num_threads()
+        assert int(found) == pytest.approx(held(operator, arguments), rel=0, abs=slack)

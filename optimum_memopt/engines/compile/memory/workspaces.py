@@ -112,8 +112,9 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
     return torch.get_num_threads() * held + copied
 
 
-def _softmax_backward_copies(arguments: Sequence[Any]) -> sympy.Expr:
-    """The output's gradient and the output, where they are not contiguous (`native/SoftMax.cpp`)."""
+def _contiguous_copies(arguments: Sequence[Any]) -> sympy.Expr:
+    """The output's gradient, and the output or input, where they are not contiguous (`native/SoftMax.cpp`,
+    `native/layer_norm.cpp`)."""
     copied = (tensor for tensor in arguments[:2] if tensor.device.type == "cpu" and not _is_contiguous(tensor))
     return sympy.Add(*(elements(tensor) * tensor.dtype.itemsize for tensor in copied))
 
@@ -184,7 +185,10 @@ _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     "mean": _mean_cast,
 }
 _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
-    **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), _softmax_backward_copies),
+    **dict.fromkeys(
+        ("_log_softmax_backward_data", "_softmax_backward_data", "native_layer_norm_backward"), _contiguous_copies
+    ),
+    "native_layer_norm": lambda arguments: _contiguous_copies(arguments[:1]),
     **_LOSSES,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
