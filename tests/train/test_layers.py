@@ -19,6 +19,7 @@ from tests.compiled import below_recompute, hold_still, selection
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
+from tests.train.test_caveat import Output
 from tests.train.test_step_memory import EXACT, measured
 from tests.trainer_runs import log_lines
 
@@ -325,6 +326,35 @@ def test_layers_may_begin_to_train_one_after_another() -> None:
         for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (expected.grad is None)
             assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+    engine.detach()
+
+
+class Stages(torch.nn.Module):
+    """Two stages of layers, each of which passes on a part of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = torch.nn.ModuleList(torch.nn.ModuleList(Scaled(1.0) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        for layers in self.stages:
+            for layer in layers:
+                x = layer(x)
+            x = x[:, : x.shape[1] // 2]
+        return Output(loss=x.square().mean())
+
+
+@pytest.mark.parametrize("asked", ["", "level 1"])
+def test_a_part_of_a_layers_result_is_computed_behind_it(asked: str) -> None:
+    model, x = Stages(), torch.randn(8, 64, 16)
+    expected = stepped(model, x)
+    engine = attached(model, selection(asked))
+    assert all(map(torch.equal, stepped(model, x), expected))
+    assert "in 5 graphs for 8 layers" in engine.plans().header[0]
+    saved, peak = measured(model, {"x": x})
+    assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
     engine.detach()
 
 

@@ -199,9 +199,7 @@ def check_layers(pair: Pair, batch: Batch) -> None:
     accumulate(pair.plain, (batch,))
     if not engine.predictor.caveat:
         assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
-        # One gradient of a layer's output too many where the graph behind the layers reads one token of it.
-        most = {"rel": 0.05, "abs": 64} if "classification" in pair.name else EXACT
-        assert engine.predictor.activations() == pytest.approx(peak, **most)
+        assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
 
 
 def check_executed(folder: Path, table: PlanTable) -> None:

@@ -463,7 +463,7 @@ def around_regions(module: fx.GraphModule) -> fx.GraphModule:
             number += 1
             numbers[node] = number
             number += 1
-        elif (of := _picked_of(node)) in numbers and dynamo.is_operator_of_python(of):
+        elif (of := _picked_of(node)) is not None:
             numbers[node] = numbers[of]
         else:
             numbers[node] = number
@@ -471,6 +471,8 @@ def around_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _picked_of(node: fx.Node) -> fx.Node | None:
-    """The operator of several results of which the node is one."""
-    is_pick = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
-    return node.args[0] if is_pick else None  # type: ignore[return-value]
+    """The layer of several results of which the node is one. A part of a single result is computed behind it."""
+    of = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    if not isinstance(of, fx.Node) or not dynamo.is_operator_of_python(of):
+        return None
+    return None if isinstance(dynamo.traced_value(of), torch.Tensor) else of
