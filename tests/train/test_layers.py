@@ -358,6 +358,31 @@ def test_a_part_of_a_layers_result_is_computed_behind_it(asked: str) -> None:
     engine.detach()
 
 
+class Pooling(torch.nn.Module):
+    """Layers, and behind them something else for many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Scaled(1.0) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        for layer in self.layers:
+            x = layer(x)
+        return Output(loss=(x.square() if len(x) > 300 else x.exp()).mean())
+
+
+def test_what_is_traced_anew_behind_layers_says_nothing_of_these() -> None:
+    model = Pooling()
+    engine = attached(model, selection("level 1"))
+    stepped(model, torch.randn(500, 16))
+    assert engine.plans().enabled
+    with log_lines() as lines:
+        stepped(model, torch.randn(200, 16))
+    (line,) = lines
+    assert line.startswith("recompiled the training graph; failed guard: ")
+    engine.detach()
+
+
 class Averaging(torch.nn.Module):
     """Keeps averages and counts in attributes, and in a list."""
 
