@@ -60,7 +60,12 @@ def test_what_costs_as_much_as_it_saves_is_offloaded_at_best():
 def test_a_model_without_layers_has_rows_and_nothing_for_a_level():
     captured = capture(lambda x: x.exp().sin().tanh().sum(), torch.randn(8, 6, requires_grad=True))
     assert {o.cluster_id for o in captured.candidates if o.strategy is Strategy.RECOMPUTE} == {"Exp+", "Sin+Tanh+"}
-    assert captured.choose("level 2").candidates == ()
+    choice = captured.choose("level 2")
+    assert choice.candidates == ()
+    assert choice.matched.remarks == (
+        "--memory_opt_level 2: no ModuleList or Sequential of this model has two layers of one class; choose plans by "
+        "name, or give a budget",
+    )
 
 
 def test_nothing_to_train_has_no_rows():

@@ -96,10 +96,10 @@ class FromLevel(Producer):
         }
         if any(self._takes(candidate) for candidate in candidates):
             return Matched(requests)
-        nothing = (
-            f"--memory_opt_level {self.level}: nothing in a layer of this model can be recomputed from the layer's "
-            "input; choose plans by name"
-        )
+        why = "nothing in a layer of this model can be recomputed from the layer's input"
+        if not any(candidate.activation.layer for candidate in candidates):
+            why = "no ModuleList or Sequential of this model has two layers of one class"
+        nothing = f"--memory_opt_level {self.level}: {why}; choose plans by name, or give a budget"
         return Matched(requests, remarks=(nothing,))
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
