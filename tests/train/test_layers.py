@@ -172,6 +172,42 @@ def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
     engine.detach()
 
 
+class Breaking(torch.nn.Module):
+    """Layers that break the graph between all that they compute."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x).relu()
+            torch._dynamo.graph_break()
+            x = self.linear(x).tanh()
+            torch._dynamo.graph_break()
+            x = self.linear(x).sin()
+            torch._dynamo.graph_break()
+            return self.linear(x).cos()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def test_the_line_about_too_many_graphs_is_of_this_model() -> None:
+    """Guards of another one failed before, and none of this."""
+    engine, _ = attached_as_a_whole(Counted(same=False), x := torch.randn(4, 16))
+    engine.detach()
+    engine, line = attached_as_a_whole(Breaking(), x)
+    assert "more than 3 graphs for Block" in line and "failed guard" not in line
+    engine.detach()
+
+
 @pytest.mark.parametrize(("of_layers", "of_whole"), [(1, 2), (2, 1)])
 def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_layers: int, of_whole: int) -> None:
     """The process may grow by more than is gained while the forward is planned as a whole."""

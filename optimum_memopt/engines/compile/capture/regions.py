@@ -192,15 +192,17 @@ class Regions:
         traced before they run, and none of all modules would be called around a layer and in it."""
         return bool(self.all) and not any(self._hooks) and (self._only_layers or not dynamo.global_hooks())
 
-    def note_graph(self) -> str:
-        """Note that a graph was traced in the first call; a line where the current group has too many."""
+    def note_graph(self, watch: dynamo.Watch) -> str:
+        """Note that a graph was traced in the first call, which `watch` is of; a line where the current group has too
+        many."""
         if self._current is None:
             return ""
         self._graphs[self._current] += 1
         if self._graphs[self._current] <= _MOST_GRAPHS:
             return ""
-        guard = dynamo.last_failed_guard()
-        return f"more than {_MOST_GRAPHS} graphs for {self._current.name}{f'; failed guard: {guard}' if guard else ''}"
+        return "; ".join(
+            filter(None, (f"more than {_MOST_GRAPHS} graphs for {self._current.name}", watch.last_cause()))
+        )
 
     @property
     def layers_at_once(self) -> int:

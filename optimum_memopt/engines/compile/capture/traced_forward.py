@@ -146,6 +146,8 @@ class TracedForward:
         self._own_parameters = list(map(own_parameters, in_layers))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
+        # Of the last call.
+        self._watch = dynamo.Watch()
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
@@ -228,7 +230,7 @@ class TracedForward:
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
-        watch = dynamo.Watch()
+        self._watch = watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
@@ -398,7 +400,7 @@ class TracedForward:
         )
         # Not only as they were traced: a forward may have set what a tensor is.
         self._compile_variant(graph, [given.get(node.name, dynamo.traced_value(node)) for node in placeholders])
-        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph()):
+        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph(self._watch)):
             raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
         run_graph = weak_method(self._run_graph)

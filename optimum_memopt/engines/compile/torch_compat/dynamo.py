@@ -412,16 +412,14 @@ class Watch:
         breaks = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
         return list(dict.fromkeys(map(_first_line, breaks)))
 
+    def last_cause(self) -> str:
+        """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
+        guards = [f"failed guard: {_COMPILE_ID.sub('', guard)}" for guard in self.recompiles()]
+        return next(reversed(guards or [f"graph break: {reason}" for reason in self.graph_breaks()]), "")
+
     def _new_breaks(self, kind: str) -> list[str]:
         before = self._breaks[kind]
         return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
-
-
-def last_failed_guard() -> str:
-    """While a graph is traced: the guard that failed for the frame, empty where none did."""
-    metrics = dynamo_utils.get_compilation_metrics()
-    reason = next((metric.recompile_reason for metric in reversed(metrics) if metric.recompile_reason), "")
-    return _COMPILE_ID.sub("", _first_line(reason or ""))
 
 
 def _first_line(text: str) -> str:
