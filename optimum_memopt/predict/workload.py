@@ -123,6 +123,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Those of a batch that is no device's own: flash attention's package needs a GPU.
 ATTENTIONS = ("eager", "sdpa")
 
+# Ids of models without a vocabulary, which read characters (CANINE).
+_CHARACTERS = 256
 # Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
 _MOST_TOKENS = 2**31
 # Several times what the largest models that can be traced have; building as many takes about a minute.
@@ -267,7 +269,8 @@ class Workload:
 
         config = self.load_config()
         longest = getattr(config, "max_position_embeddings", None)
-        if self.task != "image-classification" and longest is not None and self.seq_len > longest:
+        # XLNet has -1: any length.
+        if self.task != "image-classification" and longest is not None and 0 < longest < self.seq_len:
             raise MemOptError(f"--seq_len {self.seq_len}: this model has {longest} positions")
         torch.manual_seed(0)
         try:
@@ -306,7 +309,9 @@ class Workload:
     def batch_of(self, config: Any) -> dict[str, torch.Tensor]:
         """A batch with labels for a model with this config."""
         if self.task == "image-classification":
-            size, channels = config.image_size, getattr(config, "num_channels", 3)
+            # CLIP's is in the config of its images.
+            vision = getattr(config, "vision_config", config)
+            size, channels = vision.image_size, getattr(vision, "num_channels", 3)
             height, width = (size, size) if isinstance(size, int) else size
             pixels = torch.rand(self.batch_size, channels, height, width)
             return {"pixel_values": pixels, "labels": _classes(config, self.batch_size)}
@@ -368,10 +373,10 @@ def _reason(error: Exception) -> str:
 def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
     """Ids without padding, which position ids and masks treat differently."""
     text = config.get_text_config()
-    padding = getattr(text, "pad_token_id", None)
+    padding, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", _CHARACTERS)
     if padding is None:
-        return torch.randint(0, text.vocab_size, (rows, length))
-    ids = torch.randint(0, text.vocab_size - 1, (rows, length))
+        return torch.randint(0, vocabulary, (rows, length))
+    ids = torch.randint(0, vocabulary - 1, (rows, length))
     return ids + (ids >= padding)
 
 

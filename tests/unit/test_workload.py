@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from transformers import T5Config
+from transformers import CanineConfig, CLIPConfig, T5Config, XLNetConfig
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import TASKS, Workload, freeze_others, matches
@@ -36,6 +36,31 @@ def test_a_decoder_without_a_first_token_in_its_config():
     config = T5Config(num_layers=1, d_model=16, d_ff=32, d_kv=8, num_heads=2, vocab_size=50)
     assert getattr(config, "decoder_start_token_id", None) is None
     model, batch = Workload(config, "text2text-generation", 2, 5).build()
+    model(**batch).loss.backward()
+
+
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        # Any length.
+        (XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=24), "text-classification"),
+        # Characters, and no vocabulary.
+        (CanineConfig(**_SMALL, num_hash_buckets=128, local_transformer_stride=8), "token-classification"),
+        # Images whose size is in a config of their own.
+        (
+            CLIPConfig(
+                text_config={**_SMALL, "vocab_size": 50}, vision_config={**_SMALL, "image_size": 16, "patch_size": 8}
+            ),
+            "image-classification",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_configs_that_say_less(config, task):
+    model, batch = Workload(config, task, 2, 128).build()
     model(**batch).loss.backward()
 
 
