@@ -279,6 +279,13 @@ def test_the_task_is_that_of_the_class(tmp_path, config) -> None:
         plan(unnamed)
 
 
+def test_a_model_that_computes_rates_while_it_is_built() -> None:
+    sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "image_size": 16, "patch_size": 2}
+    rates = transformers.ConvNextConfig(**sizes, drop_path_rate=0.1)
+    header = plan(rates, task="image-classification", batch_size=2).table.header[0]
+    assert header.startswith("ConvNextForImageClassification in float32 on cpu by aot_eager, no plan")
+
+
 def test_a_parameter_that_is_no_plain_tensor_and_a_model_in_training() -> None:
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
     with pytest.raises(MemOptError, match="Sequential: 0._parameters is a UninitializedParameter; only plain tensors"):

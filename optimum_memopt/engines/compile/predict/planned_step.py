@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
@@ -74,7 +74,7 @@ class TracedStep:
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     """The model and its batch, whose tensors are fake where the caller is in their mode."""
     # Some models draw initial values in a loop until they are in range, which fake tensors never are.
-    with here, no_init_weights():
+    with here, no_init_weights(), fake_tensors.known_steps():
         return workload.build()
 
 

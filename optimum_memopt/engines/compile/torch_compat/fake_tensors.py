@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from optimum_memopt.engines.shared.forward_patch import Attribute
 
@@ -35,6 +35,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _MOST_VALUES = 2**20
 # The same of floating-point numbers: weights of losses, step counts.
 _FEW_VALUES = 64
+_MOST_CONSTANTS = "CONSTANT_NUMEL_LIMIT"
 _FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
@@ -110,7 +111,7 @@ def run_as_eager() -> Iterator[None]:
         pass
 
     replaced = (
-        (fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_VALUES),
+        (fake_tensor, _MOST_CONSTANTS, _MOST_VALUES),
         (import_utils, "is_fake_tensor", lambda _: False),
         (torch, "_check_tensor_all", passes),
         (torch, "_check_tensor_all_with", passes),
@@ -379,6 +380,23 @@ def _made(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with unset_fake_temporarily():
             results.constant = function(*args, **kwargs)
     return results
+
+
+class _KnownSteps(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is _aten.linspace.default:
+            return _made(function, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def known_steps() -> Iterator[None]:
+    """Within it and fake tensors the values of `torch.linspace` are known: models make a list of them while they are
+    built, the rates of their stochastic depth (ConvNext)."""
+    with mock.patch.object(fake_tensor, _MOST_CONSTANTS, _MOST_VALUES, create=True), _KnownSteps():
+        yield
 
 
 def _is_mask(index: Any) -> bool:
