@@ -70,13 +70,37 @@ def test_a_head_of_ones_own_trains(head: type[Classifier], engine: str) -> None:
     assert_same_step(model, plain, batch)
 
 
-@pytest.mark.parametrize("name, expected", [("gpt2", OFF), ("t5", OFF), ("roberta-mlm", OFF), ("vit", {})])
+@pytest.mark.parametrize(
+    "name, expected", [("gpt2", OFF), ("t5", OFF), ("roberta-mlm", OFF), ("gemma3-vision", OFF), ("vit", {})]
+)
 def test_transformers_models(name: str, expected: dict[str, Any]) -> None:
     model = ZOO[name].build()
     assert without_key_value_cache(model, (), {}) == expected
     assert without_key_value_cache(model, (), {"use_cache": True}) == {"use_cache": True}
     assert without_key_value_cache(model, (), {"use_cache": True}, forced=True) == (expected or {"use_cache": True})
     model(**without_key_value_cache(model, (), ZOO[name].batch()))
+
+
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+_TEXT = {**_SMALL, "vocab_size": 50, "pad_token_id": 0}
+
+
+def test_decoders_whose_config_is_in_another() -> None:
+    """By name, as an encoder-decoder of two models, and among any keywords, as LLaVA."""
+    halves = transformers.BertConfig(**_TEXT), transformers.BertConfig(**_TEXT, is_decoder=True)
+    pair = transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=1)
+    )
+    pair.config.pad_token_id, pair.config.decoder_start_token_id = 0, 1
+    images = {**_SMALL, "model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    llava = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config={**_TEXT, "model_type": "llama"}, vision_config=images)
+    )
+    ids = torch.randint(2, 50, (2, 5))
+    for model in (pair, llava):
+        batch = without_key_value_cache(model, (), {"input_ids": ids, "labels": ids})
+        assert batch["use_cache"] is False
+        assert model(**batch).past_key_values is None
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,9 @@ def _position(model: torch.nn.Module) -> int | None:
     if peft is not None and isinstance(model, peft.PeftModel):
         # Passes keywords on.
         return None if _position(model.get_base_model()) is None else -1
-    if not hasattr(getattr(model, "config", None), _NAME):
+    config = getattr(model, "config", None)
+    # Of images and text, and of an encoder and a decoder, the config has others in it.
+    if not any(hasattr(each, _NAME) for each in (config, *getattr(config, "__dict__", {}).values())):
         return None
     position, takes_any = _signature(model.forward)
     if position >= 0:
@@ -305,6 +307,9 @@ def _position(model: torch.nn.Module) -> int | None:
         return None
     from transformers import PreTrainedModel
 
+    # `generate` passes it to them (LLaVA, Gemma 3).
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        return -1
     # Models with a head pass keywords on to the model below it; what others do with them is not known.
     inner = model.base_model if isinstance(model, PreTrainedModel) else model
     return None if inner is model or _position(inner) is None else -1
