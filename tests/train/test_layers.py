@@ -394,6 +394,42 @@ def test_a_part_of_a_layers_result_is_computed_behind_it(asked: str) -> None:
     engine.detach()
 
 
+class Streams(torch.nn.Module):
+    """Layers that add what they are given to a second stream; behind them both are added up, so that their gradients
+    are one."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+        def forward(self, streams: list[torch.Tensor]) -> list[torch.Tensor]:
+            one, other = streams
+            return [one + self.down(torch.nn.functional.gelu(self.up(one))), other + one]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        streams = [x, torch.zeros_like(x)]
+        for layer in self.layers:
+            streams = layer(streams)
+        return Output(loss=(streams[0] + streams[1]).square().mean())
+
+
+def test_a_gradient_of_two_results_is_held_until_both_are_done_with() -> None:
+    model, x = Streams(), torch.randn(500, 16)
+    expected = stepped(model, x)
+    engine = attached(model, selection("level 1"))
+    assert all(map(torch.equal, stepped(model, x), expected))
+    saved, peak = measured(model, {"x": x})
+    assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
 class Pooling(torch.nn.Module):
     """Layers, and behind them something else for many rows."""
 

@@ -245,6 +245,8 @@ class _Composition:
                 self._sharded[names[storage.name]] = group
                 self._waiting[names[storage.name]] += 1
                 self._lent.add(names[storage.name])
+        # One storage may be the gradient of several results, as of those that are added up behind the run.
+        given = Counter(names[storage.name] for _, storage in graph.tangents)
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
         yield from self.collectives.before_backward[index]
@@ -259,7 +261,8 @@ class _Composition:
             if self._outside:
                 self._gradient_bytes.update((storage.name, storage.bytes) for storage in allocates)
             done = [names.get(name, f"{index} {name}") for name in event.frees]
-            done = [name for name in done if self._is_last(index, name)]
+            given.subtract(done)
+            done = [name for name in dict.fromkeys(done) if given[name] <= 0 and self._is_last(index, name)]
             yield event._replace(layer=self._layer(index, event.layer), allocates=allocates, frees=tuple(done))
         returned = {names.get(name, f"{index} {name}") for _, name in graph.gradients}
         needed += self._kept.get(index, ())
