@@ -2,6 +2,7 @@
 models are in `test_matrix.py`."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,29 @@ def test_layers_may_begin_to_train_one_after_another() -> None:
         for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (expected.grad is None)
             assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+    engine.detach()
+
+
+def _in_turn(layers: torch.nn.ModuleList) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _twice(layers: torch.nn.ModuleList) -> None:
+    layers[2] = layers[1]
+
+
+@pytest.mark.parametrize("change", [_in_turn, _twice])
+def test_layers_may_change_places(change: Callable[[torch.nn.ModuleList], None]) -> None:
+    """As a callback does that drops, repeats or sorts layers while it trains."""
+    model, batch = deep("llama"), ZOO["llama"].batch()
+    # A layer that comes twice would add to one cache of keys twice.
+    model.config.use_cache = False
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    assert_bitwise_same_step(model, plain, batch)
+    for either in (model, plain):
+        change(either.model.layers)
+    assert_bitwise_same_step(model, plain, batch)
     engine.detach()
 
 
