@@ -292,7 +292,7 @@ class PlannedForward:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
-            for remark in matched_in(producer, graphs).remarks:
+            for remark in matched_in(producer, traced.ran).remarks:
                 self.traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.resident(self.traced.held)
