@@ -54,11 +54,15 @@ class LargestBatch:
         length: tokens of the longest row.
         lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
             empty where they are not known.
+        tokens: of the longest rows, as many as a batch has.
+        flattened: how many rows are one after another in its only one (padding-free batches); 0: it is not so.
     """
 
     rows: int
     length: int
     lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    tokens: int = field(default=0, compare=False, repr=False)
+    flattened: int = 0
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"
