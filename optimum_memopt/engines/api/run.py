@@ -76,11 +76,14 @@ class Run:
         optimizer: one that is planned where nothing is run; None before there is one.
         gradient_accumulation: gradients of several micro-batches add up.
         largest_batch: reads it from the training data; None where that cannot tell.
+        rows: of a micro-batch as the data loader counts them, of which a Trainer may make several of the model's each
+            (DPO's pairs); 0: not known.
     """
 
     optimizer: Optimizer | None = None
     gradient_accumulation: bool = False
     largest_batch: Callable[[], LargestBatch | None] = lambda: None
+    rows: int = 0
 
 
 @dataclass(frozen=True)

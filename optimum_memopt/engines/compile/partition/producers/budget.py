@@ -161,12 +161,13 @@ def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[i
         graphs: of a forward that does not fit.
 
     Returns:
-        Rows of the micro-batch, and how many of them have as many rows as the batch.
+        Rows of the micro-batch as the data loader counts them, and how many of them have as many as the batch.
     """
     rows = {size for graph in graphs for size in graph.rows_with(step.largest)}
     if len(rows) != 1:
         return None
-    (whole,) = rows
+    (of_model,) = rows
+    whole = step.rows if step.rows and of_model % step.rows == 0 else of_model
     times = 2
     while whole % times == 0:
         # Gradients of the earlier micro-batches are there while a later one runs.
