@@ -329,6 +329,32 @@ def test_layers_may_begin_to_train_one_after_another() -> None:
     engine.detach()
 
 
+def test_a_budget_is_solved_for_what_trains(steady_process: None) -> None:
+    """As layers that a callback unfreezes one after another; those that train by turns are solved for once."""
+    model, x = Counted(same=True), torch.randn(512, 16)
+    plain = copy.deepcopy(model)
+    free = attached(model, Selection())
+    model(x=x)["loss"].backward()
+    footprint = free.predictor.footprint()
+    free.detach()
+    budget = footprint.peak - footprint.activations // 4
+    engine = attached(model, Selection(budget=Budget(f"{budget} bytes", budget)))
+    peaks = []
+    with log_lines() as lines:
+        for trains in (False, True, False):
+            for either in (model, plain):
+                either.layers[0].requires_grad_(trains)
+                either.zero_grad(set_to_none=True)
+                either(x=x)["loss"].backward()
+            for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert ours.grad is expected.grad is None or torch.equal(ours.grad, expected.grad)
+            peaks.append(engine.predictor.footprint().peak)
+    assert max(peaks) <= budget and peaks[0] == peaks[2]
+    assert not any("was not solved for" in line for line in lines), lines
+    assert sum("solving for the budget again" in line for line in lines) == 1
+    engine.detach()
+
+
 def _in_turn(layers: torch.nn.ModuleList) -> None:
     layers[0], layers[1] = layers[1], layers[0]
 
