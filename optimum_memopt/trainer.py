@@ -23,7 +23,7 @@ from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
+from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by, train_batch_size
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -367,6 +367,7 @@ def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
         if (alive := held()) is None:
             return Run()
         read = partial(batches.largest_batch, alive, is_grouped)
-        return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1, read)
+        accumulates = alive.args.gradient_accumulation_steps > 1
+        return Run(alive.optimizer, accumulates, read, train_batch_size(alive))
 
     return run

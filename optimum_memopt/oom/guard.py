@@ -12,7 +12,7 @@ import torch.distributed
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
-from optimum_memopt.compat import outputs_read_by
+from optimum_memopt.compat import outputs_read_by, train_batch_size
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
 from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
@@ -64,7 +64,8 @@ def _outcomes(own: int, device: torch.device) -> list[int]:
 
 
 class MemoryReportCallback(HookingCallback):
-    """Explains an out-of-memory error of a training step, and lets it go on unchanged.
+    """Explains an out-of-memory error of a training step, and lets it go on unchanged; where
+    `--auto_find_batch_size` tries one micro-batch after another, the first one's.
 
     Works in any Trainer, with or without an engine. The report is logged and written into `output_dir` as
     `memory_report.json` and `memory_report.md`. To make it, the step's memory is freed, and the model's forward is
@@ -153,6 +154,10 @@ class MemoryReportCallback(HookingCallback):
 
     def _explain(self, failure: Failure, trainer: Trainer) -> None:
         """Log and write why memory ran out; whatever fails here is a line, never another error."""
+        if trainer.args.auto_find_batch_size and self.report is not None:
+            tried, first = train_batch_size(trainer), self.report.rows
+            log_from_any_rank(f"memory ran out with a micro-batch of {tried} rows, too; explained for {first}")
+            return
         try:
             start = self._start or StepStart.of(trainer)
             self.report = report_of(failure, trainer, start, self.call, self._first_outside or 0)

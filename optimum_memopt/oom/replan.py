@@ -84,7 +84,6 @@ class Replanner:
             )
         self._engine = engine
         self._world_size = trainer.args.world_size
-        self._budget: int | None = None
         self._times = 0
         self._modules: tuple[torch.nn.Module, ...] = ()
 
@@ -130,12 +129,15 @@ class Replanner:
         self._times += 1
         if not is_own:
             return True
-        self._budget = int(min(failure.held, self._budget or failure.held) * (1 - _ROOM))
+        last = self._engine.selection.budget
+        # More than that may be held, of what is not predicted.
+        most = failure.held if last is None or last.bytes is None else min(failure.held, last.bytes)
+        budget = int(most * (1 - _ROOM))
         log_from_any_rank(
             f"{step} in its {failure.place.phase} with {gib_text(failure.held)} held: planning for "
-            f"{gib_text(self._budget)} and running it again ({self._times} of {_MOST})"
+            f"{gib_text(budget)} and running it again ({self._times} of {_MOST})"
         )
-        self._engine.apply(Selection(budget=Budget(gib_text(self._budget).replace(" ", ""), self._budget)))
+        self._engine.apply(Selection(budget=Budget(gib_text(budget).replace(" ", ""), budget)))
         return True
 
     def _refused(self, failure: Failure) -> str:

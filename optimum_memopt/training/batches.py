@@ -286,7 +286,8 @@ _MOST_ROWS = 100_000
 
 
 def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None:
-    """As many rows as a batch has, as long as the longest row; None where reading that would take long or run code.
+    """As many rows as a batch has, as long as the longest row, and the tokens of the longest ones; None where reading
+    that would take long or run code.
 
     Args:
         trainer: before or in its `train()`.
@@ -302,7 +303,8 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
         return None
     rows = compat.train_batch_size(trainer)
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
-    return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy))
+    most_tokens = int(np.sort(lengths)[-rows:].sum())
+    return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy), most_tokens)
 
 
 def is_readable(dataset: Any) -> bool:

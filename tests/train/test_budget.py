@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from allocations import allocated
 from budget_graphs import Within, attach
 
+from optimum_memopt import MemOptTrainer
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.memory import footprint
@@ -27,7 +29,7 @@ from tests.model_zoo import SMALL, ZOO
 from tests.rotation import nightly
 from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
-from tests.trainer_runs import log_lines
+from tests.trainer_runs import log_lines, make
 
 # What the allocator is asked for beside tensors: the loss, seeds, offsets.
 SLACK = 256
@@ -187,16 +189,40 @@ def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
     engine.detach()
 
 
+def suggested(error: MemOptError) -> tuple[int, int]:
+    """The rows of a micro-batch that fits, and how many make the batch."""
+    rows, times = re.search(r"--per_device_train_batch_size (\d+) fits, and with (\d+) times", str(error)).groups()
+    return int(rows), int(times)
+
+
 def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: None) -> None:
     free = held(a_step(SMALL.batch(64, 60), None, SMALL.build))
     # Half of the batch takes half of the activations.
     budget = budget_of(free.peak - free.activations * 3 // 4)
     with pytest.raises(MemOptError) as refused:
         a_step(SMALL.batch(64, 60), budget, SMALL.build)
-    found = re.search(r"--per_device_train_batch_size (\d+) fits, and with (\d+) times", str(refused.value))
-    rows, times = map(int, found.groups())
+    rows, times = suggested(refused.value)
     assert rows * times == 64 and 1 < rows < 64
     assert held(a_step(SMALL.batch(rows, 60), budget, SMALL.build)).peak <= budget.bytes
+
+
+class Pairs(MemOptTrainer):
+    """Gives the model two rows for each one of the data, as TRL does with pairs."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **others: Any) -> Any:
+        return super().compute_loss(model, {name: value.repeat(2, 1) for name, value in inputs.items()}, **others)
+
+
+def test_the_batch_that_does_has_the_rows_of_the_data_loader(steady_process: None, tmp_path: Path) -> None:
+    of_run = {"trainer": Pairs, "memory_opt_engine": "compile", "per_device_train_batch_size": 8, "max_steps": 1}
+    free = make(tmp_path, "llama", **of_run)
+    free.train()
+    footprint = free.memopt.engine.predictor.footprint()
+    budget = budget_of(footprint.peak - footprint.activations * 7 // 10)
+    with pytest.raises(MemOptError) as refused:
+        make(tmp_path, "llama", **of_run, memory_opt_budget=budget.text).train()
+    rows, times = suggested(refused.value)
+    assert rows * times == 8
 
 
 class Wide(torch.nn.Module):

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from transformers import DataCollatorWithFlattening
 
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.graph.symbols import larger_sizes
+from optimum_memopt.engines.compile.graph.symbols import larger_sizes, shaped_as
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.training.batches import largest_batch
 from tests.trainer_runs import log_lines, make, rows
 
@@ -60,6 +62,28 @@ OTHERS = [Dataset.from_dict({"text": ["a"]}), Dataset.from_list(LISTS).with_tran
 @pytest.mark.parametrize("dataset", [None, [], Random(), iter(LISTS), *OTHERS])
 def test_others_are_not_asked(dataset: object) -> None:
     assert largest_batch(trainer_on(dataset)) is None
+
+
+def test_rows_that_come_one_after_another_in_one_are_those_together() -> None:
+    rows = [{"input_ids": [1] * length} for length in (3, 9, 5, 7, 2)]
+    of_data = largest_batch(trainer_on(rows))
+    assert shaped_as(of_data, {"input_ids_dim0": 4, "input_ids_dim1": 9}) == LargestBatch(4, 9)
+    assert shaped_as(of_data, {"input_ids_dim0": 1, "input_ids_dim1": 9}) == LargestBatch(4, 9)
+    assert shaped_as(of_data, {"input_ids_dim0": 1, "input_ids_dim1": 17}) == LargestBatch(1, 24, flattened=4)
+
+
+@pytest.mark.parametrize("budget", ["90%", "1MiB"])
+def test_a_padding_free_run_is_planned_for_its_longest_rows_together(tmp_path: Path, budget: str) -> None:
+    ragged = [{"input_ids": list(range(5, 5 + length))} for length in (5, 5, 6, 6, 7, 8, 9, 9)]
+    options = {"memory_opt_engine": "compile", "memory_opt_budget": budget, "max_steps": 2}
+    own = {"train_dataset": ragged, "data_collator": DataCollatorWithFlattening()}
+    trainer = make(tmp_path, "llama", **options, **own, train_sampling_strategy="sequential")
+    if budget == "90%":
+        trainer.train()
+        assert "for batches up to 1 x 33: fits without a plan" in trainer.memopt.table.header[0]
+    else:
+        with pytest.raises(MemOptError, match="with a batch of 1 x 33, the 4 longest rows in one, whatever"):
+            trainer.train()
 
 
 def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None:

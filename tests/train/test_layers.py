@@ -2,6 +2,7 @@
 models are in `test_matrix.py`."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -452,6 +453,57 @@ def test_what_is_traced_anew_behind_layers_says_nothing_of_these() -> None:
         stepped(model, torch.randn(200, 16))
     (line,) = lines
     assert line.startswith("recompiled the training graph; failed guard: ")
+    engine.detach()
+
+
+def test_a_budget_is_solved_for_what_trains(steady_process: None) -> None:
+    """As layers that a callback unfreezes one after another; those that train by turns are solved for once."""
+    model, x = Counted(same=True), torch.randn(512, 16)
+    plain = copy.deepcopy(model)
+    free = attached(model, Selection())
+    model(x=x)["loss"].backward()
+    footprint = free.predictor.footprint()
+    free.detach()
+    budget = footprint.peak - footprint.activations // 4
+    engine = attached(model, Selection(budget=Budget(f"{budget} bytes", budget)))
+    peaks = []
+    with log_lines() as lines:
+        for trains in (False, True, False):
+            for either in (model, plain):
+                either.layers[0].requires_grad_(trains)
+                either.zero_grad(set_to_none=True)
+                either(x=x)["loss"].backward()
+            for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert ours.grad is expected.grad is None or torch.equal(ours.grad, expected.grad)
+            peaks.append(engine.predictor.footprint().peak)
+    assert max(peaks) <= budget and peaks[0] == peaks[2]
+    assert not any("was not solved for" in line for line in lines), lines
+    assert sum("solving for the budget again" in line for line in lines) == 1
+    engine.detach()
+
+
+def _in_turn(layers: torch.nn.ModuleList) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _twice(layers: torch.nn.ModuleList) -> None:
+    layers[2] = layers[1]
+
+
+@pytest.mark.parametrize("change", [_in_turn, _twice])
+def test_layers_may_change_places(change: Callable[[torch.nn.ModuleList], None]) -> None:
+    """As a callback does that drops, repeats or sorts layers while it trains."""
+    model, batch = deep("llama"), ZOO["llama"].batch()
+    # A layer that comes twice would add to one cache of keys twice.
+    model.config.use_cache = False
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    with log_lines() as lines:
+        assert_bitwise_same_step(model, plain, batch)
+        for either in (model, plain):
+            change(either.model.layers)
+        assert_bitwise_same_step(model, plain, batch)
+    assert not any("nothing in a layer" in line for line in lines), lines
     engine.detach()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import Trainer
 from optimum_memopt import MemoryReportCallback
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP
 from optimum_memopt.engines.api.predictions import OPTIMIZER, PARAMETERS, SAVED
-from tests.limited_memory import LimitedTensors
+from tests.limited_memory import LimitedTensors, RunsOut
 from tests.trainer_runs import log_lines, make
 
 
@@ -104,6 +105,19 @@ def test_too_little_memory_to_trace_it(tmp_path):
     callback = reported(tmp_path, torch.compiler.disable(runs_out))
     assert "MemoryError" in callback.report.remarks[0]
     assert "half of --per_device_train_batch_size" in callback.report.remarks[1]
+
+
+def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
+    """A report takes seconds, and there may be a dozen of them until one fits."""
+    steps = {1: "forward", 2: "backward", 3: "forward"}
+    changes = {"auto_find_batch_size": True, "callbacks": [MemoryReportCallback()]}
+    trainer = make(tmp_path, "small", trainer=partial(RunsOut, fails=steps), memory_opt_engine="compile", **changes)
+    with log_lines() as lines:
+        trainer.train()
+    assert len(trainer.raised) == 3 and trainer.state.global_step == 5
+    assert sum(line.startswith("memory ran out in step") for line in lines) == 1
+    again = [line for line in lines if "rows, too" in line]
+    assert again == [f"memory ran out with a micro-batch of {rows} rows, too; explained for 4" for rows in (3, 2)]
 
 
 def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):

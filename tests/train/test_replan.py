@@ -112,6 +112,14 @@ def test_at_most_three_times_and_then_the_first_error(tmp_path):
     assert (tmp_path / "memory_report.json").exists()
 
 
+def test_each_plan_is_for_less_than_the_last_budget(tmp_path):
+    """Each step runs out with more held than was planned for."""
+    _, lines, error = run_small(tmp_path, {2: "forward", 3: "backward"}, memory_opt_budget="512MiB")
+    assert error is None
+    budgets = [line.partition("planning for ")[2].split(" and ")[0] for line in lines if "running it again" in line]
+    assert budgets == ["496.6 MiB", "481.7 MiB"]
+
+
 @pytest.mark.nightly
 def test_each_run_has_its_three_times(tmp_path):
     trainer, _, error = run_small(tmp_path, {2: "forward"}, max_steps=2)

@@ -54,11 +54,15 @@ class LargestBatch:
         length: tokens of the longest row.
         lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
             empty where they are not known.
+        tokens: of the longest rows, as many as a batch has.
+        flattened: how many rows are one after another in its only one (padding-free batches); 0: it is not so.
     """
 
     rows: int
     length: int
     lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    tokens: int = field(default=0, compare=False, repr=False)
+    flattened: int = 0
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"
@@ -72,11 +76,14 @@ class Run:
         optimizer: one that is planned where nothing is run; None before there is one.
         gradient_accumulation: gradients of several micro-batches add up.
         largest_batch: reads it from the training data; None where that cannot tell.
+        rows: of a micro-batch as the data loader counts them, of which a Trainer may make several of the model's each
+            (DPO's pairs); 0: not known.
     """
 
     optimizer: Optimizer | None = None
     gradient_accumulation: bool = False
     largest_batch: Callable[[], LargestBatch | None] = lambda: None
+    rows: int = 0
 
 
 @dataclass(frozen=True)

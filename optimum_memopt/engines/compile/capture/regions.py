@@ -292,7 +292,8 @@ class Regions:
             told.add(_forms(dynamo.tree_leaves(results), given))
             return results
 
-        return cast(types.FunctionType, layer_region)
+        # torch guards on functions by their code: with one for all, layers that change places run in their old ones.
+        return cast(types.FunctionType, dynamo.with_own_code(layer_region))
 
     def _refused(self, why: str) -> RuntimeError:
         self.refusal = why

@@ -143,7 +143,7 @@ class TracedForward:
         )
         around = () if spec.only_layers else groups
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
-        self._own_parameters = list(map(own_parameters, in_layers))
+        self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
         # Of the last call.
@@ -220,12 +220,7 @@ class TracedForward:
             self._say_whole("modules in them, or all modules, have hooks")
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
-        trains = tuple(
-            parameter.requires_grad
-            for parameters in (self._own_parameters if has_regions else ())
-            for parameter in parameters.values()
-            if parameter is not None
-        )
+        trains = _trains(self._in_layers) if has_regions else ()
         key = call.loss_only, drops_logits, dynamo.global_hooks(), has_regions, trains
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
@@ -283,6 +278,11 @@ class TracedForward:
     def has_regions(self) -> bool:
         """True where layers are compiled by themselves."""
         return self._regions.are_closed
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """For each of the model's parameters, whether it trains."""
+        return _trains(self._parameters)
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -526,6 +526,10 @@ class TracedForward:
             "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
             stage="tracing",
         )
+
+
+def _trains(parameters: Sequence[Mapping[str, torch.nn.Parameter | None]]) -> tuple[bool, ...]:
+    return tuple(each.requires_grad for of_module in parameters for each in of_module.values() if each is not None)
 
 
 def no_training_graph(traced: TracedCall) -> str:

@@ -216,6 +216,14 @@ def _bounds(largest: LargestBatch, names: Mapping[_Symbol, str]) -> dict[_Symbol
     return rows | {symbol: largest.length for symbol, name in names.items() if is_length(name)}
 
 
+def shaped_as(largest: LargestBatch, sizes: Mapping[str, int]) -> LargestBatch:
+    """The largest batch where batches are as one of these sizes: its rows are padded, or one after another in one."""
+    rows, length = (sizes.get(f"input_ids_dim{dim}", 0) for dim in (0, 1))
+    if largest.rows > 1 and rows == 1 and length > largest.length:
+        return LargestBatch(1, largest.tokens, flattened=largest.rows)
+    return largest
+
+
 def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
     """A batch with these sizes, by name; None where no size is its length."""
     rows = [size for name, size in sizes.items() if is_rows(name)]

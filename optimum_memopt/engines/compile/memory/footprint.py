@@ -311,6 +311,7 @@ class StepContext:
         fixed: all that it holds beside the graphs' activations, with the first batch.
         margin: bytes that stay free, for what earlier plans took beyond their prediction.
         largest: the run's largest batch, None where it is not known.
+        rows: see `Run`.
         resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
         room: bytes of it that the process may still grow by.
         link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
@@ -322,6 +323,7 @@ class StepContext:
     fixed: Footprint
     margin: int = 0
     largest: LargestBatch | None = None
+    rows: int = 0
     resident: int = 0
     room: int = 0
     link: float = 0.0
@@ -371,6 +373,7 @@ def step_around(
     return StepContext(
         budget.on_device(memory.total, memory.available),
         fixed,
+        rows=run.rows,
         resident=held,
         room=room,
         link=link,

@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.symbols import larger_sizes
+from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph
@@ -145,7 +145,8 @@ class Planner(Generic[_P]):
             return planned
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
-            self.largest = self._spec.run().largest_batch()
+            largest = self._spec.run().largest_batch()
+            self.largest = largest and shaped_as(largest, input_sizes(inputs or {}))
         entry = self._entry(inputs or {})
         self._cached = CachedPlan.read(entry) if entry is not None else None
         planned, number = attempt(), 1

@@ -59,6 +59,9 @@ class LengthBuckets:
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
         self.largest = new_forward(None, None, "")
+        # Which parameters train, and the forwards that were planned for others.
+        self._trains = self.largest.traced.trains
+        self._others: dict[tuple[bool, ...], tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
 
     def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
@@ -109,6 +112,7 @@ class LengthBuckets:
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
+        self._plan_for_trained()
         if self._shorter and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
@@ -130,6 +134,18 @@ class LengthBuckets:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(former, planner.largest, "")
+
+    def _plan_for_trained(self) -> None:
+        """Take the forwards whose budget was solved for the parameters that train now: other ones are other graphs."""
+        former = self.largest
+        if not (self._is_alone and former.planner.solves) or (now := former.traced.trains) == self._trains:
+            return
+        self._others[self._trains], self._trains = (former, self._shorter), now
+        if now in self._others:
+            self.largest, self._shorter = self._others[now]
+            return
+        get_logger().info("other parameters train than before: solving for the budget again")
+        self.largest, self._shorter = self._new_forward(former, former.planner.largest, ""), ()
 
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner

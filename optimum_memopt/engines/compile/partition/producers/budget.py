@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optimum_memopt.engines.api.predictions import Frontier
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import LargestBatch, Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
@@ -113,13 +113,17 @@ class FromBudget(Producer):
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
         held = f"most of it is {named}; " if named else ""
-        batch = f" with a batch of {step.largest}, as long as the longest row" if step.largest is not None else ""
+        batch = f" with a batch of {step.largest}, {_longest(step.largest)}" if step.largest is not None else ""
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )
+
+
+def _longest(largest: LargestBatch) -> str:
+    return f"the {largest.flattened} longest rows in one" if largest.flattened else "as long as the longest row"
 
 
 def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
@@ -139,6 +143,8 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
 
 def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext) -> str:
     batch = smaller_batch(graphs, step)
+    if batch is None and step.largest is not None and step.largest.flattened:
+        return "give a larger budget, or a smaller --per_device_train_batch_size"
     if batch is None:
         return "no smaller batch was found to fit: give a larger budget"
     rows, times = batch
@@ -155,12 +161,13 @@ def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[i
         graphs: of a forward that does not fit.
 
     Returns:
-        Rows of the micro-batch, and how many of them have as many rows as the batch.
+        Rows of the micro-batch as the data loader counts them, and how many of them have as many as the batch.
     """
     rows = {size for graph in graphs for size in graph.rows_with(step.largest)}
     if len(rows) != 1:
         return None
-    (whole,) = rows
+    (of_model,) = rows
+    whole = step.rows if step.rows and of_model % step.rows == 0 else of_model
     times = 2
     while whole % times == 0:
         # Gradients of the earlier micro-batches are there while a later one runs.
