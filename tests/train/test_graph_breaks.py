@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,18 @@ def gradients(engine: CompileEngine, batch: dict[str, torch.Tensor]) -> list[tor
     torch.manual_seed(2)
     engine._model(**batch).loss.backward()
     return [parameter.grad for parameter in engine._model.parameters()]
+
+
+def test_each_graph_break_is_named_with_its_line() -> None:
+    engine = attached("two breaks", None)
+    with log_lines() as lines:
+        engine._model(**batch_of("two breaks"))
+    (line,) = (line for line in lines if "planned together" in line)
+    places = re.findall(rf", at {re.escape(__file__)}:(\d+), in forward", line)
+    code = Path(__file__).read_text().splitlines()
+    assert [code[int(place) - 1].strip() for place in places] == ["torch._dynamo.graph_break()"] * 2
+    assert len(set(places)) == 2
+    engine.detach()
 
 
 def assert_within(name: str, budget: int, expected: list[torch.Tensor]) -> tuple[int, list[str]]:

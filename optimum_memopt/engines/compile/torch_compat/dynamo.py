@@ -401,6 +401,7 @@ class Watch:
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
         self._breaks = {kind: dict(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
+        self._placed = len(dynamo_utils.graph_break_reasons)
 
     def recompiles(self) -> list[str]:
         before = set(map(id, self._compiled))
@@ -409,8 +410,12 @@ class Watch:
 
     def graph_breaks(self) -> list[str]:
         # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
-        breaks = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
-        return list(dict.fromkeys(map(_first_line, breaks)))
+        breaks = map(_first_line, self._new_breaks("graph_break") or self._new_breaks("unimplemented"))
+        places: dict[str, dict[str, None]] = {line: {} for line in breaks}
+        for reason in dynamo_utils.graph_break_reasons[self._placed :]:
+            if (line := _first_line(reason.reason)) in places:
+                places[line][_place_in(reason.user_stack)] = None
+        return [f"{line}{place}" for line in places for place in places[line] or ("",)]
 
     def last_cause(self) -> str:
         """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
@@ -498,11 +503,17 @@ def place_of(error: BaseException) -> str:
     for each in reversed([*with_causes(error)]):
         # Code that dynamo traces does not run, and is in no traceback.
         stack = getattr(each, "real_stack", None) or traceback.extract_tb(each.__traceback__)
-        last = next((frame for frame in reversed(stack) if is_of_the_user(frame.filename)), None)
-        if last is not None:
-            function = _RESUMED.sub(r"\1", last.name)
-            return f", at {last.filename}:{last.lineno}, in {function}"
+        if place := _place_in(stack):
+            return place
     return ""
+
+
+def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
+    last = next((frame for frame in reversed(stack) if is_of_the_user(frame.filename)), None)
+    if last is None:
+        return ""
+    function = _RESUMED.sub(r"\1", last.name)
+    return f", at {last.filename}:{last.lineno}, in {function}"
 
 
 def line_with_place(error: BaseException) -> str:
