@@ -138,12 +138,28 @@ def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans) -> Blocks:
     """Layers, and what stands between them."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     layer = ""
+    for node in _nodes(problem):
+        own = problem.layers[node]
+        layer = own or layer
+        groups.setdefault((own, layer, problem.runs[node]), []).append(node)
+    return _blocks(problem, tuple(Block(own, tuple(nodes)) for (own, *_), nodes in groups.items()), of_run)
+
+
+def runs_as_blocks(problem: Problem, of_run: PlansOfRun) -> Blocks:
+    """The runs of a tape."""
+    groups: dict[int, list[int]] = {}
+    for node in _nodes(problem):
+        groups.setdefault(problem.runs[node], []).append(node)
+    return _blocks(problem, tuple(Block("", tuple(nodes)) for nodes in groups.values()), of_run)
+
+
+def _nodes(problem: Problem) -> Iterator[int]:
     for node, is_forward in enumerate(problem.is_forward):
         if is_forward and not problem.is_number[node]:
-            own = problem.layers[node]
-            layer = own or layer
-            groups.setdefault((own, layer, problem.runs[node]), []).append(node)
-    blocks = tuple(Block(own, tuple(nodes)) for (own, *_), nodes in groups.items())
+            yield node
+
+
+def _blocks(problem: Problem, blocks: tuple[Block, ...], of_run: PlansOfRun) -> Blocks:
     block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
     leaving: set[int] = set()
     for node, index in block_of.items():

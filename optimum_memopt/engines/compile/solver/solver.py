@@ -10,7 +10,7 @@ from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at_peak, operator_of, simulate
-from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans
+from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans, runs_as_blocks
 from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
 from optimum_memopt.engines.compile.solver.segments import Link
@@ -79,7 +79,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
-        of_blocks = (program.lowest() for program in reversed(self._programs))
+        of_blocks = (program.lowest() for pair in self._programs for program in reversed(pair))
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
         # Within a thousandth of where the search ends.
         for step in _STEPS:
@@ -125,8 +125,8 @@ class Solver:
 
     @cached_property
     def _cut(self) -> Cut | None:
-        """The program of the whole graph; None where it has nothing to recompute, too many variables, or is a tape of
-        several runs, of which the plans of single runs already are what it finds."""
+        """The program of the whole graph; None where it has nothing to recompute, too many variables, or is a tape, of
+        which the plans of single runs already are what it finds."""
         if max(self.problem.runs) > 0:
             return None
         forward = enumerate(self.problem.is_forward)
@@ -140,16 +140,18 @@ class Solver:
         return min(fitting, key=lambda one: (one.extra_seconds(self.problem), one.peak), default=None)
 
     def _candidates(self, budget: int, is_final: bool, whole: "_WholeGraph") -> Iterator[Simulation]:
-        with_borders, without_borders = self._programs
+        (with_borders, without_borders), *of_runs = self._programs
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
             return
         # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
         is_measured = best is not None and best.backward.peak <= best.forward.peak
-        if not is_measured and (fallback := with_borders.solve(budget)) is not None:
-            yield fallback
+        others = [] if is_measured else [with_borders]
+        for program in (*others, *(program for pair in of_runs for program in pair)):
+            if (fallback := program.solve(budget)) is not None:
+                yield fallback
         if best is None:
-            found = (program.solve_by_block(budget) for program in self._programs)
+            found = (program.solve_by_block(budget) for pair in self._programs for program in pair)
             yield from (one for one in found if one is not None)
         yield self.lowest if best is None else best
         yield self.layers_recomputed
@@ -164,8 +166,13 @@ class Solver:
         _ = self._programs
 
     @cached_property
-    def _programs(self) -> tuple[DynamicProgram, DynamicProgram]:
-        return dynamic_programs(self.problem, blocks_of(self.problem, self.of_run))
+    def _programs(self) -> list[tuple[DynamicProgram, DynamicProgram]]:
+        """Those of layers and what is between them, and where these are parts of a tape's runs, of the runs."""
+        kinds = [blocks_of(self.problem, self.of_run)]
+        if max(self.problem.runs) > 0:
+            runs = runs_as_blocks(self.problem, self.of_run)
+            kinds += [runs] if len(runs.all) < len(kinds[0].all) else []
+        return [dynamic_programs(self.problem, blocks) for blocks in kinds]
 
 
 def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int], ...]:
