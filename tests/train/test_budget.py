@@ -217,8 +217,8 @@ def test_the_batch_that_does_has_the_rows_of_the_data_loader(steady_process: Non
     of_run = {"trainer": Pairs, "memory_opt_engine": "compile", "per_device_train_batch_size": 8, "max_steps": 1}
     free = make(tmp_path, "llama", **of_run)
     free.train()
-    footprint = free.memopt.engine.predictor.footprint()
-    budget = budget_of(footprint.peak - footprint.activations * 7 // 10)
+    parts = free.memopt.engine.predictor.footprint()
+    budget = budget_of(parts.peak - parts.activations * 7 // 10)
     with pytest.raises(MemOptError) as refused:
         make(tmp_path, "llama", **of_run, memory_opt_budget=budget.text).train()
     rows, times = suggested(refused.value)

@@ -200,9 +200,8 @@ class Regions:
         self._graphs[self._current] += 1
         if self._graphs[self._current] <= _MOST_GRAPHS:
             return ""
-        return "; ".join(
-            filter(None, (f"more than {_MOST_GRAPHS} graphs for {self._current.name}", watch.last_cause()))
-        )
+        cause = watch.last_cause()
+        return f"more than {_MOST_GRAPHS} graphs for {self._current.name}{f'; {cause}' if cause else ''}"
 
     @property
     def layers_at_once(self) -> int:

@@ -146,8 +146,6 @@ class TracedForward:
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
-        # Of the last call.
-        self._watch = dynamo.Watch()
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
@@ -225,7 +223,6 @@ class TracedForward:
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
-        self._watch = watch = dynamo.Watch()
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
@@ -262,8 +259,8 @@ class TracedForward:
         if self.sharding is None and self.spec.only_layers:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
         self.sharding = self.sharding or sharding_of(self._model, self._opened)
-        breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
-        recompiles = () if is_first else tuple(watch.recompiles())
+        breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
+        recompiles = () if is_first else tuple(run.watch.recompiles())
         return TracedCall(
             outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(self.sharding), breaks, recompiles
         )
@@ -400,7 +397,7 @@ class TracedForward:
         )
         # Not only as they were traced: a forward may have set what a tensor is.
         self._compile_variant(graph, [given.get(node.name, dynamo.traced_value(node)) for node in placeholders])
-        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph(self._watch)):
+        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph(self._run.watch)):
             raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
         run_graph = weak_method(self._run_graph)

@@ -120,6 +120,7 @@ class ForwardRun:
         inputs: its keyword arguments.
         reader: see `ForwardArgs`.
         tape: notes the runs of graphs.
+        watch: knows why torch has traced them.
         layer_inputs: arguments of those runs that are offloaded or recomputed.
         chosen: the choice of each run of a graph so far.
         ran: the graphs among those, with their joint graphs.
@@ -129,6 +130,7 @@ class ForwardRun:
     inputs: Mapping[str, Any]
     reader: str
     tape: TapeRecorder
+    watch: dynamo.Watch = field(default_factory=dynamo.Watch)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     progress: Progress = field(default_factory=Progress)
     chosen: list[Choice] = field(default_factory=list)

@@ -125,8 +125,8 @@ class Solver:
 
     @cached_property
     def _cut(self) -> Cut | None:
-        """The program of the whole graph; None where it has nothing to recompute, too many variables, or is a tape, of
-        which the plans of single runs already are what it finds."""
+        """The program of the whole graph; None where it has nothing to recompute or too many variables, and for a
+        tape of several runs, for which it finds nothing better than their own plans together."""
         if max(self.problem.runs) > 0:
             return None
         forward = enumerate(self.problem.is_forward)
