@@ -19,7 +19,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import MIB
 
 MODELS = ("roberta", "deberta-v2")
@@ -127,7 +127,7 @@ def trained(name: str, size: Size, prepare: _Prepare) -> Trained:
 
 def measure(name: str, size: Size, rounds: int) -> dict[str, Any]:
     """Peaks, and the CPU seconds of interleaved steps; of a plan that nothing fits in the reason."""
-    malloc.return_freed_memory()
+    process.return_freed_memory()
     torch._dynamo.reset()
     ways = {NO_PLAN: trained(name, size, _engine())}
     errors = {}

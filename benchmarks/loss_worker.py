@@ -90,7 +90,7 @@ def _prepare(case: Case, baseline: str, packages: str | None) -> Callable[[], No
     import transformers
 
     from optimum_memopt import optimize
-    from optimum_memopt.memory import malloc
+    from optimum_memopt.memory import process
 
     torch.manual_seed(0)
     model = _model(case, transformers).train()
@@ -106,7 +106,7 @@ def _prepare(case: Case, baseline: str, packages: str | None) -> Callable[[], No
         optimize(model, memory_opt_engine="ort", ort_fallback=False, ort_module_with_loss=True, **options)
     else:
         # The engines set malloc up so.
-        malloc.return_freed_memory()
+        process.return_freed_memory()
     if baseline == "TRL":
         from trl.trainer.utils import add_fused_lm_head
 

@@ -32,7 +32,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     import optimum_memopt
-    from optimum_memopt.memory import malloc
+    from optimum_memopt.memory import process
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     options = CASES[arguments.case]
     if options is None:
-        malloc.return_freed_memory()
+        process.return_freed_memory()
     else:
         optimum_memopt.optimize(model, ort_fallback=False, memory_opt_log_level="warning", **options)
     monitor = PeakMonitor("cpu")

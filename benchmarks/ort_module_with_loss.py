@@ -39,7 +39,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
     import optimum_memopt
     from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-    from optimum_memopt.memory import malloc
+    from optimum_memopt.memory import process
     from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     options = CASES[arguments.case]
     inside = bool(options and options.get("ort_module_with_loss"))
     if options is None:
-        malloc.return_freed_memory()
+        process.return_freed_memory()
     else:
         engine = optimum_memopt.optimize(model, ort_fallback=False, memory_opt_log_level="warning", **options)
         if inside and smoother is not None:

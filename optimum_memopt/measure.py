@@ -132,7 +132,7 @@ def measure(case: Case) -> Measurement:
     from optimum_memopt.engines.api.run import AUTO
     from optimum_memopt.engines.shared.registry import factory
     from optimum_memopt.loop import optimize
-    from optimum_memopt.memory import malloc
+    from optimum_memopt.memory import process
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,7 +149,7 @@ def measure(case: Case) -> Measurement:
         engine = optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
     if engine is None:
         # As engines set it up.
-        malloc.return_freed_memory()
+        process.return_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
     _step(model, batch, autocast, optimizer)

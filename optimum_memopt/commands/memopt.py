@@ -50,8 +50,10 @@ class AdviseCommand(BaseOptimumCLICommand):
 
     def run(self) -> None:
         from optimum_memopt.errors import run
+        from optimum_memopt.memory import process
 
-        run(self._run)
+        with process.fewer_collections():
+            run(self._run)
 
     def _run(self) -> None:
         from optimum_memopt.engines.shared.registry import engine_names, factory
@@ -240,10 +242,13 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
-        from optimum_memopt.commands import plan
-        from optimum_memopt.errors import run
+        from optimum_memopt.memory import process
 
-        run(lambda: plan.run(self.args))
+        with process.fewer_collections():
+            from optimum_memopt.commands import plan
+            from optimum_memopt.errors import run
+
+            run(lambda: plan.run(self.args))
 
 
 _DRY_RUN_DESCRIPTION = (

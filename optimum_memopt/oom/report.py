@@ -45,7 +45,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import is_out_of_memory, line_of, shortage, with_causes
 from optimum_memopt.logs import get_logger, rank
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.training.batches import largest_batch
@@ -58,7 +58,7 @@ class StepStart:
     Attributes:
         peak: the most until then.
         has_gradients: of earlier micro-batches.
-        kept: see `malloc.kept_bytes`; 0 elsewhere than on a CPU.
+        kept: see `process.kept_bytes`; 0 elsewhere than on a CPU.
     """
 
     held: int
@@ -109,7 +109,7 @@ def free_step(error: BaseException) -> None:
     for seen in with_causes(error):
         traceback.clear_frames(seen.__traceback__)
     gc.collect()
-    malloc.trim()
+    process.trim()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -140,7 +140,7 @@ def gradient_bytes(trainer: Trainer) -> int:
 
 
 def _kept(device: torch.device) -> int:
-    return malloc.kept_bytes() if device.type == "cpu" else 0
+    return process.kept_bytes() if device.type == "cpu" else 0
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallo
 
 # Without torch: what it allocates itself is no part of this, and importing it takes most of a second process.
 SCRIPT = """
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
@@ -40,34 +40,34 @@ def run(body, **variables):
 
 
 def test_freed_blocks_go_back_to_the_system_and_do_not_without_it():
-    told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))")
+    told, kept = run("print(process.return_freed_memory(), kept_mib(512))")
     assert told == "True" and float(kept) < 10
     assert float(*run("print(kept_mib(512))")) > 80
 
 
 def test_what_is_kept_is_told():
     before, after = run(
-        "first = b'1' * 2**22; del first; before = malloc.kept_bytes(); blocks = [b'1' * 2**19 for _ in range(200)];"
-        "del blocks[:-1]; print(before, malloc.kept_bytes())"
+        "first = b'1' * 2**22; del first; before = process.kept_bytes(); blocks = [b'1' * 2**19 for _ in range(200)];"
+        "del blocks[:-1]; print(before, process.kept_bytes())"
     )
     # A block has a header.
     assert int(after) - int(before) == pytest.approx(199 * 2**19, abs=2**17)
 
 
 def test_a_user_s_own_setting_wins():
-    told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
+    told, kept = run("print(process.return_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
     assert told == "False" and float(kept) > 80
-    assert run("print(malloc.return_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
+    assert run("print(process.return_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
 
 
 @pytest.mark.parametrize(
-    "asked", ["malloc.return_freed_memory();", "malloc.return_freed_memory();" * 2 + "malloc.restore();"]
+    "asked", ["process.return_freed_memory();", "process.return_freed_memory();" * 2 + "process.restore_malloc();"]
 )
 def test_restore_by_the_last_that_asked_takes_the_smaller_default_threshold_again(asked):
     # 192 KiB lie between glibc's threshold and the one that is set.
     (meanwhile,), (afterwards,) = (
         run(asked + "print(kept_mib(192))"),
-        run(asked + "malloc.restore(); print(kept_mib(192))"),
+        run(asked + "process.restore_malloc(); print(kept_mib(192))"),
     )
     assert float(meanwhile) > 80
     assert float(afterwards) < 10

@@ -53,7 +53,7 @@ def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
     """Here, in this process: malloc must not change, and what is noted for it must not be another's."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     called = []
-    monkeypatch.setattr("optimum_memopt.memory.malloc._libc", lambda: called.append(1))
+    monkeypatch.setattr("optimum_memopt.memory.process._libc", lambda: called.append(1))
     case = Baseline(Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8), None, steps=1, tuned_malloc=False)
     measuring.measure(case)
     assert not called and os.environ["MALLOC_TRIM_THRESHOLD_"] == "131072"

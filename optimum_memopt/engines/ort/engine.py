@@ -22,7 +22,7 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._attention = None
         self._reexports = ReexportLimit()
         if not self._options.ort_arena:
-            malloc.return_freed_memory()
+            process.return_freed_memory()
         self._attention = checks.choose_attention(self._model)
         exported_with, self._exported_attention = self._exported_attention, checks.attention(self._model)
         if exported_with != self._exported_attention:
@@ -80,7 +80,7 @@ class OrtEngine(in_place.InPlaceEngine):
             model: Any = self._model
             model.set_attn_implementation(self._attention)
         if not self._options.ort_arena:
-            malloc.restore()
+            process.restore_malloc()
 
     def _continue(self) -> None:
         # A step that was interrupted, for instance by running out of memory, leaves a forward without its backward.

@@ -1,7 +1,6 @@
 """torch.compile's backend: AOTAutograd with this engine's partitioner, with and without a compiler behind it."""
 
 import contextlib
-import gc
 import hashlib
 import sys
 import sysconfig
@@ -16,9 +15,7 @@ from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
-
-# New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
-_COLLECT_AFTER = (100_000, 50, 100)
+from optimum_memopt.memory import process
 
 
 class _Partitioner(dynamo.CustomPartitionerFn):
@@ -87,21 +84,8 @@ def compile_graph(
 @contextlib.contextmanager
 def configured(compiles: bool) -> Iterator[None]:
     """torch's switches while a compiled forward is called, and perhaps compiled first; restored afterwards."""
-    with dynamo.configured(), _fewer_collections() if compiles else contextlib.nullcontext():
+    with dynamo.configured(), process.fewer_collections() if compiles else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def _fewer_collections() -> Iterator[None]:
-    """Tracing makes millions of objects and little garbage: Python's collector takes a fifth of its time."""
-    before = gc.get_threshold()
-    # A first threshold of 0 is the user's way to switch it off.
-    if before[0]:
-        gc.set_threshold(*map(max, before, _COLLECT_AFTER))
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import JointGraph, first_input, is_tensor, is_view, root, tensor_value
@@ -87,10 +86,13 @@ class _Kernels:
     """
 
     def __init__(self, joint: JointGraph) -> None:
+        # Half a second of imports, for the graphs of compilers alone.
+        from scipy.cluster.hierarchy import DisjointSet
+
         self._backward = joint.backward
         self.fused = dict.fromkeys(node for node in joint.nodes if _is_fused(node))
         self._stages = self._count(joint)
-        self._sets: DisjointSet = DisjointSet(self.fused)
+        self._sets = DisjointSet(self.fused)
         for node in self.fused:
             for source in (_operator_of(root(read)) for read in _operands(node)):
                 if self.is_within(source, node):

@@ -45,7 +45,7 @@ from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -344,11 +344,11 @@ def _as_in_training(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    malloc.return_freed_memory()
+    process.return_freed_memory()
     try:
         yield
     finally:
-        malloc.restore()
+        process.restore_malloc()
 
 
 def _bounded(times: Sequence[tuple[float, str]], source: str) -> OperatorTimes:

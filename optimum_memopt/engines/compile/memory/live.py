@@ -408,8 +408,7 @@ class LiveRecorder(TorchDispatchMode):
             self._module_of_node[autograd.last_order()] = module
         new = [
             storage
-            for leaf in dynamo.tree_leaves(results)
-            if isinstance(leaf, torch.Tensor)
+            for leaf in fake_tensors.tensors_in((results,))
             for storage in fake_tensors.storages(leaf)
             if storage.address not in self._alive
         ]

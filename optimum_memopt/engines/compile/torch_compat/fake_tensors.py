@@ -6,10 +6,11 @@ numbers alone, and of what small operators make of these.
 
 import contextlib
 import copy
+import functools
 import gc
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -319,6 +320,7 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.constant = values
 
 
+@functools.cache
 def runs_kernel(function: Any) -> bool:
     """False for operators that return no tensor, memory of an argument, or memory without values.
 
@@ -351,7 +353,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         DataDependentOutputException: a value is read that is not known.
         DynamicOutputShapeException: a shape depends on values, and no bound of it is known.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = list(tensors_in((*args, *kwargs.values())))
     if not tensors:
         return _made(function, args, kwargs)
     if any(getattr(tensor, "constant", None) is None for tensor in tensors):
@@ -372,6 +374,15 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return args[0].new_empty(shape).resize_(())
     return function(*args, **kwargs)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results: they nest in lists and tuples alone."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def _made(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from optimum_memopt.engines.shared.forward_patch import weak_method, without_key
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import DoesNotFitError, line_of
 from optimum_memopt.logs import get_logger
-from optimum_memopt.memory import malloc
+from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -90,13 +90,13 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._leafs is not None:
             self._leafs.start(self._model)
         if self._is_on_cpu:
-            malloc.return_freed_memory()
+            process.return_freed_memory()
 
     def _leave(self) -> None:
         if self._leafs is not None:
             self._leafs.stop()
         if self._is_on_cpu:
-            malloc.restore()
+            process.restore_malloc()
         else:
             host_copies.release_pinned()
 
