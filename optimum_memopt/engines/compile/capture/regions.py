@@ -178,7 +178,7 @@ class Regions:
         self._sharded = ShardedModules(closed, opened)
         for group in groups:
             kind = type(next(iter(group.values()))).__name__
-            region, forward = Region(kind, len(group)), compiled(dynamo.with_own_code(_own_forward))
+            region, forward = Region(kind, len(group)), compiled(dynamo.own_forward())
             self.all.append(region)
             for path, layer in group.items():
                 held = weakref.ref(layer)
@@ -448,10 +448,6 @@ def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(self).forward(self, *args, **kwargs)
 
 
 def around_regions(module: fx.GraphModule) -> fx.GraphModule:

@@ -43,7 +43,8 @@ from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fx_graph, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import TraceFixes, line_with_place, own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -127,7 +128,7 @@ class TracedForward:
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
-        self._trace_fixes = TraceFixes(model)
+        self._trace_fixes = TraceFixes(model, weak_method(self._compile_alone))
         # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules,
         # whether layers are regions, and which of their parameters train.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
@@ -194,6 +195,7 @@ class TracedForward:
     def _forget_compiled(self) -> None:
         """Have all calls traced again: nothing holds that earlier traces took from the layers."""
         self._compiled.clear()
+        self._trace_fixes.forget()
         self._regions.forget_results()
 
     def _say_whole(self, why: str) -> None:

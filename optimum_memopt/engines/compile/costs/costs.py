@@ -37,6 +37,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
+from optimum_memopt.engines.compile.torch_compat.packed_attention import equal_parts
 
 # Seconds that a kernel takes at least, from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
 # decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs); 4 fits PEFT's method comparison (docs/gpu.md).
@@ -370,6 +371,9 @@ def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
         # A generator takes no other bytes for a state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
             positional[2] = generator_state(positional[4])
+        # The bounds are the argument before the last.
+        if dynamo.operator_name(node.target).startswith("packed_attention"):
+            positional[-2] = equal_parts(positional[-2], positional[-3].shape[2])
         is_on_cuda = any(tensor.is_cuda for tensor in _tensors(positional))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         cache = torch.ones(_CLEARED // 4 if is_cleared else 0)

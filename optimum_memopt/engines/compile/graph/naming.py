@@ -62,7 +62,7 @@ OPERATORS = {
     "stack": ("ConcatTraining",),
     "sum": ("ReduceSum",),
     "true_divide": ("Div",),
-    **dict.fromkeys(ATTENTION_KERNELS, ("Attention",)),
+    **dict.fromkeys((*ATTENTION_KERNELS, "packed_attention"), ("Attention",)),
     **dict.fromkeys(("fill", "full", "full_like", "new_zeros", "zeros", "zeros_like"), ("ConstantOfShape",)),
     **dict.fromkeys(("randint", "scalar_tensor"), ()),
 }

@@ -1,0 +1,231 @@
+"""What some models of transformers and PEFT need in order to be traced: parts of their code replaced while a compiled
+forward runs."""
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from optimum_memopt.engines.compile.torch_compat import packed_attention
+from optimum_memopt.engines.compile.torch_compat.dynamo import is_fake, mark_static, own_forward, untraced
+
+# DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
+_PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
+_ONE_LABEL = "single_label_classification"
+# What `PreTrainedModel.loss_function` uses, after a warning that breaks the graph, where no name of a loss fits the
+# class's name (GPT2LMHeadModel).
+_LOSS_WITHOUT_NAME = "ForCausalLM"
+# DeBERTa (the first one) puts a size into a tensor and slices with it, in each layer.
+_SIZE_IN_A_TENSOR = "compute_attention_span"
+# PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
+_CLASS_OF_WEIGHT = "dequantize_module_weight"
+# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that
+# was compiled before would be guarded on where it was.
+_FIRST_FORWARD = "init_8bit_state"
+# Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
+_IMAGE_DIMS = 4
+# Models that pack images of several sizes into a row: functions that read these sizes (`transformers/vision_utils.py`,
+# 5.23), and the method of the modules that find the places of images in a text.
+_READ_SIZES = "get_vision_"
+_FINDS_IMAGES = "get_placeholder_mask"
+# What their attention asks for, in its file, before it splits a row into the images.
+_ASKS_FOR_FLASH = "is_flash_attention_requested"
+_ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
+_BOUNDS = "cu_seqlens"
+
+
+class TraceFixes:
+    """The fixes of one model under one compiled forward.
+
+    Args:
+        compiled: compiles a forward, of which the first argument is the module.
+    """
+
+    def __init__(self, model: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._config: Any = getattr(model, "config", None)
+        self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
+        # Functions in the files of the model's modules, and those that are called instead.
+        self._replaced: list[tuple[Any, str, Any]] = []
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        for file in files:
+            for name, function in vars(file).items() if file is not None else ():
+                if name.startswith(_READ_SIZES) and callable(function):
+                    self._replaced.append((file, name, untraced(function)))
+            if hasattr(file, _SIZE_IN_A_TENSOR):
+                self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
+            if hasattr(file, _CLASS_OF_WEIGHT):
+                self._replaced.append((file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT))))
+        self._replaced += _packed_attentions(model)
+        self._compiled = compiled
+        # Of modules in those whose forwards read values.
+        self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self._read_values = [m for m in model.modules() if m is not model and _reads_values(m)]
+        self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
+        # The forward itself sets a `problem_type` of None to this.
+        self._set_by_forward: str | None = None
+
+    @contextlib.contextmanager
+    def around_call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Apply the fixes, and leave the model as it would be after a plain forward with these keyword arguments."""
+        with contextlib.ExitStack() as stack:
+            for module in self._in_8_bits:
+                if getattr(module.weight, "CB", None) is not None:
+                    getattr(module, _FIRST_FORWARD)()
+            for module in self._nameless:
+                stack.enter_context(mock.patch.object(module, "loss_type", _LOSS_WITHOUT_NAME))
+            for file, name, function in self._replaced:
+                stack.enter_context(mock.patch.object(file, name, function))
+            for module in self._read_values:
+                self._open(module, stack)
+            for tensor in inputs.values():
+                if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
+                    mark_static(tensor, range(1, tensor.dim()))
+            if self._config is not None and hasattr(self._config, "problem_type"):
+                stack.enter_context(self._problem_type(inputs.get("labels")))
+            yield
+
+    def forget(self) -> None:
+        """Have what is compiled in modules that read values compiled again."""
+        self._forwards.clear()
+
+    def _open(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
+        """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
+        stack.enter_context(_with_forward(module, untraced(functools.partial(type(module).forward, module))))
+        for child in module.children():
+            if next(child.children(), None) is not None and "forward" not in vars(child):
+                if child not in self._forwards:
+                    self._forwards[child] = self._compiled(own_forward())
+                stack.enter_context(_with_forward(child, functools.partial(self._forwards[child], child)))
+
+    @contextlib.contextmanager
+    def _problem_type(self, labels: Any) -> Iterator[None]:
+        config = self._config
+        before = config.problem_type
+        has_one_label = before is None and _each_row_has_one_label(config, labels)
+        if has_one_label:
+            config.problem_type = _ONE_LABEL
+        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
+        elif before is not None and before == self._set_by_forward:
+            config.problem_type = None
+        try:
+            yield
+        finally:
+            if has_one_label:
+                config.problem_type = None
+            elif before is None:
+                self._set_by_forward = config.problem_type
+            elif config.problem_type is None:
+                config.problem_type = before
+
+
+@contextlib.contextmanager
+def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+
+
+def _reads_values(module: torch.nn.Module) -> bool:
+    """True for modules that put images of several sizes into a text: they read where, and how large these are."""
+    file = sys.modules.get(type(module).__module__)
+    return (
+        hasattr(module, _FINDS_IMAGES)
+        and "forward" not in vars(module)
+        and any(name.startswith(_READ_SIZES) for name in vars(file))
+    )
+
+
+def _packed_attentions(model: torch.nn.Module) -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """What is called in the files of a model instead of what splits a row into images; see `packed_attention`."""
+    found: dict[types.ModuleType, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        asks = _ASKS_FOR_FLASH in getattr(getattr(forward, "__code__", None), "co_names", ())
+        if asks and _BOUNDS in inspect.signature(forward).parameters and _attends_plainly(module):
+            found.setdefault(sys.modules[type(module).__module__], []).append(module)
+    for file, modules in found.items():
+        kinds, configs = tuple({type(module) for module in modules}), [module.config for module in modules]
+        yield file, _ASKS_FOR_FLASH, _asked_for_flash(getattr(file, _ASKS_FOR_FLASH), configs)
+        yield file, _ATTENTIONS, _PackedAttentions(getattr(file, _ATTENTIONS), kinds)
+
+
+def _attends_plainly(module: Any) -> bool:
+    """True where attention is torch's operator alone."""
+    is_torchs = getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+    groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
+    return is_torchs and groups == 1 and (not dropout or not module.training)
+
+
+def _asked_for_flash(before: Callable[..., bool], configs: list[Any]) -> Callable[..., bool]:
+    def is_asked_for(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        return any(config is each for each in configs) or before(config, *args, **kwargs)
+
+    return is_asked_for
+
+
+class _PackedAttentions:
+    """A file's `AttentionInterface`, for modules of these classes with an operator for all images.
+
+    Everything else is asked of the interface.
+    """
+
+    def __init__(self, before: Any, kinds: tuple[type, ...]) -> None:
+        self._before, self._kinds = before, kinds
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        before, kinds = self._before.get_interface(name, default), self._kinds
+
+        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(module, kinds):
+                return before(module, query, key, value, *args, **kwargs)
+            bounds, scale = kwargs["cu_seq_lens_q"], kwargs["scaling"]
+            return packed_attention.attention_of_parts(query, key, value, bounds, scale), None
+
+        return attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._before, name)
+
+
+def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
+    return min(max(query.size(-2), key.size(-2)), most)
+
+
+def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT's function for modules whose weight is quantized; that of others is the weight itself.
+
+    Weights of 4 bits are dequantized here as PEFT does it, but for what torch cannot trace there: that their `data` is
+    read, and that they are put back on their device.
+    """
+
+    def weight(module: Any) -> Any:
+        if not hasattr(module, "W_q") and type(module.weight) is torch.nn.Parameter:
+            return module.weight
+        if type(module.weight).__name__ != "Params4bit":
+            return dequantized(module)
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(module.weight, module.weight.quant_state)
+
+    return weight
+
+
+def _each_row_has_one_label(config: Any, labels: Any) -> bool:
+    """True where DeBERTa's loss would pick all rows; then it is the plain cross entropy, in float32 too."""
+    return (
+        getattr(config, "model_type", None) in _PICKS_LABELLED_ROWS
+        and isinstance(labels, torch.Tensor)
+        and labels.dim() == 1
+        and not labels.is_floating_point()
+        and config.num_labels > 1
+        # A traced step's labels have no values.
+        and (is_fake(labels) or bool((labels >= 0).all()))
+    )
