@@ -238,6 +238,7 @@ class TracedForward:
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
             ):
+                self._trace_fixes.run_ahead(functools.partial(self.plainly, call))
                 outputs = self._compiled[key](*call.args, **call.inputs)
                 if has_regions:
                     outputs = self._regions.finish(outputs)
@@ -272,6 +273,11 @@ class TracedForward:
         again from a state. A forward that always does so, as it is."""
         may_run_again = before is not None and self._traced_again < _MOST_TRACES and next_hook != next_hook_id()
         return may_run_again and any(number >= next_hook for number in forward_hook_ids(self._model))
+
+    @property
+    def _runs_outside(self) -> bool:
+        """True where operators run outside of all graphs though nothing breaks one."""
+        return self.spec.only_layers or self._trace_fixes.opens_modules
 
     @property
     def has_regions(self) -> bool:
@@ -392,7 +398,7 @@ class TracedForward:
             tuple(names.get(node.name, "") for node in placeholders),
             losses,
             self._regions.layer,
-            not self.spec.only_layers and any(map(dynamo.is_all_of, self._codes)),
+            not self._runs_outside and any(map(dynamo.is_all_of, self._codes)),
             trace is None and not self._regions.layer,
             None if traced is None else weakref.ref(traced),
             trace,

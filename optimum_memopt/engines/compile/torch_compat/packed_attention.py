@@ -119,7 +119,8 @@ def attention_of_parts(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
 
 
 def _attend(given: Sequence[Tensor], scale: float | None) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(*given, scale=scale)
+    query, key, value = given
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
 def _lengths(bounds: Tensor) -> list[int]:

@@ -12,8 +12,15 @@ from unittest import mock
 
 import torch
 
+from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import packed_attention
-from optimum_memopt.engines.compile.torch_compat.dynamo import is_fake, mark_static, own_forward, untraced
+from optimum_memopt.engines.compile.torch_compat.dynamo import (
+    global_hooks,
+    is_fake,
+    mark_static,
+    own_forward,
+    untraced,
+)
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
@@ -34,6 +41,8 @@ _IMAGE_DIMS = 4
 # 5.23), and the method of the modules that find the places of images in a text.
 _READ_SIZES = "get_vision_"
 _FINDS_IMAGES = "get_placeholder_mask"
+# Adds the features of images to their places in a text, between its layers.
+_ADDS_FEATURES = "_deepstack_process"
 # What their attention asks for, in its file, before it splits a row into the images.
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 _ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
@@ -50,7 +59,7 @@ class TraceFixes:
     def __init__(self, model: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
-        # Functions in the files of the model's modules, and those that are called instead.
+        # Functions of modules and in their files, by their names, and those that are called instead.
         self._replaced: list[tuple[Any, str, Any]] = []
         files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         for file in files:
@@ -66,6 +75,10 @@ class TraceFixes:
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
         self._read_values = [m for m in model.modules() if m is not model and _reads_values(m)]
+        self._ahead = _RunAhead(model, self._read_values)
+        for module in model.modules():
+            if hasattr(module, _ADDS_FEATURES):
+                self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
         self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
         # The forward itself sets a `problem_type` of None to this.
         self._set_by_forward: str | None = None
@@ -81,6 +94,7 @@ class TraceFixes:
                 stack.enter_context(mock.patch.object(module, "loss_type", _LOSS_WITHOUT_NAME))
             for file, name, function in self._replaced:
                 stack.enter_context(mock.patch.object(file, name, function))
+            stack.callback(self._ahead.forget)
             for module in self._read_values:
                 self._open(module, stack)
             for tensor in inputs.values():
@@ -90,13 +104,23 @@ class TraceFixes:
                 stack.enter_context(self._problem_type(inputs.get("labels")))
             yield
 
+    @property
+    def opens_modules(self) -> bool:
+        """True where modules that read values run outside of all graphs."""
+        return bool(self._read_values)
+
+    def run_ahead(self, forward: Callable[[], Any]) -> None:
+        """Run the module that reads values before the forward that calls it is traced; within `around_call`."""
+        self._ahead.run(forward)
+
     def forget(self) -> None:
         """Have what is compiled in modules that read values compiled again."""
         self._forwards.clear()
 
     def _open(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
         """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
-        stack.enter_context(_with_forward(module, untraced(functools.partial(type(module).forward, module))))
+        forward = self._ahead.forward_of(module) or untraced(functools.partial(type(module).forward, module))
+        stack.enter_context(_with_forward(module, forward))
         for child in module.children():
             if next(child.children(), None) is not None and "forward" not in vars(child):
                 if child not in self._forwards:
@@ -122,6 +146,62 @@ class TraceFixes:
                 self._set_by_forward = config.problem_type
             elif config.problem_type is None:
                 config.problem_type = before
+
+
+class _ReachedError(Exception):
+    """A forward has come to the call of a module, with these arguments."""
+
+    def __init__(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        self.given = args, inputs
+
+
+class _RunAhead:
+    """The module that reads values, in a forward of transformers that calls it once and computes a loss from what it
+    returns. Run before, it breaks no graph: the logits stay in the one that has the loss."""
+
+    def __init__(self, model: torch.nn.Module, read_values: list[torch.nn.Module]) -> None:
+        calls = [
+            (outer, module)
+            for outer in model.modules()
+            for module in outer.children()
+            if module in read_values and type(outer).__module__ == type(module).__module__
+        ]
+        self._module = calls[0][1] if len(calls) == len(read_values) == 1 else None
+        self._results: Any = None
+
+    def forward_of(self, module: torch.nn.Module) -> Callable[..., Any] | None:
+        """What stands for the module's forward where it has run ahead; None where it runs when it is called."""
+        if module is not self._module or any(hooks_around_call(module)) or global_hooks():
+            return None
+
+        def results(*args: Any, **kwargs: Any) -> Any:
+            return self._results
+
+        return results
+
+    def run(self, forward: Callable[[], Any]) -> None:
+        module = self._module
+        if module is None or self.forward_of(module) is None:
+            return
+
+        def reached(*args: Any, **kwargs: Any) -> None:
+            raise _ReachedError(args, kwargs)
+
+        before = module.__dict__["forward"]
+        module.__dict__["forward"] = reached
+        try:
+            forward()
+        except _ReachedError as call:
+            args, inputs = call.given
+        else:
+            return
+        finally:
+            module.__dict__["forward"] = before
+        self._results = type(module).forward(module, *args, **inputs)
+
+    def forget(self) -> None:
+        """Hold no results any longer."""
+        self._results = None
 
 
 @contextlib.contextmanager
