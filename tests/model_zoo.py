@@ -84,6 +84,22 @@ def images_in_text(batch_size: int, length: int, generator: torch.Generator) -> 
     }
 
 
+def images_of_sizes(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Each row has an image, those of every second one twice as large; all lie in one row of pixels."""
+    batch = masked_lm(batch_size, length, generator)
+    sizes = torch.tensor([(1, 2, 4), (1, 4, 4)]).repeat(batch_size, 1)[:batch_size]
+    is_image = torch.arange(length) < 1 + sizes.prod(1, keepdim=True) // IMAGE_TOKENS
+    is_image[:, 0] = False
+    return {
+        "input_ids": batch["input_ids"].masked_fill(is_image, IMAGE_TOKEN),
+        "attention_mask": batch["attention_mask"],
+        "mm_token_type_ids": is_image.int(),
+        "labels": batch["labels"].masked_fill(is_image, IGNORE),
+        "pixel_values": torch.rand((int(sizes.prod(1).sum()), 3 * 2 * 4 * 4), generator=generator),
+        "image_grid_thw": sizes,
+    }
+
+
 def translation(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Labels of another length than the inputs."""
     target = tokens(batch_size, length // 2 + 1, generator)
@@ -340,7 +356,7 @@ ZOO: dict[str, Case] = {
         masked_lm,
         rounds_when_traced=True,
     ),
-    # Graphs that pass on sizes: transformers counts the tokens of images, which torch cannot trace.
+    # transformers counts the tokens of images, which torch cannot trace.
     "gemma3-vision": Case(
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
@@ -351,6 +367,18 @@ ZOO: dict[str, Case] = {
             **{"boi_token_index": IMAGE_BEGINS, "eoi_token_index": IMAGE_ENDS},
         },
         images_in_text,
+        graphs=4,
+    ),
+    # Images of several sizes in one row of pixels, within which its attention stays.
+    "qwen2-vl": Case(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": {**_LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4},
+            **{"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_BEGINS, "vision_start_token_id": IMAGE_ENDS},
+        },
+        images_of_sizes,
         graphs=3,
     ),
     # BatchNorm over a transposed input, in series.
@@ -373,11 +401,11 @@ SMALL = Case(SmallForSequenceClassification, SmallConfig, {}, classification)
 
 # Models that also train with torch's fused attention: DeBERTa has none in transformers.
 SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3")
-SDPA += ("vit", "opt", "gemma", "patchtst")
+SDPA += ("vit", "opt", "gemma", "patchtst", "qwen2-vl")
 # Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
 # whose running statistics it would not keep, and Swin, whose layers change the sizes of their windows.
 COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "qwen3-next", "olmo-hybrid", "jamba")
-COMPILE_ONLY += ("swin", "gemma3-vision", "patchtst", "qlora")
+COMPILE_ONLY += ("swin", "gemma3-vision", "qwen2-vl", "patchtst", "qlora")
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
@@ -403,6 +431,6 @@ UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
     ),
     "whisper": (ZOO["whisper"], "eager", {}, "Exporting the operator 'aten::diff'"),
     "qwen3.5": (ZOO["qwen3.5"], "eager", {}, "Exporting the operator 'aten::linalg_solve_triangular'"),
-    "gemma3-vision": (ZOO["gemma3-vision"], "eager", {}, "Unsupported flatten data type.*DynamicCache"),
+    "gemma3-vision": (ZOO["gemma3-vision"], "eager", {}, "unordered_map::at"),
     "qlora": (ZOO["qlora"], "eager", {}, "unrecognized namespace bitsandbytes::gemm_4bit"),
 }

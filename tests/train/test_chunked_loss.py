@@ -23,8 +23,8 @@ from tests.train.test_step_memory import measured
 from tests.trainer_runs import collate, distance, log_lines, make, weights
 
 ROW = "Loss+:1:-1"
-# Those with a language model's loss whose graph is one, for all sizes.
-OTHERS = ("vit", "swin", "segformer", "patchtst", "gemma3-vision", "jamba")
+# Those with a language model's loss, traced once for all sizes.
+OTHERS = ("vit", "swin", "segformer", "patchtst", "jamba")
 MODELS = sorted(name for name in ZOO if "classification" not in name and name not in OTHERS)
 VOCABULARY = 997
 
@@ -43,12 +43,14 @@ def row_of(engine):
 @pytest.mark.parametrize(
     ("name", "level", "compiler"),
     [
-        *nightly([(name, 1, "aot_eager") for name in MODELS], but=[(name, 1, "aot_eager") for name in ("gpt2",)]),
+        *nightly(
+            [(name, 1, "aot_eager") for name in MODELS], but=[(name, 1, "aot_eager") for name in ("gpt2", "qwen2-vl")]
+        ),
         *nightly([(name, 0, "inductor") for name in ("roberta-mlm", "gemma")]),
     ],
 )
 def test_trains_as_plain_pytorch(name, level, compiler):
-    """To 1e-5, whatever the sizes and numbers of labels, in one graph."""
+    """To 1e-5, whatever the sizes and numbers of labels, traced once."""
     case = ZOO[name]
     model = case.build("eager", **case.one_layer)
     model.config.use_cache = False
@@ -61,7 +63,7 @@ def test_trains_as_plain_pytorch(name, level, compiler):
         few["labels"][:, 1:] = -100
         few["labels"][0, 2] = 7
         assert_same_step(model, plain, few, case.batch(5, 9, seed=3))
-    assert len(splits) == 1
+    assert len(splits) == case.graphs
     row = row_of(engine)
     assert row.applied_count == row.frequency == 1 and row.saving_bytes > 0
     outputs = model(**case.batch())

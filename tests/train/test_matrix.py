@@ -56,7 +56,7 @@ EVERY_PLAN = FAST
 SOME_PLANS = ("level 1", BUDGET, "random")
 # Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
 # where a graph has none of the plan's; and one that is traced again for each length.
-LEVEL_ONLY = ("gemma3-vision", "jamba")
+LEVEL_ONLY = ("gemma3-vision", "qwen2-vl", "jamba")
 # By layers a model has so many, of each type where there are several: T5's first one has positions of its own.
 DEPTH = 3
 # Without equal layers.

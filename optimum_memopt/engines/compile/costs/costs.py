@@ -371,9 +371,9 @@ def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
         # A generator takes no other bytes for a state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
             positional[2] = generator_state(positional[4])
-        # The bounds are the argument before the last.
         if dynamo.operator_name(node.target).startswith("packed_attention"):
-            positional[-2] = equal_parts(positional[-2], positional[-3].shape[2])
+            *_, value_states, bounds, _, _ = positional
+            positional[-3] = equal_parts(bounds, value_states.shape[2])
         is_on_cuda = any(tensor.is_cuda for tensor in _tensors(positional))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         cache = torch.ones(_CLEARED // 4 if is_cleared else 0)

@@ -20,12 +20,15 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradOther")
 
 
 @torch.library.custom_op(f"{LIBRARY}::packed_attention", mutates_args=())
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
+) -> Tensor:
     """Attend within each part.
 
     Args:
         query: [1, heads, tokens, width of a head], as `key` and `value`.
         bounds: [parts + 1] where parts begin, 0 first, and how many tokens there are.
+        is_fused: by torch's operator; else by products and a softmax in float32 (`eager` in transformers).
 
     Returns:
         [1, tokens, heads, width], contiguous.
@@ -37,18 +40,18 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, 
     lengths = _lengths(bounds)
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     for part, result in zip(parts, attended.split(lengths, dim=1), strict=True):
-        result.copy_(_attend(part, scale).transpose(1, 2))
+        result.copy_(_attend(part, scale, is_fused).transpose(1, 2))
     return attended
 
 
 @packed_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool) -> Tensor:
     return _empty_like(query)
 
 
 @torch.library.custom_op(f"{LIBRARY}::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
 ) -> list[Tensor]:
     """The gradients of query, key and value. Each part attends again: what kernels save for their backward differs by
     device and size, and is one more row of results."""
@@ -60,7 +63,7 @@ def packed_attention_backward(
     for part, result, of_part in zip(parts, results, gradient.split(lengths, dim=1), strict=True):
         with _with_autograd(query.device.type):
             leaves = [tensor.detach().requires_grad_() for tensor in part]
-            attended = _attend(leaves, scale).transpose(1, 2).contiguous()
+            attended = _attend(leaves, scale, is_fused).transpose(1, 2).contiguous()
             found = torch.autograd.grad(attended, leaves, of_part)
         for tensor, each in zip(result, found, strict=True):
             tensor.copy_(each)
@@ -69,18 +72,18 @@ def packed_attention_backward(
 
 @packed_attention_backward.register_fake
 def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
 ) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in (query, key, value)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.is_fused = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return *packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
+    return *packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.is_fused), None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -110,17 +113,22 @@ def equal_parts(bounds: Tensor, tokens: int) -> Tensor:
     return torch.linspace(0, tokens, len(bounds), device=bounds.device).to(bounds.dtype)
 
 
-def attention_of_parts(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
+def attention_of_parts(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
+) -> Tensor:
     """`packed_attention` under autocast too, which casts what attention is given."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return packed_attention(query, key, value, bounds, scale)
+    return packed_attention(query, key, value, bounds, scale, is_fused)
 
 
-def _attend(given: Sequence[Tensor], scale: float | None) -> Tensor:
+def _attend(given: Sequence[Tensor], scale: float, is_fused: bool) -> Tensor:
     query, key, value = given
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    if is_fused:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value)
 
 
 def _lengths(bounds: Tensor) -> list[int]:

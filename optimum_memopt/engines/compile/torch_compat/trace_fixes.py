@@ -70,7 +70,8 @@ class TraceFixes:
                 self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
             if hasattr(file, _CLASS_OF_WEIGHT):
                 self._replaced.append((file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT))))
-        self._replaced += _packed_attentions(model)
+        packed, self._split = _split_attentions(model)
+        self._replaced += _packed_attentions(packed)
         self._compiled = compiled
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
@@ -97,6 +98,8 @@ class TraceFixes:
             stack.callback(self._ahead.forget)
             for module in self._read_values:
                 self._open(module, stack)
+            for module in self._split:
+                stack.enter_context(_with_forward(module, _untraced_forward(module)))
             for tensor in inputs.values():
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                     mark_static(tensor, range(1, tensor.dim()))
@@ -119,7 +122,7 @@ class TraceFixes:
 
     def _open(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
         """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
-        forward = self._ahead.forward_of(module) or untraced(functools.partial(type(module).forward, module))
+        forward = self._ahead.forward_of(module) or _untraced_forward(module)
         stack.enter_context(_with_forward(module, forward))
         for child in module.children():
             if next(child.children(), None) is not None and "forward" not in vars(child):
@@ -213,35 +216,39 @@ def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
         module.__dict__.pop("forward", None)
 
 
+def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    return untraced(functools.partial(type(module).forward, module))
+
+
 def _reads_values(module: torch.nn.Module) -> bool:
-    """True for modules that put images of several sizes into a text: they read where, and how large these are."""
-    file = sys.modules.get(type(module).__module__)
-    return (
-        hasattr(module, _FINDS_IMAGES)
-        and "forward" not in vars(module)
-        and any(name.startswith(_READ_SIZES) for name in vars(file))
-    )
+    """True for modules that put images into a text: they read where, how many, and how large."""
+    return hasattr(module, _FINDS_IMAGES) and "forward" not in vars(module)
 
 
-def _packed_attentions(model: torch.nn.Module) -> Iterator[tuple[types.ModuleType, str, Any]]:
-    """What is called in the files of a model instead of what splits a row into images; see `packed_attention`."""
-    found: dict[types.ModuleType, list[torch.nn.Module]] = {}
+def _split_attentions(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The modules that split a row into images where no flash attention is asked for: those that `packed_attention`
+    can stand for, and the others."""
+    packed, others = [], []
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         asks = _ASKS_FOR_FLASH in getattr(getattr(forward, "__code__", None), "co_names", ())
-        if asks and _BOUNDS in inspect.signature(forward).parameters and _attends_plainly(module):
-            found.setdefault(sys.modules[type(module).__module__], []).append(module)
-    for file, modules in found.items():
-        kinds, configs = tuple({type(module) for module in modules}), [module.config for module in modules]
+        if asks and _BOUNDS in inspect.signature(forward).parameters and "forward" not in vars(module):
+            name = getattr(module.config, "_attn_implementation", None) or ""
+            groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
+            if name in ("eager", "sdpa") and groups == 1 and not dropout:
+                packed.append(module)
+            elif "flash" not in name:
+                others.append(module)
+    return packed, others
+
+
+def _packed_attentions(modules: list[Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """What is called in the files of these modules instead of what splits a row."""
+    for file in {sys.modules[type(module).__module__] for module in modules}:
+        inside = [module for module in modules if type(module).__module__ == file.__name__]
+        kinds, configs = tuple({type(module) for module in inside}), [module.config for module in inside]
         yield file, _ASKS_FOR_FLASH, _asked_for_flash(getattr(file, _ASKS_FOR_FLASH), configs)
         yield file, _ATTENTIONS, _PackedAttentions(getattr(file, _ATTENTIONS), kinds)
-
-
-def _attends_plainly(module: Any) -> bool:
-    """True where attention is torch's operator alone."""
-    is_torchs = getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
-    groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
-    return is_torchs and groups == 1 and (not dropout or not module.training)
 
 
 def _asked_for_flash(before: Callable[..., bool], configs: list[Any]) -> Callable[..., bool]:
@@ -267,7 +274,7 @@ class _PackedAttentions:
             if not isinstance(module, kinds):
                 return before(module, query, key, value, *args, **kwargs)
             bounds, scale = kwargs["cu_seq_lens_q"], kwargs["scaling"]
-            return packed_attention.attention_of_parts(query, key, value, bounds, scale), None
+            return packed_attention.attention_of_parts(query, key, value, bounds, scale, name == "sdpa"), None
 
         return attention
 
