@@ -114,6 +114,7 @@ def run_as_eager() -> Iterator[None]:
     replaced = (
         (fake_tensor, _MOST_CONSTANTS, _MOST_VALUES),
         (import_utils, "is_fake_tensor", lambda _: False),
+        (torch, "tensor", _tensor_of),
         (torch, "_check_tensor_all", passes),
         (torch, "_check_tensor_all_with", passes),
         *(
@@ -126,6 +127,20 @@ def run_as_eager() -> Iterator[None]:
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+_TENSOR = torch.tensor
+
+
+def _tensor_of(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.tensor` of numbers that are fake tensors in lists, whose memory it would read."""
+    return _TENSOR(_numbers_in(data), *args, **kwargs)
+
+
+def _numbers_in(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_numbers_in(each) for each in data]
+    return data.item() if isinstance(data, FakeTensor) and not data.dim() else data
 
 
 def mode_without_pointers() -> FakeTensorMode:
