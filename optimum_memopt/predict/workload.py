@@ -283,7 +283,7 @@ class Workload:
         except Exception as error:
             line = f"{self._named}: no model can be built from its config: {_reason(error)}"
             if "Unrecognized configuration class" in str(error):
-                line = f"--task {self.task}: transformers has no {config.model_type} model for it"
+                line = f"--task {self.task}: transformers has no {config.model_type} model for it{_way_of(config)}"
             raise MemOptError(line) from error
         decide_problem_type(model.config, batch.get("labels"))
         _decide_first_token(model.config)
@@ -368,6 +368,13 @@ def _at_most(modules: int) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return kind + excerpt(" ".join(str(error).split()), longest=300)
+
+
+def _way_of(config: Any) -> str:
+    """Another way to get figures of a model with images in its texts, as large as its data have them."""
+    if not hasattr(config, "vision_config"):
+        return ""
+    return "; optimum-cli memopt dry-run --device h100 my_script.py takes a script's own batch of images and texts"
 
 
 def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:

@@ -103,6 +103,9 @@ def test_what_is_wrong_with_the_model(tmp_path):
     folder = save(tmp_path, "vit")
     with pytest.raises(MemOptError, match="--task fill-mask: transformers has no vit model for it"):
         Workload(folder, "fill-mask").build()
+    folder = save(tmp_path, "qwen2-vl")
+    with pytest.raises(MemOptError, match="has no qwen2_vl model for it; optimum-cli memopt dry-run --device h100"):
+        Workload(folder, "text2text-generation").build()
     folder = save(tmp_path, "roberta-mlm")
     with pytest.raises(MemOptError, match="--seq_len 65: this model has 64 positions"):
         Workload(folder, "fill-mask", seq_len=65).build()
