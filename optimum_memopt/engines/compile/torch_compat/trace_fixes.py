@@ -70,8 +70,8 @@ class TraceFixes:
                 self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
             if hasattr(file, _CLASS_OF_WEIGHT):
                 self._replaced.append((file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT))))
-        packed, self._split = _split_attentions(model)
-        self._replaced += _packed_attentions(packed)
+        self._split_rows = list(_row_splitters(model))
+        self._packed = list(_packed_attentions(self._split_rows))
         self._compiled = compiled
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
@@ -93,13 +93,14 @@ class TraceFixes:
                     getattr(module, _FIRST_FORWARD)()
             for module in self._nameless:
                 stack.enter_context(mock.patch.object(module, "loss_type", _LOSS_WITHOUT_NAME))
-            for file, name, function in self._replaced:
-                stack.enter_context(mock.patch.object(file, name, function))
+            is_packed = all(map(_may_be_packed, self._split_rows))
+            for owner, name, function in (*self._replaced, *(self._packed if is_packed else ())):
+                stack.enter_context(mock.patch.object(owner, name, function))
+            for module in () if is_packed else self._split_rows:
+                stack.enter_context(_with_forward(module, _untraced_forward(module)))
             stack.callback(self._ahead.forget)
             for module in self._read_values:
                 self._open(module, stack)
-            for module in self._split:
-                stack.enter_context(_with_forward(module, _untraced_forward(module)))
             for tensor in inputs.values():
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                     mark_static(tensor, range(1, tensor.dim()))
@@ -225,21 +226,20 @@ def _reads_values(module: torch.nn.Module) -> bool:
     return hasattr(module, _FINDS_IMAGES) and "forward" not in vars(module)
 
 
-def _split_attentions(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The modules that split a row into images where no flash attention is asked for: those that `packed_attention`
-    can stand for, and the others."""
-    packed, others = [], []
+def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
+    """The attentions that split a row into images, since no flash attention is asked for."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         asks = _ASKS_FOR_FLASH in getattr(getattr(forward, "__code__", None), "co_names", ())
-        if asks and _BOUNDS in inspect.signature(forward).parameters and "forward" not in vars(module):
-            name = getattr(module.config, "_attn_implementation", None) or ""
-            groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
-            if name in ("eager", "sdpa") and groups == 1 and not dropout:
-                packed.append(module)
-            elif "flash" not in name:
-                others.append(module)
-    return packed, others
+        takes_row = asks and _BOUNDS in inspect.signature(forward).parameters and "forward" not in vars(module)
+        if takes_row and "flash" not in (getattr(module.config, "_attn_implementation", None) or ""):
+            yield module
+
+
+def _may_be_packed(module: Any) -> bool:
+    """True where `packed_attention` may stand for an attention."""
+    groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
+    return module.config._attn_implementation in ("eager", "sdpa") and groups == 1 and not dropout
 
 
 def _packed_attentions(modules: list[Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
