@@ -32,6 +32,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compil
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
+from optimum_memopt.memory import process
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
@@ -188,7 +189,8 @@ class PlannedForward:
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> _Attempt:
-            return _Attempt(self._run(call), self.predictor, self.plan_file)
+            with process.fewer_collections():
+                return _Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
             self._reset()
