@@ -53,8 +53,8 @@ class DynamicProgram:
     tops: tuple[_Tops, ...]
     frontiers: tuple[_Frontier, ...]
 
-    def choose(self, limits: Sequence[int]) -> tuple[FrontierPoint, ...]:
-        """Each block's way to run in least time with no part above its limit; empty where that is impossible.
+    def choose(self, limit: int) -> tuple[FrontierPoint, ...]:
+        """Each block's way to run in least time with no part above the limit; empty where that is impossible.
 
         Exact but for the rounding of `_STEPS`, and for what blocks share; the caller simulates the result.
         """
@@ -63,7 +63,7 @@ class DynamicProgram:
         step = max(1.0, (most - least) / _STEPS)
         saved_bytes, seconds = np.zeros(1), np.zeros(1)
         history = []
-        for limit, (forward_top, backward_top), points in zip(limits, self.tops, self.frontiers, strict=True):
+        for (forward_top, backward_top), points in zip(self.tops, self.frontiers, strict=True):
             parts = []
             for number, point in enumerate(points):
                 rise = max(forward_top + point.forward_rise, backward_top + point.backward_rise)
@@ -91,7 +91,7 @@ class DynamicProgram:
         seen: set[frozenset[int]] = set()
         dropped: frozenset[int] | None = None
         for _ in range(_TRIES):
-            chosen = self.choose(self._all(asked))
+            chosen = self.choose(asked)
             if not chosen and not high:
                 break
             if not chosen:
@@ -119,41 +119,13 @@ class DynamicProgram:
                 times *= 2
         return best
 
-    def solve_by_block(self, budget: int) -> Simulation | None:
-        """The first plan found where each block has a limit of its own, corrected by its simulated top.
-
-        One limit for all finds no plan where what blocks share is over it in some, and another one, as that with the
-        gradient of the embeddings, leaves no room for a correction.
-        """
-        limits = self._all(budget)
-        dropped: frozenset[int] | None = None
-        for _ in range(_TRIES):
-            chosen = self.choose(limits)
-            if not chosen:
-                break
-            if dropped is None:
-                dropped = self._cheap_outside(self.simulate(chosen))
-            simulation = self.simulate(chosen, dropped)
-            if simulation.peak <= budget:
-                return simulation
-            before, expected = 0, []
-            for point, (forward, backward) in zip(chosen, self.tops, strict=True):
-                expected.append(before + max(forward + point.forward_rise, backward + point.backward_rise))
-                before += point.saved_bytes
-            tops = map(max, _tops(self.blocks, simulation))
-            limits = tuple(budget + planned - top for planned, top in zip(expected, tops, strict=True))
-        return None
-
-    def _all(self, limit: int) -> tuple[int, ...]:
-        return (limit,) * len(self.tops)
-
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
         low, high = 0, self.everything.peak
         best = self.everything
         while high - low > max(1, self.everything.peak // 10_000):
             middle = (low + high) // 2
-            if chosen := self.choose(self._all(middle)):
+            if chosen := self.choose(middle):
                 high = middle
                 best = min(best, self.simulate(chosen), key=lambda simulation: simulation.peak)
             else:

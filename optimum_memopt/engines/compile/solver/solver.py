@@ -150,9 +150,6 @@ class Solver:
         for program in (*others, *(program for pair in of_runs for program in pair)):
             if (fallback := program.solve(budget)) is not None:
                 yield fallback
-        if best is None:
-            found = (program.solve_by_block(budget) for pair in self._programs for program in pair)
-            yield from (one for one in found if one is not None)
         yield self.lowest if best is None else best
         yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
