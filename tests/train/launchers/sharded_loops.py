@@ -28,6 +28,7 @@ from tests.trainer_runs import distance
 
 STEPS = 3
 DIMENSIONS = ("replicate", "shard")
+IMAGES = "qwen2-vl"
 
 
 def sharded(
@@ -51,6 +52,15 @@ def sharded(
     for layer in model.model.layers:
         fully_shard(layer, mesh=device_mesh, **how)
     fully_shard(model, mesh=device_mesh, **how)
+    return model.train()
+
+
+def of_images() -> torch.nn.Module:
+    """Layers of a vision tower and of the language model that reads its images."""
+    model = ZOO[IMAGES].build("sdpa")
+    for layer in (*model.model.visual.blocks, *model.model.language_model.layers):
+        fully_shard(layer)
+    fully_shard(model)
     return model.train()
 
 
@@ -85,7 +95,8 @@ def reduced(model: torch.nn.Module) -> None:
 def train(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(STEPS):
-        batch = ZOO["llama"].batch(4, 9, seed=10 * step + torch.distributed.get_rank())
+        name = IMAGES if hasattr(getattr(model, "model", None), "visual") else "llama"
+        batch = ZOO[name].batch(4, 9, seed=10 * step + torch.distributed.get_rank())
         model(**batch).loss.backward()
         reduced(model)
         optimizer.step()
@@ -103,6 +114,7 @@ CASES: dict[str, Callable[[], torch.nn.Module]] = {
     "ignored_frozen": functools.partial(sharded, ignored="mlp.up_proj", frozen=True),
     "quantized": functools.partial(quantized, torch.uint8),
     "quantized_sharded": functools.partial(quantized, torch.float32),
+    "images": of_images,
     "tensor_parallel": functools.partial(sharded, (1, 2), tensor_parallel=True),
 }
 

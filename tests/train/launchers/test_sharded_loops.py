@@ -24,6 +24,9 @@ def test_weights_are_those_without_an_engine() -> None:
     # What bitsandbytes does with shares of packed weights breaks the graph of each layer.
     broken = found.pop("quantized_sharded")
     assert broken["distance"] < CLOSE and "not exact" in broken["header"][1]
+    # Images are put into the text outside of all graphs.
+    images = found.pop("images")
+    assert images["distance"] == 0.0 and "for 4 layers, compiled once for equal ones, FSDP2" in images["header"][0]
     for case, result in found.items():
         assert result["distance"] == 0.0, case
         assert "level 1, in 3 graphs for 3 layers, compiled once for equal ones, FSDP2" in result["header"][0], case

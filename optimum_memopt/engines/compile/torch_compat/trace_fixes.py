@@ -61,9 +61,8 @@ class TraceFixes:
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         # Functions of modules and in their files, by their names, and those that are called instead.
         self._replaced: list[tuple[Any, str, Any]] = []
-        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        for file in files:
-            for name, function in vars(file).items() if file is not None else ():
+        for file in filter(None, set(map(_file_of, model.modules()))):
+            for name, function in vars(file).items():
                 if name.startswith(_READ_SIZES) and callable(function):
                     self._replaced.append((file, name, untraced(function)))
             if hasattr(file, _SIZE_IN_A_TENSOR):
@@ -168,7 +167,7 @@ class _RunAhead:
             (outer, module)
             for outer in model.modules()
             for module in outer.children()
-            if module in read_values and type(outer).__module__ == type(module).__module__
+            if module in read_values and _file_of(outer) is _file_of(module)
         ]
         self._module = calls[0][1] if len(calls) == len(read_values) == 1 else None
         self._results: Any = None
@@ -217,6 +216,11 @@ def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
         module.__dict__.pop("forward", None)
 
 
+def _file_of(module: torch.nn.Module) -> types.ModuleType | None:
+    """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
+    return sys.modules.get(getattr(inspect.unwrap(type(module).forward), "__module__", None) or "")
+
+
 def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return untraced(functools.partial(type(module).forward, module))
 
@@ -244,8 +248,8 @@ def _may_be_packed(module: Any) -> bool:
 
 def _packed_attentions(modules: list[Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
     """What is called in the files of these modules instead of what splits a row."""
-    for file in {sys.modules[type(module).__module__] for module in modules}:
-        inside = [module for module in modules if type(module).__module__ == file.__name__]
+    for file in filter(None, set(map(_file_of, modules))):
+        inside = [module for module in modules if _file_of(module) is file]
         kinds, configs = tuple({type(module) for module in inside}), [module.config for module in inside]
         yield file, _ASKS_FOR_FLASH, _asked_for_flash(getattr(file, _ASKS_FOR_FLASH), configs)
         yield file, _ATTENTIONS, _PackedAttentions(getattr(file, _ATTENTIONS), kinds)
