@@ -128,7 +128,7 @@ class TracedForward:
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
-        self._trace_fixes = TraceFixes(model, weak_method(self._compile_alone))
+        self._trace_fixes = TraceFixes(model, None if spec.only_layers else weak_method(self._compile_alone))
         # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules,
         # whether layers are regions, and which of their parameters train.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}

@@ -53,10 +53,13 @@ class TraceFixes:
     """The fixes of one model under one compiled forward.
 
     Args:
-        compiled: compiles a forward, of which the first argument is the module.
+        compiled: compiles a forward, of which the first argument is the module; None: what is outside of layers runs
+            as in plain PyTorch anyway.
     """
 
-    def __init__(self, model: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    ) -> None:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         # Functions of modules and in their files, by their names, and those that are called instead.
@@ -74,7 +77,8 @@ class TraceFixes:
         self._compiled = compiled
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
-        self._read_values = [m for m in model.modules() if m is not model and _reads_values(m)]
+        inner = (module for module in model.modules() if compiled is not None and module is not model)
+        self._read_values = list(filter(_reads_values, inner))
         self._ahead = _RunAhead(model, self._read_values)
         for module in model.modules():
             if hasattr(module, _ADDS_FEATURES):
@@ -124,6 +128,7 @@ class TraceFixes:
         """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
         forward = self._ahead.forward_of(module) or _untraced_forward(module)
         stack.enter_context(_with_forward(module, forward))
+        assert self._compiled is not None
         for child in module.children():
             if next(child.children(), None) is not None and "forward" not in vars(child):
                 if child not in self._forwards:
