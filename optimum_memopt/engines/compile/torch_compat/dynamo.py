@@ -375,7 +375,13 @@ def is_operator_of_python(node: fx.Node) -> bool:
     return getattr(node.target, "is_operator_of_python", False)
 
 
-untraced = torch._dynamo.disable
+# In the reason of a graph break that is meant to be.
+_MEANT = "optimum_memopt runs it untraced"
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which breaks a graph where it is called and is not traced, nor what it calls."""
+    return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=_MEANT))
 
 
 def is_all_of(code: types.CodeType) -> bool:
@@ -418,7 +424,8 @@ class Watch:
 
     def graph_breaks(self) -> list[str]:
         # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
-        breaks = map(_first_line, self._new_breaks("graph_break") or self._new_breaks("unimplemented"))
+        found = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
+        breaks = [_first_line(text) for text in found if _MEANT not in text]
         places: dict[str, dict[str, None]] = {line: {} for line in breaks}
         for reason in dynamo_utils.graph_break_reasons[self._placed :]:
             if (line := _first_line(reason.reason)) in places:
