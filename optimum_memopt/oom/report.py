@@ -3,7 +3,9 @@ The step is read before anything of it is freed."""
 
 import functools
 import gc
+import itertools
 import json
+import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -326,6 +328,8 @@ def _explained(
     if call is None:
         return Explanation(moment, (), (), ("no forward of the model was seen",))
     accumulation = trainer.args.gradient_accumulation_steps
+    # It is being handled, and so among the causes of what fails here.
+    failed_with = sys.exc_info()[1]
     failed = FailedStep(
         **vars(failure),
         model=model_of(trainer),
@@ -345,8 +349,7 @@ def _explained(
                 return explaining.explain(failed)
             except Exception as second:
                 get_logger().debug("the failed step could not be traced", exc_info=second)
-                remarks = (f"the step could not be traced ({line_of(second)})", *_untraced(second))
-                return Explanation(moment, (), (), remarks)
+                return Explanation(moment, (), (), _untraced(second, failed_with))
     return Explanation(moment, (), (), ("no engine here can trace the step",))
 
 
@@ -376,12 +379,14 @@ def _parts(
     return (*parts, Part(OTHER, outside))
 
 
-def _untraced(error: Exception) -> tuple[str, ...]:
-    if not any(map(is_out_of_memory, with_causes(error))):
-        return ()
+def _untraced(error: Exception, failed_with: BaseException | None) -> tuple[str, ...]:
+    """Remarks where a step could not be traced; `failed_with` is its own error."""
+    causes = itertools.takewhile(lambda cause: cause is not failed_with, with_causes(error))
+    own = ("tracing takes some hundred MiB of the process's own memory, which are not left",)
     return (
-        "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
-        "--per_device_train_batch_size and twice --gradient_accumulation_steps",
+        f"the step could not be traced ({line_of(error)})",
+        *(own if any(map(is_out_of_memory, causes)) else ()),
+        "try half of --per_device_train_batch_size and twice --gradient_accumulation_steps",
     )
 
 

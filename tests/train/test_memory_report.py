@@ -93,6 +93,7 @@ def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path)
 
     callback = reported(tmp_path, reads_values)
     assert "could not be traced" in callback.report.remarks[0]
+    assert callback.report.remarks[1].startswith("try half of --per_device_train_batch_size")
     assert callback.report.moment.phase == "forward"
     assert (tmp_path / "memory_report.md").exists()
 
@@ -104,7 +105,8 @@ def test_too_little_memory_to_trace_it(tmp_path):
 
     callback = reported(tmp_path, torch.compiler.disable(runs_out))
     assert "MemoryError" in callback.report.remarks[0]
-    assert "half of --per_device_train_batch_size" in callback.report.remarks[1]
+    assert callback.report.remarks[1].startswith("tracing takes some hundred MiB")
+    assert "half of --per_device_train_batch_size" in callback.report.remarks[2]
 
 
 def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
