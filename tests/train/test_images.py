@@ -4,13 +4,20 @@ import copy
 
 import pytest
 import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from optimum_memopt import optimize
 from tests.compiled import recorded
-from tests.gradients import assert_bitwise_same_step
+from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
+from tests.trainer_runs import log_lines
 
 CASE = ZOO["qwen2-vl"]
+# Enough layers that they are compiled by themselves.
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+IMAGE, PATCH, IMAGE_TOKEN = 8, 4, 3
+TEXT = {**SIZES, "model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+VISION = {**SIZES, "model_type": "clip_vision_model", "image_size": IMAGE, "patch_size": PATCH}
 
 
 def compiled(model: torch.nn.Module):
@@ -77,3 +84,68 @@ def test_an_error_of_the_model_is_its_own():
     with recorded() as splits:
         assert_bitwise_same_step(model, plain, CASE.batch())
     assert splits
+
+
+def llava():
+    """It reads the hidden states of the last layers but one of its vision tower, which hooks on these collect."""
+    torch.manual_seed(0)
+    config = LlavaConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE_TOKEN)
+    return LlavaForConditionalGeneration(config).train()
+
+
+def images_first(rows, length, seed=0, tokens=(IMAGE // PATCH) ** 2):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 60, (rows, length), generator=generator)
+    ids[:, 1 : 1 + tokens] = IMAGE_TOKEN
+    images = torch.randn(rows, 3, IMAGE, IMAGE, generator=generator)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100),
+        "pixel_values": images,
+    }
+
+
+def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves():
+    """Though hooks in them would collect attentions, if these were asked for."""
+    model = llava()
+    plain = copy.deepcopy(model)
+    with log_lines() as lines, recorded() as splits:
+        engine = compiled(model)
+        assert_bitwise_same_step(model, plain, images_first(3, 12))
+        traced = len(splits)
+        assert_bitwise_same_step(model, plain, images_first(2, 14, seed=1))
+    assert "for 8 layers" in engine.plans().header[0]
+    assert len(splits) == traced <= 7
+    assert sum("has put hooks" in line for line in lines) == 1, lines
+    assert not any("recompiled" in line or "as a whole" in line for line in lines), lines
+
+
+def test_attentions_are_asked_for_in_a_later_step():
+    """They are what hooks in layers collect."""
+    model = llava()
+    model.set_attn_implementation("eager")
+    plain = copy.deepcopy(model)
+    compiled(model)
+    for asks in (False, True, False):
+        found, expected = (
+            each(**images_first(2, 12, seed=1), output_attentions=asks, output_hidden_states=asks)
+            for each in (model, plain)
+        )
+        assert torch.equal(found.loss, expected.loss)
+        for kind in ("attentions", "hidden_states") if asks else ():
+            assert len(found[kind]) == len(expected[kind]) > 0
+            assert all(map(torch.equal, found[kind], expected[kind]))
+        assert_same_step(model, plain, images_first(3, 12))
+
+
+def test_a_hook_that_changes_what_another_has_collected():
+    """Of a layer, before and behind the one that collects its hidden state."""
+    model = llava()
+    plain = copy.deepcopy(model)
+    compiled(model)
+    for seed in range(3):
+        assert_bitwise_same_step(model, plain, images_first(3, 12, seed))
+        for each in (model, plain):
+            layer = each.model.vision_tower.encoder.layers[2]
+            layer.register_forward_hook(lambda module, args, output: output * 1.5, prepend=seed == 0)

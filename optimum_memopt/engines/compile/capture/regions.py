@@ -22,7 +22,7 @@ from torch import fx
 from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
+from optimum_memopt.engines.compile.torch_compat import collected_outputs, dynamo, fully_shard
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
@@ -155,15 +155,14 @@ class Regions:
         self._only_layers = only_layers
         self._current: Region | None = None
         self._graphs: Counter[Region] = Counter()
-        # What may be called while a layer runs, and writes to what is traced before that.
-        self._hooks = [
-            hooks
+        # By the paths of layers, what may be called while they run, and writes to what is traced before that.
+        self._hooks = {
+            path: [
+                hooks for module in layer.modules() if module is not layer for hooks in hooks_around_forward(module)
+            ]
             for group in (() if only_layers else groups)
-            for layer in group.values()
-            for module in layer.modules()
-            if module is not layer
-            for hooks in hooks_around_forward(module)
-        ]
+            for path, layer in group.items()
+        }
         # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
         self._results: dict[Hashable, Any] = {}
         self._kinds: dict[Region, dict[torch.nn.Module, Hashable]] = {}
@@ -190,7 +189,13 @@ class Regions:
     def are_closed(self) -> bool:
         """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
         traced before they run, and none of all modules would be called around a layer and in it."""
-        return bool(self.all) and not any(self._hooks) and (self._only_layers or not dynamo.global_hooks())
+        if not self.all or any(None in self._kinds_in(path) for path in self._hooks):
+            return False
+        return self._only_layers or not dynamo.global_hooks()
+
+    def _kinds_in(self, path: str) -> set[str | None]:
+        """The kinds of output that hooks in a layer collect; None among them: one is no such hook."""
+        return {collected_outputs.kind_of(hook) for hooks in self._hooks.get(path, ()) for hook in hooks.values()}
 
     def note_graph(self, watch: dynamo.Watch) -> str:
         """Note that a graph was traced in the first call, which `watch` is of; a line where the current group has too
@@ -245,7 +250,8 @@ class Regions:
         numbers = [constant for value, constant in given if type(value) is int]
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
-                results = self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
+                own = forward if self._only_layers else collected_outputs.without_collecting(forward)
+                results = self._sharded.run(layer, functools.partial(own, layer), args, kwargs)
         finally:
             self.layer, self._current = before
         told = self._told.get(self._told_by(path, values))
@@ -282,6 +288,8 @@ class Regions:
         def layer_region(*args: Any, **kwargs: Any) -> Any:
             layer = held()
             assert layer is not None
+            if (kinds := self._kinds_in(path)) and (collected := kinds & collected_outputs.collected_kinds()):
+                raise self._refused(f"{', '.join(sorted(map(str, collected)))} are collected in {region.name}")
             trace = dynamo.Trace.current()
             if trace is None:
                 return run(layer, *args, **kwargs)

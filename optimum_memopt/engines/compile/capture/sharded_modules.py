@@ -8,6 +8,7 @@ of an open one are gathered before the model's forward, and count as used until 
 
 import contextlib
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
+from optimum_memopt.engines.compile.torch_compat.collected_outputs import kind_of
 from optimum_memopt.engines.shared.forward_patch import weak_method
 
 
@@ -130,12 +132,19 @@ _AROUND_FORWARD, _ALL = 2, 4
 
 
 def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
-    """Leave a module without hooks of the first kinds, and return them."""
+    """Leave a module without hooks of the first kinds, and return them. Those that collect its outputs stay where they
+    are the last: torch can trace them."""
     places = hooks_around_call(module)[:kinds]
-    taken = tuple(map(dict, places))
-    for place in places:
-        place.clear()
+    taken = tuple(map(_before_collectors, places))
+    for place, hooks in zip(places, taken, strict=True):
+        for number in hooks:
+            del place[number]
     return taken
+
+
+def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    collectors = itertools.takewhile(lambda number: kind_of(hooks[number]) is not None, reversed(hooks))
+    return dict(itertools.islice(hooks.items(), len(hooks) - len(list(collectors))))
 
 
 def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:

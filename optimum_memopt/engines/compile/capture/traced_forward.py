@@ -42,7 +42,14 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fx_graph, zero3
+from optimum_memopt.engines.compile.torch_compat import (
+    autograd,
+    collected_outputs,
+    dynamo,
+    fully_shard,
+    fx_graph,
+    zero3,
+)
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -187,8 +194,7 @@ class TracedForward:
             self.say(f"{which} forward of {self._name} has put hooks on its modules: compiling it again with them")
             self._forget_compiled()
             self._traced_again += 1
-            traced = self._call(call, choices)
-            assert traced is not None
+            return self(call, choices)
         self._has_run = choices.has_run = True
         return traced
 
@@ -235,6 +241,7 @@ class TracedForward:
             with (
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
+                collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
             ):
@@ -271,8 +278,11 @@ class TracedForward:
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
         again from a state. A forward that always does so, as it is."""
-        may_run_again = before is not None and self._traced_again < _MOST_TRACES and next_hook != next_hook_id()
-        return may_run_again and any(number >= next_hook for number in forward_hook_ids(self._model))
+        may_have = self._may_run_again(before) and next_hook != next_hook_id()
+        return may_have and any(number >= next_hook for number in forward_hook_ids(self._model))
+
+    def _may_run_again(self, before: ForwardState | None) -> bool:
+        return before is not None and self._traced_again < _MOST_TRACES
 
     @property
     def _runs_outside(self) -> bool:

@@ -330,6 +330,17 @@ class Trace:
         variables = (effects.id_to_variable.get(id(each)) for each in objects)
         return any(variable is not None and effects.is_modified(variable) for variable in variables)
 
+    @staticmethod
+    def keys_set_to(held: object, name: str) -> frozenset[str] | None:
+        """The keys of the dict that the traced code has set an attribute of an object to, empty for None; None: it has
+        set nothing yet, and the attribute is as it is."""
+        effects = _translator().output.side_effects
+        variable = effects.id_to_variable.get(id(held))
+        if variable is None or not effects.has_pending_mutation_of_attr(variable, name):
+            return None
+        keys = getattr(effects.load_attr(variable, name), "items", {})
+        return frozenset(key.vt.as_python_constant() for key in keys)
+
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """As while dynamo traced the frame, for compiling its graph once more, or a part of it.
 
