@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Kosmos2_5Config,
+    Kosmos2_5ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from optimum_memopt import optimize
 from tests.compiled import recorded
@@ -149,3 +158,84 @@ def test_a_hook_that_changes_what_another_has_collected():
         for each in (model, plain):
             layer = each.model.vision_tower.encoder.layers[2]
             layer.register_forward_hook(lambda module, args, output: output * 1.5, prepend=seed == 0)
+
+
+def mistral3(rows, length, seed=0):
+    """Every second image has half the height; the vision tower and the patch merger loop over them."""
+    sizes = torch.tensor([(IMAGE, IMAGE), (IMAGE // 2, IMAGE)]).repeat(rows, 1)[:rows]
+    batch = images_first(rows, length, seed)
+    batch["input_ids"][1::2, 3:5] = 5
+    return {**batch, "image_sizes": sizes}
+
+
+def idefics3(rows, length, seed=0):
+    """Two images in each row, of which the last one is padding."""
+    batch = images_first(rows, length, seed, tokens=2)
+    batch["pixel_values"] = batch["pixel_values"].unsqueeze(1).repeat(1, 2, 1, 1, 1)
+    batch["pixel_values"][-1, 1] = 0
+    batch["input_ids"][-1, 2] = 5
+    return batch
+
+
+def kosmos(rows, length, seed=0):
+    batch = images_first(rows, length, seed)
+    place = torch.arange(3).view(1, 3, 1).expand(rows, 3, 1)
+    patches = torch.cat([torch.zeros_like(place), place, torch.rand(rows, 3, 3 * PATCH**2)], -1)
+    is_image = (batch["input_ids"] == IMAGE_TOKEN).long()
+    del batch["pixel_values"]
+    return {**batch, "flattened_patches": patches, "image_embeds_position_mask": is_image}
+
+
+PIXTRAL = {**VISION, "model_type": "pixtral"}
+KOSMOS = {"vocab_size": 64, "embed_dim": 16, "layers": 4, "ffn_dim": 24, "attention_heads": 2, "dropout": 0.0}
+PATCHES = {"hidden_size": 16, "patch_embed_hidden_size": 3 * PATCH**2, "d_ff": 24, "d_kv": 8}
+READ_SIZES = {
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        lambda: Mistral3Config(
+            text_config={**TEXT, "model_type": "mistral"},
+            vision_config=PIXTRAL,
+            image_token_id=IMAGE_TOKEN,
+            spatial_merge_size=1,
+        ),
+        mistral3,
+    ),
+    "idefics3": (
+        Idefics3ForConditionalGeneration,
+        lambda: Idefics3Config(
+            text_config=TEXT,
+            vision_config={**VISION, "model_type": "idefics3_vision"},
+            image_token_id=IMAGE_TOKEN,
+            scale_factor=2,
+            pad_token_id=0,
+        ),
+        idefics3,
+    ),
+    "kosmos2.5": (
+        Kosmos2_5ForConditionalGeneration,
+        lambda: Kosmos2_5Config(
+            text_config={**KOSMOS, "attention_dropout": 0.0, "layerdrop": 0.0},
+            vision_config={**PATCHES, "num_hidden_layers": 4, "num_attention_heads": 2, "max_num_patches": 3},
+            latent_query_num=4,
+        ),
+        kosmos,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ_SIZES)
+def test_modules_that_read_their_images_run_outside_of_graphs(name):
+    """Other numbers of images are not compiled again, and the layers are by themselves."""
+    kind, config, batch = READ_SIZES[name]
+    torch.manual_seed(0)
+    model = kind(config()).train()
+    plain = copy.deepcopy(model)
+    with log_lines() as lines:
+        engine = compiled(model)
+        assert_bitwise_same_step(model, plain, batch(4, 12))
+        assert_bitwise_same_step(model, plain, batch(2, 14, seed=1))
+        assert_bitwise_same_step(model, plain, batch(5, 13, seed=2))
+    assert "for 8 layers" in engine.plans().header[0]
+    assert not any("recompiled" in line or "as a whole" in line for line in lines), lines
+    engine.detach()
+    assert all("forward" not in vars(module) for module in model.modules())

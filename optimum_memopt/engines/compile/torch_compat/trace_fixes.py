@@ -38,9 +38,12 @@ _FIRST_FORWARD = "init_8bit_state"
 # Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
 # Models that pack images of several sizes into a row: functions that read these sizes (`transformers/vision_utils.py`,
-# 5.23), and the method of the modules that find the places of images in a text.
+# 5.23), and the methods of the modules that find the places of images in a text (Idefics: the second).
 _READ_SIZES = "get_vision_"
-_FINDS_IMAGES = "get_placeholder_mask"
+_FINDS_IMAGES = ("get_placeholder_mask", "inputs_merger")
+# Arguments by which a forward loops over images (Pixtral, Mistral 3), or puts their features into a text (Kosmos).
+_READ_BY_FORWARD = {"image_sizes", "image_embeds_position_mask"}
+_COMPUTES_LOSS = "labels"
 # Adds the features of images to their places in a text, between its layers.
 _ADDS_FEATURES = "_deepstack_process"
 # What their attention asks for, in its file, before it splits a row into the images.
@@ -77,9 +80,11 @@ class TraceFixes:
         self._compiled = compiled
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
-        inner = (module for module in model.modules() if compiled is not None and module is not model)
-        self._read_values = list(filter(_reads_values, inner))
-        self._ahead = _RunAhead(model, self._read_values)
+        inner = () if compiled is None else model.modules()
+        finders = [module for module in inner if module is not model and _finds_images(module)]
+        loops = () if compiled is None else _loop_over_images(model)
+        self._read_values = [*finders, *(each for each in loops if each not in finders)]
+        self._ahead = _RunAhead(model, finders)
         for module in model.modules():
             if hasattr(module, _ADDS_FEATURES):
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
@@ -129,7 +134,7 @@ class TraceFixes:
         forward = self._ahead.forward_of(module) or _untraced_forward(module)
         stack.enter_context(_with_forward(module, forward))
         assert self._compiled is not None
-        for child in module.children():
+        for child in _called_in(module):
             if next(child.children(), None) is not None and "forward" not in vars(child):
                 if child not in self._forwards:
                     self._forwards[child] = self._compiled(own_forward())
@@ -167,14 +172,14 @@ class _RunAhead:
     """The module that reads values, in a forward of transformers that calls it once and computes a loss from what it
     returns. Run before, it breaks no graph: the logits stay in the one that has the loss."""
 
-    def __init__(self, model: torch.nn.Module, read_values: list[torch.nn.Module]) -> None:
+    def __init__(self, model: torch.nn.Module, finders: list[torch.nn.Module]) -> None:
         calls = [
             (outer, module)
             for outer in model.modules()
             for module in outer.children()
-            if module in read_values and _file_of(outer) is _file_of(module)
+            if module in finders and _file_of(outer) is _file_of(module)
         ]
-        self._module = calls[0][1] if len(calls) == len(read_values) == 1 else None
+        self._module = calls[0][1] if len(calls) == len(finders) == 1 else None
         self._results: Any = None
 
     def forward_of(self, module: torch.nn.Module) -> Callable[..., Any] | None:
@@ -230,9 +235,32 @@ def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return untraced(functools.partial(type(module).forward, module))
 
 
-def _reads_values(module: torch.nn.Module) -> bool:
+def _finds_images(module: torch.nn.Module) -> bool:
     """True for modules that put images into a text: they read where, how many, and how large."""
-    return hasattr(module, _FINDS_IMAGES) and "forward" not in vars(module)
+    return any(hasattr(module, name) for name in _FINDS_IMAGES) and "forward" not in vars(module)
+
+
+def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The innermost modules that are given what their forwards read."""
+    for module in model.modules():
+        given = _arguments(module)
+        reads = _READ_BY_FORWARD & given and _COMPUTES_LOSS not in given and "forward" not in vars(module)
+        inside = (inner for inner in module.modules() if inner is not module)
+        if reads and module is not model and not any(_READ_BY_FORWARD & _arguments(inner) for inner in inside):
+            yield module
+
+
+def _arguments(module: torch.nn.Module) -> set[str]:
+    return set(inspect.signature(type(module).forward).parameters)
+
+
+def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules in it that its forward calls."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from _called_in(child)
+        else:
+            yield child
 
 
 def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
