@@ -86,7 +86,7 @@ class TraceFixes:
         self._read_values = [*finders, *(each for each in loops if each not in finders)]
         self._ahead = _RunAhead(model, finders)
         for module in model.modules():
-            if hasattr(module, _ADDS_FEATURES):
+            if hasattr(type(module), _ADDS_FEATURES):
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
         self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
         # The forward itself sets a `problem_type` of None to this.
@@ -237,7 +237,9 @@ def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
 
 def _finds_images(module: torch.nn.Module) -> bool:
     """True for modules that put images into a text: they read where, how many, and how large."""
-    return any(hasattr(module, name) for name in _FINDS_IMAGES) and "forward" not in vars(module)
+    # PEFT's wrapper of a model has the attributes of that.
+    finds = any(hasattr(type(module), name) for name in _FINDS_IMAGES) and "forward" not in vars(module)
+    return finds and _COMPUTES_LOSS not in _arguments(module)
 
 
 def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
