@@ -228,7 +228,7 @@ def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
 
 def _file_of(module: torch.nn.Module) -> types.ModuleType | None:
     """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
-    return sys.modules.get(getattr(inspect.unwrap(type(module).forward), "__module__", None) or "")
+    return sys.modules.get(getattr(_forward_of(module), "__module__", None) or "")
 
 
 def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
@@ -252,8 +252,16 @@ def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
+def _forward_of(module: torch.nn.Module) -> types.FunctionType | None:
+    """The function that a module's class has as its forward; None where it is none, as of scripted modules."""
+    forward = getattr(type(module), "forward", None)
+    function = None if forward is None else inspect.unwrap(forward)
+    return function if isinstance(function, types.FunctionType) else None
+
+
 def _arguments(module: torch.nn.Module) -> set[str]:
-    return set(inspect.signature(type(module).forward).parameters)
+    function = _forward_of(module)
+    return set() if function is None else set(inspect.signature(function).parameters)
 
 
 def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -268,9 +276,8 @@ def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
     """The attentions that split a row into images, since no flash attention is asked for."""
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        asks = _ASKS_FOR_FLASH in getattr(getattr(forward, "__code__", None), "co_names", ())
-        takes_row = asks and _BOUNDS in inspect.signature(forward).parameters and "forward" not in vars(module)
+        asks = _ASKS_FOR_FLASH in getattr(getattr(_forward_of(module), "__code__", None), "co_names", ())
+        takes_row = asks and _BOUNDS in _arguments(module) and "forward" not in vars(module)
         if takes_row and "flash" not in (getattr(module.config, "_attn_implementation", None) or ""):
             yield module
 
