@@ -179,6 +179,7 @@ class Regions:
             kind = type(next(iter(group.values()))).__name__
             region, forward = Region(kind, len(group)), compiled(dynamo.own_forward())
             self.all.append(region)
+            forward = forward if only_layers else collected_outputs.without_collecting(forward)
             for path, layer in group.items():
                 held = weakref.ref(layer)
                 run = dynamo.untraced(functools.partial(self._run, path, region, forward))
@@ -250,8 +251,7 @@ class Regions:
         numbers = [constant for value, constant in given if type(value) is int]
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
-                own = forward if self._only_layers else collected_outputs.without_collecting(forward)
-                results = self._sharded.run(layer, functools.partial(own, layer), args, kwargs)
+                results = self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
         finally:
             self.layer, self._current = before
         told = self._told.get(self._told_by(path, values))

@@ -35,7 +35,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
     value,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 from optimum_memopt.engines.compile.torch_compat.packed_attention import equal_parts
 
@@ -255,7 +255,7 @@ def timed(run: Callable[[], object], is_on_cuda: bool) -> float:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in dynamo.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return list(fake_tensors.tensors_in((tree,)))
 
 
 def _numbers(sizes: Mapping[sympy.Symbol, int]) -> _Number:
@@ -323,7 +323,7 @@ def work_of(
         device: that the call is for, wherever its tensors are.
     """
     flops = _flops(operator, positional, named, result)
-    operands = _tensors((positional, named))
+    operands = _tensors([*positional, *named.values()])
     texts = [
         f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in dynamo.tree_leaves((positional, list(named.items())))

@@ -93,9 +93,8 @@ packed_attention.register_autograd(_backward, setup_context=_setup_context)
 def _flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], bounds: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """Of parts that are equally long: no lengths are known."""
-    parts = max(bounds[0] - 1, 1)
-    return int(sdpa_flop_count(query, key, value)) // parts
+    """Floating-point operations for parts that are equally long, since no lengths are known."""
+    return int(sdpa_flop_count(query, key, value)) // _parts(bounds)
 
 
 @register_flop_formula(torch.ops.optimum_memopt.packed_attention_backward)
@@ -105,7 +104,11 @@ def _flops_of_backward(
 ) -> int:  # fmt: skip
     of_results = (query[0], query[1], query[2], value[3])
     again = _flops(query, key, value, bounds)
-    return again + int(sdpa_backward_flop_count(of_results, query, key, value)) // max(bounds[0] - 1, 1)
+    return again + int(sdpa_backward_flop_count(of_results, query, key, value)) // _parts(bounds)
+
+
+def _parts(bounds: Sequence[int]) -> int:
+    return max(bounds[0] - 1, 1)
 
 
 def equal_parts(bounds: Tensor, tokens: int) -> Tensor:

@@ -1,5 +1,4 @@
-"""What some models of transformers and PEFT need in order to be traced: parts of their code replaced while a compiled
-forward runs."""
+"""Replacements for code of transformers and PEFT that torch cannot trace, in place while a compiled forward runs."""
 
 import contextlib
 import functools
@@ -131,7 +130,7 @@ class TraceFixes:
 
     def _open(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
         """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
-        forward = self._ahead.forward_of(module) or _untraced_forward(module)
+        forward = self._ahead.forward() if self._ahead.is_for(module) else _untraced_forward(module)
         stack.enter_context(_with_forward(module, forward))
         assert self._compiled is not None
         for child in _called_in(module):
@@ -182,10 +181,12 @@ class _RunAhead:
         self._module = calls[0][1] if len(calls) == len(finders) == 1 else None
         self._results: Any = None
 
-    def forward_of(self, module: torch.nn.Module) -> Callable[..., Any] | None:
-        """What stands for the module's forward where it has run ahead; None where it runs when it is called."""
-        if module is not self._module or any(hooks_around_call(module)) or global_hooks():
-            return None
+    def is_for(self, module: torch.nn.Module) -> bool:
+        """True for a module that runs ahead; one with hooks around it runs where it is called."""
+        return module is self._module and not any(hooks_around_call(module)) and not global_hooks()
+
+    def forward(self) -> Callable[..., Any]:
+        """The stand-in for the module's forward: it returns the results."""
 
         def results(*args: Any, **kwargs: Any) -> Any:
             return self._results
@@ -194,7 +195,7 @@ class _RunAhead:
 
     def run(self, forward: Callable[[], Any]) -> None:
         module = self._module
-        if module is None or self.forward_of(module) is None:
+        if module is None or not self.is_for(module):
             return
 
         def reached(*args: Any, **kwargs: Any) -> None:
@@ -260,8 +261,11 @@ def _forward_of(module: torch.nn.Module) -> types.FunctionType | None:
 
 
 def _arguments(module: torch.nn.Module) -> set[str]:
-    function = _forward_of(module)
-    return set() if function is None else set(inspect.signature(function).parameters)
+    """Names of its forward's arguments, without a signature for each of thousands of modules."""
+    if (function := _forward_of(module)) is None:
+        return set()
+    code = function.__code__
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -289,7 +293,7 @@ def _may_be_packed(module: Any) -> bool:
 
 
 def _packed_attentions(modules: list[Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
-    """What is called in the files of these modules instead of what splits a row."""
+    """Replacements in the files of these modules for the code that splits a row, by their names there."""
     for file in filter(None, set(map(_file_of, modules))):
         inside = [module for module in modules if _file_of(module) is file]
         kinds, configs = tuple({type(module) for module in inside}), [module.config for module in inside]
