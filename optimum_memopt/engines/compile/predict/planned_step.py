@@ -1,5 +1,6 @@
 """A training step that is traced on fake tensors, for a device that may not be here."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -92,7 +93,9 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         check(self.spec.optim)
-        _ = self.target
+        if self.target is None and self.here.type == "cpu":
+            # A CPU's process that trains holds what Trainer imports, too: datasets, PEFT and bitsandbytes, 270 MiB.
+            importlib.import_module("transformers.trainer")
 
     @cached_property
     def target(self) -> Device | None:
