@@ -67,6 +67,11 @@ class LargestBatch:
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"
 
+    @property
+    def has_padding(self) -> bool:
+        """True where batches of the run are known to have it."""
+        return self.rows > 1 and not self.flattened and len(set(self.lengths)) > 1
+
 
 @dataclass(frozen=True)
 class Run:

@@ -171,6 +171,7 @@ class Capture:
 
         def train(*args: Any, **kwargs: Any) -> Any:
             kwargs = without_key_value_cache(self._model, args, kwargs)
+            self._traced.note_batch(kwargs)
             given = ForwardArgs(args, kwargs, not self._reader, self._reader)
             calls.append(self._traced(given, self._choices))
             return calls[-1].outputs

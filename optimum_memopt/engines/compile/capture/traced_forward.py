@@ -50,6 +50,7 @@ from optimum_memopt.engines.compile.torch_compat import (
     fx_graph,
     zero3,
 )
+from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -136,9 +137,10 @@ class TracedForward:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model, None if spec.only_layers else weak_method(self._compile_alone))
-        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules,
-        # whether layers are regions, and which of their parameters train.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
+        self._masks = AttentionMasks(model, forward)
+        # By whether only the loss keeps its gradient, whether the logits are dropped, whether batches have padding, the
+        # hooks of all modules, whether layers are regions, and which of their parameters train.
+        self._compiled: dict[tuple[bool, bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
         self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
@@ -227,7 +229,8 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        key = call.loss_only, drops_logits, dynamo.global_hooks(), has_regions, trains
+        has_padding = self._masks.has_padding
+        key = call.loss_only, drops_logits, has_padding, dynamo.global_hooks(), has_regions, trains
         self.is_first = is_first = key not in self._compiled or not choices.has_run
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
@@ -241,6 +244,7 @@ class TracedForward:
             with (
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
+                self._masks.around_call(call.args, call.inputs),
                 collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
@@ -295,9 +299,18 @@ class TracedForward:
         return self._regions.are_closed
 
     @property
-    def trains(self) -> tuple[bool, ...]:
-        """For each of the model's parameters, whether it trains."""
-        return _trains(self._parameters)
+    def kind(self) -> tuple[bool, tuple[bool, ...]]:
+        """Whether batches have padding, and for each of the model's parameters, whether it trains: forwards of another
+        kind are other graphs."""
+        return self._masks.has_padding, _trains(self._parameters)
+
+    def note_batch(self, inputs: Mapping[str, Any], is_sharded: bool = False) -> None:
+        """Look for padding in the batch of the next call; see `AttentionMasks.note`."""
+        self._masks.note(inputs, is_sharded)
+
+    def expect_padding(self) -> None:
+        """Count all batches to come as ones with padding."""
+        self._masks.expect_padding()
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -332,8 +345,8 @@ class TracedForward:
                 else "outputs beside the loss may be read and keep theirs"
             )
             self.say(
-                "compiling another training graph for other hooks, another caller or other parameters that train: "
-                f"{outputs}"
+                "compiling another training graph for padding, other hooks, another caller or other parameters that "
+                f"train: {outputs}"
             )
         forward = self._wrapped(call)
         return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))

@@ -150,7 +150,8 @@ class PlannedStep:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
         """
         # What a workload draws is none of the caller's random numbers.
-        forked = torch.random.fork_rng(devices=[])
+        # Real ones: torch computes with them.
+        forked, known = torch.random.fork_rng(devices=[]), self.workload.values
         with (
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,
@@ -158,6 +159,9 @@ class PlannedStep:
             dynamo.fake_tensors(),
         ):
             model, batch = build(self.workload, self.here)
+            for name in known.keys() & batch.keys():
+                if name.endswith("attention_mask"):
+                    fake_tensors.with_values(batch[name], known[name])
             if mesh is not None:
                 shard(model, mesh, self.autocast_dtype)
             selection = self._selection_for(model)

@@ -335,6 +335,13 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.constant = values
 
 
+def is_known_true(tensor: torch.Tensor) -> bool:
+    """True where every element is known, and none of them is zero."""
+    values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    with unset_fake_temporarily():
+        return values is not None and bool(values.all())
+
+
 @functools.cache
 def runs_kernel(function: Any) -> bool:
     """False for operators that return no tensor, memory of an argument, or memory without values.

@@ -229,7 +229,7 @@ def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
 
 def _file_of(module: torch.nn.Module) -> types.ModuleType | None:
     """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
-    return sys.modules.get(getattr(_forward_of(module), "__module__", None) or "")
+    return sys.modules.get(getattr(forward_of(module), "__module__", None) or "")
 
 
 def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
-def _forward_of(module: torch.nn.Module) -> types.FunctionType | None:
+def forward_of(module: torch.nn.Module) -> types.FunctionType | None:
     """The function that a module's class has as its forward; None where it is none, as of scripted modules."""
     forward = getattr(type(module), "forward", None)
     function = None if forward is None else inspect.unwrap(forward)
@@ -262,7 +262,7 @@ def _forward_of(module: torch.nn.Module) -> types.FunctionType | None:
 
 def _arguments(module: torch.nn.Module) -> set[str]:
     """Names of its forward's arguments, without a signature for each of thousands of modules."""
-    if (function := _forward_of(module)) is None:
+    if (function := forward_of(module)) is None:
         return set()
     code = function.__code__
     return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -280,7 +280,7 @@ def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
     """The attentions that split a row into images, since no flash attention is asked for."""
     for module in model.modules():
-        asks = _ASKS_FOR_FLASH in getattr(getattr(_forward_of(module), "__code__", None), "co_names", ())
+        asks = _ASKS_FOR_FLASH in getattr(getattr(forward_of(module), "__code__", None), "co_names", ())
         takes_row = asks and _BOUNDS in _arguments(module) and "forward" not in vars(module)
         if takes_row and "flash" not in (getattr(module.config, "_attn_implementation", None) or ""):
             yield module

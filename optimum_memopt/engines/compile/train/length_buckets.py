@@ -59,12 +59,13 @@ class LengthBuckets:
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
         self.largest = new_forward(None, None, "")
-        # Which parameters train, and the forwards that were planned for others.
-        self._trains = self.largest.traced.trains
-        self._others: dict[tuple[bool, ...], tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
+        # See `TracedForward.kind`; the forwards that were planned for others.
+        self._kind = self.largest.traced.kind
+        self._others: dict[tuple[bool, tuple[bool, ...]], tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
 
     def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
+        self.largest.traced.note_batch(call.inputs, is_sharded=not self._is_alone)
         forward = self._cheapest(call.inputs)
         is_first = not forward.is_compiled
         try:
@@ -77,6 +78,8 @@ class LengthBuckets:
             get_logger().info(f"going on without this variant: {error}")
             return self(call)
         if is_first and forward is self.largest:
+            # Data may have told of padding.
+            self._kind = forward.traced.kind
             self._plan_shorter()
         return outputs
 
@@ -104,7 +107,9 @@ class LengthBuckets:
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
-        for forward in (*(bucket.forward for bucket in self._shorter), self.largest):
+        padded_or_not = [forwards for (_, trains), forwards in self._others.items() if trains == self._kind[1]]
+        plans = [(self.largest, self._shorter), *padded_or_not]
+        for forward in (each for largest, shorter in plans for each in (*(one.forward for one in shorter), largest)):
             if forward.predictors is not None:
                 with forward.predicting():
                     for predictor in forward.predictors:
@@ -112,7 +117,7 @@ class LengthBuckets:
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
-        self._plan_for_trained()
+        self._plan_for_kind()
         if self._shorter and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
@@ -135,16 +140,25 @@ class LengthBuckets:
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(former, planner.largest, "")
 
-    def _plan_for_trained(self) -> None:
-        """Take the forwards whose budget was solved for the parameters that train now: other ones are other graphs."""
-        former = self.largest
-        if not (self._is_alone and former.planner.solves) or (now := former.traced.trains) == self._trains:
+    def _plan_for_kind(self) -> None:
+        """Take the forwards whose budget was solved for batches and parameters of this kind: other ones are other
+        graphs."""
+        former, before, now = self.largest, self._kind, self.largest.traced.kind
+        if not former.planner.solves or now == before:
             return
-        self._others[self._trains], self._trains = (former, self._shorter), now
+        has_padding = now[0] != before[0]
+        # Which parameters train may be noticed by one rank alone.
+        if not (self._is_alone or has_padding):
+            return
+        self._kind = now
+        if not former.is_compiled:
+            return
+        self._others[before] = former, self._shorter
         if now in self._others:
-            self.largest, self._shorter = self._others[now]
+            self.largest, self._shorter = self._others.pop(now)
             return
-        get_logger().info("other parameters train than before: solving for the budget again")
+        what = "the first batch with padding" if has_padding else "other parameters train than before"
+        get_logger().info(f"{what}: solving for the budget again")
         self.largest, self._shorter = self._new_forward(former, former.planner.largest, ""), ()
 
     def _plan_shorter(self) -> None:

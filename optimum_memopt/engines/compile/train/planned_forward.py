@@ -189,6 +189,8 @@ class PlannedForward:
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> _Attempt:
+            if (largest := self.planner.largest) is not None and largest.has_padding:
+                self.traced.expect_padding()
             with process.fewer_collections():
                 return _Attempt(self._run(call), self.predictor, self.plan_file)
 
