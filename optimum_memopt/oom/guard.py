@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class MemoryReportCallback(HookingCallback):
                     given = inputs if before is None else copy.copy(inputs)
                     return training_step(model, given, *args, **kwargs)
                 except Exception as error:
-                    if self._runs_again(error, before, trainer):
+                    if self._runs_again(error, before, trainer, inputs):
                         first = first or error
                     elif first is None:
                         raise
@@ -124,7 +124,9 @@ class MemoryReportCallback(HookingCallback):
 
         return step
 
-    def _runs_again(self, error: Exception, before: StepState | None, trainer: Trainer) -> bool:
+    def _runs_again(
+        self, error: Exception, before: StepState | None, trainer: Trainer, inputs: Mapping[str, Any]
+    ) -> bool:
         """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
         replanner, is_own = self.replanner, is_out_of_memory(error)
         if isinstance(error, DoesNotFitError) and replanner is not None and replanner.has_replanned:
@@ -136,7 +138,7 @@ class MemoryReportCallback(HookingCallback):
         if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
             return True
         if is_own:
-            self._explain(failure, trainer)
+            self._explain(failure, trainer, inputs)
         return False
 
     def _guard_optimizer(self, trainer: Trainer, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,12 +149,12 @@ class MemoryReportCallback(HookingCallback):
                 if is_out_of_memory(error):
                     failure = failure_of(error, trainer, StepStart.of(trainer), Place(OPTIMIZER_STEP))
                     free_step(error)
-                    self._explain(failure, trainer)
+                    self._explain(failure, trainer, {})
                 raise
 
         return step
 
-    def _explain(self, failure: Failure, trainer: Trainer) -> None:
+    def _explain(self, failure: Failure, trainer: Trainer, inputs: Mapping[str, Any]) -> None:
         """Log and write why memory ran out; whatever fails here is a line, never another error."""
         if trainer.args.auto_find_batch_size and self.report is not None:
             tried, first = train_batch_size(trainer), self.report.rows
@@ -160,7 +162,8 @@ class MemoryReportCallback(HookingCallback):
             return
         try:
             start = self._start or StepStart.of(trainer)
-            self.report = report_of(failure, trainer, start, self.call, self._first_outside or 0)
+            call = self.call.knowing(inputs) if self.call is not None else None
+            self.report = report_of(failure, trainer, start, call, self._first_outside or 0)
         except Exception as second:
             log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
             return

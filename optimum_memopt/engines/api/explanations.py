@@ -5,7 +5,7 @@ import linecache
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -95,13 +95,18 @@ _AUTOGRAD = "torch/autograd/graph.py"
 
 @dataclass(frozen=True)
 class TensorLike:
-    """A tensor without its data."""
+    """A tensor without its data.
+
+    Attributes:
+        is_true: none of its elements is zero, as in a mask without padding; False where that is not known.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_true: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorLike":
@@ -123,6 +128,15 @@ class ForwardCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reader: str
+
+    def knowing(self, inputs: Mapping[str, Any]) -> "ForwardCall":
+        """With what masks of the batch tell: whether there is padding."""
+        true = {
+            name: replace(like, is_true=bool(inputs[name].all()))
+            for name, like in self.tensors.items()
+            if "mask" in name and isinstance(inputs.get(name), torch.Tensor)
+        }
+        return replace(self, kwargs={**self.kwargs, **true})
 
     @property
     def tensors(self) -> dict[str, TensorLike]:

@@ -130,7 +130,6 @@ class TracedForward:
         held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
             same forward.
         is_first: the last call was the first with its kind of arguments, or with its choices.
-        sharding: of the model; None before it has run.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
@@ -159,7 +158,8 @@ class TracedForward:
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
-        self.sharding: AnySharding | None = None
+        # By whether batches have padding.
+        self._shardings: dict[bool, AnySharding] = {}
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -272,11 +272,11 @@ class TracedForward:
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if self.sharding is None and self.spec.only_layers:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
-        self.sharding = self.sharding or sharding_of(self._model, self._opened)
+        sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
         breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(run.watch.recompiles())
         return TracedCall(
-            outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(self.sharding), breaks, recompiles
+            outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(sharding), breaks, recompiles
         )
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
@@ -297,6 +297,15 @@ class TracedForward:
     def has_regions(self) -> bool:
         """True where layers are compiled by themselves."""
         return self._regions.are_closed
+
+    @property
+    def sharding(self) -> AnySharding | None:
+        """Of the model, as batches like the last one run; None before one has."""
+        return self._shardings.get(self._masks.has_padding)
+
+    @sharding.setter
+    def sharding(self, sharding: AnySharding) -> None:
+        self._shardings[self._masks.has_padding] = sharding
 
     @property
     def kind(self) -> tuple[bool, tuple[bool, ...]]:

@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.memory.gathering import Gathering, Parameter
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
 from optimum_memopt.engines.compile.memory.sharding import Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat.attention_masks import is_mask, without_padding
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
@@ -446,7 +447,7 @@ class LeafSteps:
         self._model, self._forward, self._partitioning = weakref.ref(model), forward, partitioning
         self._layers, self._compiled = layers, compiled
         self._mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-        self._first = input_sizes(inputs)
+        self._first, self._without_padding = input_sizes(inputs), set(without_padding(inputs))
         self._args, self._inputs = dynamo.tree_map(self._fake, (args, dict(inputs)))
         self._of_sizes = functools.lru_cache(_MOST_STEPS)(self._run)
 
@@ -510,6 +511,6 @@ class LeafSteps:
         named = [(f"dim{dim}", size) for dim, size in enumerate(value.shape)]
         shape = [sizes.get(f"{name}_{dim}", grown.get((dim, size), size)) for dim, size in named]
         resized = value if shape == list(value.shape) else value.new_empty(shape)
-        if name.endswith("attention_mask"):
-            fake_tensors.with_padding(resized)
+        if is_mask(name):
+            fake_tensors.with_mask(resized, name not in self._without_padding)
         return resized

@@ -40,6 +40,7 @@ from optimum_memopt.engines.compile.memory.live import (
 )
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat.attention_masks import is_mask
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
@@ -199,8 +200,8 @@ def run_micro_batches(
     if training.checkpoints:
         checkpoint_layers(model, training.checkpoints)
     for name, value in batch.items():
-        if name.endswith("attention_mask") and isinstance(value, torch.Tensor):
-            fake_tensors.with_padding(value)
+        if is_mask(name) and isinstance(value, torch.Tensor):
+            fake_tensors.with_mask(value, has_padding=True)
     recorder = LiveRecorder(model, cuda, inspect_at)
     for name, parameter in model.named_parameters():
         parameter.grad = torch.empty_like(parameter) if name in accumulated else None

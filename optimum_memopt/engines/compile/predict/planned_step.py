@@ -28,6 +28,7 @@ from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
@@ -159,9 +160,8 @@ class PlannedStep:
             dynamo.fake_tensors(),
         ):
             model, batch = build(self.workload, self.here)
-            for name in known.keys() & batch.keys():
-                if name.endswith("attention_mask"):
-                    fake_tensors.with_values(batch[name], known[name])
+            for name in without_padding(known):
+                fake_tensors.with_mask(batch[name], has_padding=False)
             if mesh is not None:
                 shard(model, mesh, self.autocast_dtype)
             selection = self._selection_for(model)

@@ -248,6 +248,8 @@ def without_data(given: Any) -> Any:
     """With tensors of the current mode for `TensorLike`, in containers too."""
     if isinstance(given, TensorLike):
         made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+        if given.is_true:
+            fake_tensors.with_mask(made, has_padding=False)
         return made.requires_grad_(given.requires_grad)
     if isinstance(given, Mapping):
         return {key: without_data(value) for key, value in given.items()}

@@ -47,6 +47,7 @@ from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity
@@ -491,7 +492,10 @@ def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module,
     name = type(model).__name__
     spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.spec.unit)
     try:
+        full = list(without_padding(case.values_at(rows)))
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
+            for mask in full:
+                fake_tensors.with_mask(batch[mask], has_padding=False)
             graphs = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
     except MemOptError:
         raise

@@ -1,7 +1,7 @@
 """Attention masks of batches without padding: a traced forward leaves them out where a plain one does.
 
-transformers (`masking_utils.py`, 5.23) reads whether a token is padding, and attention without a mask has kernels of its
-own: on CUDA flash attention, for fewer key-value heads than queries too. A mask that is traced has no values, so that
+transformers (`masking_utils.py`, 5.23) reads whether a token is padding, and attention without a mask has kernels of
+its own: on CUDA flash attention, for fewer key-value heads than queries too. A mask that is traced has no values, so that
 `torch.compile` alone keeps each: a bias of batch x queries x keys in every layer, and keys and values for each head.
 """
 
@@ -18,7 +18,6 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_tr
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of
 
 _FILE = "transformers.masking_utils"
-_NAME = "attention_mask"
 # Torch guards on whether a tensor that a traced forward is given has this attribute.
 _MARK = "_memopt_has_no_padding"
 _PREPARES = "_preprocess_mask_arguments"
@@ -28,7 +27,12 @@ _IS_EXPORTING = "is_torchdynamo_exporting"
 # Reads the values of position ids: rows that are packed into one restart them.
 _FINDS_PACKED = "find_packed_sequence_indices"
 _POSITIONS = "position_ids"
-_MAKES_MASKS = "create_causal_mask"
+_MAKE_MASKS = {
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+}
 # Whose forwards pass position ids on as they are, or number the tokens of a row.
 _KNOWN_FORWARDS = ("transformers.models.", "peft.", "liger_kernel.")
 _KNOWN_WRAPPERS = ("transformers.", "peft.", "liger_kernel.", "accelerate.", "torch.", "deepspeed.")
@@ -60,7 +64,7 @@ class AttentionMasks:
         """
         if self._always:
             return
-        self.has_padding = not all(map(is_known_true, _masks(inputs)))
+        self.has_padding = not all(map(is_known_true, _masks(inputs).values()))
         if is_sharded:
             self.has_padding = any(of_all_ranks(self.has_padding))
         self._always = self._is_first and self.has_padding
@@ -73,7 +77,7 @@ class AttentionMasks:
     @contextlib.contextmanager
     def around_call(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> Iterator[None]:
         """A forward with these arguments is traced without the masks that it does not need."""
-        masks = [] if self.has_padding else list(_masks(inputs))
+        masks = [] if self.has_padding else list(_masks(inputs).values())
         replaced = self._functions(self._numbers_tokens and not _may_be_packed(args, inputs))
         file: Any = importlib.import_module(_FILE)
         before = {name: getattr(file, name) for name in replaced}
@@ -92,7 +96,7 @@ class AttentionMasks:
         guards on them."""
         if is_in_order not in self._replaced:
             file: Any = importlib.import_module(_FILE)
-            made = {
+            made: dict[str, Callable[[Any], Callable[..., Any]]] = {
                 _PREPARES: _without_full_mask,
                 _CAUSAL: _if_not_local,
                 _BIDIRECTIONAL: _if_not_local,
@@ -106,10 +110,19 @@ class AttentionMasks:
         return self._replaced[is_in_order]
 
 
-def _masks(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for name, value in inputs.items():
-        if name.endswith(_NAME) and isinstance(value, torch.Tensor) and value.dim() == 2:
-            yield value
+def is_mask(name: str) -> bool:
+    """True for the name of an input that marks the tokens that are no padding."""
+    return name.endswith("attention_mask")
+
+
+def without_padding(inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the masks among a forward's inputs that mark no padding, as far as it is known."""
+    return (name for name, mask in _masks(inputs).items() if is_known_true(mask))
+
+
+def _masks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {name: value for name, value in inputs.items() if is_mask(name) and isinstance(value, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
 
 
 def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
@@ -123,7 +136,7 @@ def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
 
 def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any]) -> bool:
     """True where the position ids that masks are made of are given to the model, or number the tokens of a row."""
-    makers = [path for path, module in model.named_modules() if _MAKES_MASKS in _names(forward_of(module))]
+    makers = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
     parts = [path.split(".") for path in makers]
     around = {".".join(part[:depth]) for part in parts for depth in range(len(part) + 1)}
     modules = list(map(model.get_submodule, around))
@@ -135,8 +148,8 @@ def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any]) -> bool
     )
 
 
-def _names(function: Any) -> tuple[str, ...]:
-    return function.__code__.co_names if function is not None else ()
+def _names(function: Any) -> set[str]:
+    return set() if function is None else set(function.__code__.co_names)
 
 
 def _is_from(function: Any, places: tuple[str, ...]) -> bool:

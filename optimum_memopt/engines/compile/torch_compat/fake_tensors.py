@@ -353,12 +353,12 @@ def runs_kernel(function: Any) -> bool:
     return bool(returns) and not is_view and function.overloadpacket not in _WITHOUT_KERNEL
 
 
-def with_padding(mask: torch.Tensor) -> None:
-    """The last token of the last row is padding, where no values of the mask are known."""
+def with_mask(mask: torch.Tensor, has_padding: bool) -> None:
+    """The last token of the last row is padding, or none is, where no values of the mask are known."""
     if isinstance(mask, FakeTensor) and mask.constant is None and mask.dim() == 2:
         with unset_fake_temporarily():
             values = torch.ones(mask.shape, dtype=mask.dtype)
-            values[-1:, -1:] = 0
+            values[-1:, -1:] = not has_padding
         mask.constant = values
 
 
