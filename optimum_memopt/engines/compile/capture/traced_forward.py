@@ -5,7 +5,7 @@ import functools
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,9 +137,9 @@ class TracedForward:
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model, None if spec.only_layers else weak_method(self._compile_alone))
         self._masks = AttentionMasks(model, forward)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, whether batches have padding, the
-        # hooks of all modules, whether layers are regions, and which of their parameters train.
-        self._compiled: dict[tuple[bool, bool, bool, tuple[int, ...], bool, tuple[bool, ...]], Callable[..., Any]] = {}
+        # By whether only the loss keeps its gradient, logits are dropped, and the batch has padding, the hooks of all
+        # modules, whether layers are regions, and which of their parameters train.
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []

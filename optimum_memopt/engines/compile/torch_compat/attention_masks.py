@@ -1,8 +1,8 @@
 """Attention masks of batches without padding: a traced forward leaves them out where a plain one does.
 
 transformers (`masking_utils.py`, 5.23) reads whether a token is padding, and attention without a mask has kernels of
-its own: on CUDA flash attention, for fewer key-value heads than queries too. A mask that is traced has no values, so that
-`torch.compile` alone keeps each: a bias of batch x queries x keys in every layer, and keys and values for each head.
+its own: on CUDA flash attention, which takes fewer key-value heads than queries. A mask that is traced has no values,
+so that `torch.compile` alone keeps it: a bias of batch x queries x keys in each layer, keys and values for each head.
 """
 
 import contextlib

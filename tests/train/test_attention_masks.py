@@ -1,0 +1,190 @@
+"""Batches without padding run without attention masks, as in plain PyTorch."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import masking_utils
+
+import optimum_memopt
+from optimum_memopt import optimize
+from tests.gradients import assert_bitwise_same_step, assert_same_step
+from tests.model_zoo import VOCABULARY, ZOO
+from tests.trainer_runs import log_lines, make
+
+OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+# Enough layers that they are compiled by themselves, and fewer heads for keys than for queries.
+GROUPED = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def batch(rows: int, length: int, padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    made = ZOO["llama"].batch(rows, length, seed=seed)
+    mask = torch.ones_like(made["input_ids"])
+    if padding:
+        mask[-1, -padding:] = 0
+    return {"input_ids": made["input_ids"], "labels": made["input_ids"], "attention_mask": mask}
+
+
+def twins(name: str, attention: str = "sdpa", **changes) -> tuple[torch.nn.Module, torch.nn.Module]:
+    model = ZOO[name].build(attention, **changes)
+    return model, copy.deepcopy(model)
+
+
+def compiled(lines: list[str]) -> int:
+    return sum(line.startswith("compiled the training graph") for line in lines)
+
+
+@pytest.mark.parametrize("unit", ["layer", "model"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
+    """Each kind is compiled once, and has the kernels of plain PyTorch."""
+    model, plain = twins("llama", attention, **GROUPED)
+    optimize(model, **OPTIONS, memory_opt_level=1, memory_opt_unit=unit)
+    with log_lines() as lines:
+        for number, padding in enumerate((0, 0, 2, 0, 3, 0)):
+            given = batch(3, 20 + number, padding, seed=number)
+            assert_bitwise_same_step(model, plain, given)
+            assert not any(name.startswith("_memopt") for name in vars(given["attention_mask"]))
+    assert compiled(lines) == 2
+    assert not any(line.startswith("recompiled") for line in lines)
+    assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__
+
+
+def test_where_the_first_batch_has_padding_all_count_so() -> None:
+    model, plain = twins("bert-classification", num_hidden_layers=1)
+    optimize(model, **OPTIONS)
+    with log_lines() as lines:
+        for number, padding in enumerate((2, 0, 1)):
+            given = ZOO["bert-classification"].batch(3, 9, seed=number)
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            if padding:
+                given["attention_mask"][-1, -padding:] = 0
+            assert_bitwise_same_step(model, plain, given)
+    assert compiled(lines) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}, {"sliding_window": 64}])
+def test_without_a_mask_attention_may_take_flash_kernels(changes: dict[str, int]) -> None:
+    """Which take no mask; local attention keeps its own."""
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, vocab_size=VOCABULARY, **{**GROUPED, "sliding_window": None, **changes}
+    )
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).train()
+    plain = copy.deepcopy(model)
+    engine = optimize(model, **OPTIONS, memory_opt_level=1)
+    step = (model, plain, batch(2, 12))
+    if changes:
+        loss, expected = (each(**step[2]).loss for each in (model, plain))
+        torch.testing.assert_close(loss, expected)
+    else:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            assert_bitwise_same_step(*step)
+    assert engine.plans().plans
+
+
+def test_a_mask_that_is_not_given_is_not_made() -> None:
+    model, plain = twins("llama", **GROUPED)
+    optimize(model, **OPTIONS, memory_opt_level=1)
+    for number in range(2):
+        given = batch(2, 10 + number, seed=number)
+        del given["attention_mask"]
+        assert_bitwise_same_step(model, plain, given)
+
+
+def test_rows_packed_into_one_see_themselves_alone() -> None:
+    model, plain = twins("llama", **GROUPED)
+    optimize(model, **OPTIONS, memory_opt_level=1)
+    given = batch(1, 12)
+    del given["attention_mask"]
+    assert_bitwise_same_step(model, plain, given)
+    for lengths in ((5, 7), (4, 4, 4), (12,)):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        # Of one row plain PyTorch sees that no mask is needed.
+        same = assert_bitwise_same_step if len(lengths) > 1 else assert_same_step
+        same(model, plain, {**given, "position_ids": positions})
+
+
+class Restarting(transformers.LlamaForCausalLM):
+    """Numbers its tokens anew behind each 1."""
+
+    def forward(self, input_ids, labels=None):
+        ends = torch.cat([torch.zeros_like(input_ids[:, :1]), (input_ids == 1).long()[:, :-1]], dim=1)
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        starts = torch.where(ends.bool(), places, 0).cummax(dim=1).values
+        return super().forward(input_ids=input_ids, position_ids=places - starts, labels=labels)
+
+
+def test_a_model_that_packs_rows_by_itself() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, vocab_size=VOCABULARY, **GROUPED)
+    model = Restarting(config).train()
+    plain = copy.deepcopy(model)
+    optimize(model, **OPTIONS, memory_opt_level=1)
+    ids = batch(2, 12)["input_ids"].clamp(min=2)
+    for place in (None, 4, 7):
+        given = ids.clone()
+        if place is not None:
+            given[:, place] = 1
+        assert_bitwise_same_step(model, plain, {"input_ids": given, "labels": given})
+
+
+def test_an_adapter_and_a_user_s_wrapper() -> None:
+    model, _ = twins("llama", **GROUPED)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    plain = copy.deepcopy(model)
+    optimize(model, **OPTIONS, memory_opt_level=1)
+    for number, padding in enumerate((0, 2)):
+        assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
+
+
+@pytest.mark.parametrize("name", ["t5", "modernbert-mlm", "gpt2", "whisper"])
+def test_other_kinds_of_models(name: str) -> None:
+    case = ZOO[name]
+    model, plain = twins(name, **case.one_layer)
+    optimize(model, **OPTIONS)
+    for number in range(2):
+        given = case.batch(3, 12, seed=number)
+        masks = {key: torch.ones_like(value) for key, value in given.items() if key.endswith("attention_mask")}
+        assert_bitwise_same_step(model, plain, {**given, **masks})
+
+
+def test_a_budget_is_solved_for_each_kind() -> None:
+    model, plain = twins("llama", **GROUPED)
+    engine = optimize(model, **OPTIONS, memory_opt_budget="90%")
+    with log_lines() as lines:
+        for number, padding in enumerate((0, 2, 0, 2)):
+            assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
+            if not number:
+                first = engine.predicted_peak_mib(None, False)
+    assert [line for line in lines if "solving for the budget again" in line] == [
+        "the first batch with padding: solving for the budget again"
+    ]
+    # The batches so far have both kinds.
+    assert engine.predicted_peak_mib(None, False) >= first
+
+
+def test_data_that_will_have_padding_are_planned_for_it(tmp_path: Path) -> None:
+    """The longest rows come first, and have none."""
+    lengths = (9, 9, 9, 9, 8, 7, 6, 5)
+    dataset = [{key: value[0] for key, value in batch(1, length, seed=length).items()} for length in lengths]
+    options = {**OPTIONS, "memory_opt_budget": "90%", "max_steps": 2, "train_sampling_strategy": "sequential"}
+    with log_lines() as lines:
+        make(tmp_path, "llama", train_dataset=dataset, **options).train()
+    assert not any("padding" in line for line in lines)
+
+
+def test_a_plan_for_rows_without_padding_saves_less() -> None:
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, vocab_size=VOCABULARY, **GROUPED)
+    with_masks, without = (
+        optimum_memopt.plan(
+            config, "text-generation", batch_size=2, seq_len=512, device="h100", bf16=True, padding=padding
+        )
+        for padding in (True, False)
+    )
+    bias = 2 * 512 * 512 * 2  # of each layer, in bytes
+    assert without.peak < with_masks.peak - 4 * bias
