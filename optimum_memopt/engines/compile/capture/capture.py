@@ -170,9 +170,9 @@ class Capture:
         calls: list[TracedCall] = []
 
         def train(*args: Any, **kwargs: Any) -> Any:
-            kwargs = without_key_value_cache(self._model, args, kwargs)
-            self._traced.note_batch(kwargs)
-            given = ForwardArgs(args, kwargs, not self._reader, self._reader)
+            inputs = without_key_value_cache(self._model, args, kwargs)
+            self._traced.note_batch(inputs)
+            given = ForwardArgs(args, inputs, not self._reader, self._reader, inputs.keys() != kwargs.keys())
             calls.append(self._traced(given, self._choices))
             return calls[-1].outputs
 

@@ -93,12 +93,14 @@ class ForwardArgs:
     Attributes:
         loss_only: nobody calls backward from any output but the loss.
         reader: who may read more of the outputs than the loss, empty when nobody does.
+        drops_cache: of keys and values, which plain PyTorch may make.
     """
 
     args: tuple[Any, ...]
     inputs: dict[str, Any]
     loss_only: bool
     reader: str
+    drops_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class TracedForward:
             with (
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
-                self._masks.around_call(call.args, call.inputs),
+                self._masks.around_call(call.args, call.inputs, call.drops_cache),
                 collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(key) if has_regions else contextlib.nullcontext(),

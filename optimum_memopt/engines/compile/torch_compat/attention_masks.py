@@ -53,7 +53,9 @@ class AttentionMasks:
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         self.has_padding = self._always = False
         self._is_first = True
-        self._numbers_tokens = _numbers_tokens(model, forward)
+        paths = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
+        self._makers: list[Any] = list(map(model.get_submodule, paths))
+        self._numbers_tokens = _numbers_tokens(model, forward, paths)
         self._replaced: dict[bool, dict[str, Callable[..., Any]]] = {}
 
     def note(self, inputs: Mapping[str, Any], is_sharded: bool) -> None:
@@ -75,10 +77,17 @@ class AttentionMasks:
         self.has_padding = self._always = True
 
     @contextlib.contextmanager
-    def around_call(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> Iterator[None]:
-        """A forward with these arguments is traced without the masks that it does not need."""
+    def around_call(self, args: Sequence[Any], inputs: Mapping[str, Any], drops_cache: bool) -> Iterator[None]:
+        """A forward with these arguments is traced without the masks that it does not need.
+
+        Args:
+            drops_cache: the model is told to make no cache of keys and values; where there is one, transformers does
+                not look for packed rows.
+        """
         masks = [] if self.has_padding else list(_masks(inputs).values())
-        replaced = self._functions(self._numbers_tokens and not _may_be_packed(args, inputs))
+        has_caches = drops_cache and all(_makes_cache(module) for module in self._makers)
+        is_in_order = self._numbers_tokens and not _may_be_packed(args, inputs)
+        replaced = self._functions(has_caches or is_in_order)
         file: Any = importlib.import_module(_FILE)
         before = {name: getattr(file, name) for name in replaced}
         try:
@@ -100,10 +109,10 @@ class AttentionMasks:
                 _PREPARES: _without_full_mask,
                 _CAUSAL: _if_not_local,
                 _BIDIRECTIONAL: _if_not_local,
-                _IS_EXPORTING: lambda before: _is_not_exporting,
+                _IS_EXPORTING: _unless_traced,
             }
             if is_in_order:
-                made[_FINDS_PACKED] = lambda before: _finds_none
+                made[_FINDS_PACKED] = _unless_traced
             self._replaced[is_in_order] = {
                 name: make(getattr(file, name)) for name, make in made.items() if hasattr(file, name)
             }
@@ -134,9 +143,9 @@ def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
     return len(args) > 1 or inputs.get(_POSITIONS) is not None or has_images
 
 
-def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any]) -> bool:
-    """True where the position ids that masks are made of are given to the model, or number the tokens of a row."""
-    makers = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
+def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any], makers: Sequence[str]) -> bool:
+    """True where the position ids that masks are made of, in the modules of these paths, are given to the model, or
+    number the tokens of a row."""
     parts = [path.split(".") for path in makers]
     around = {".".join(part[:depth]) for part in parts for depth in range(len(part) + 1)}
     modules = list(map(model.get_submodule, around))
@@ -146,6 +155,10 @@ def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any]) -> bool
     return all(_is_from(forward_of(module), _KNOWN_FORWARDS) for module in modules) and all(
         _is_from(function, _KNOWN_WRAPPERS) for function in wrappers
     )
+
+
+def _makes_cache(module: Any) -> bool:
+    return bool(getattr(getattr(module, "config", None), "use_cache", False))
 
 
 def _names(function: Any) -> set[str]:
@@ -174,9 +187,10 @@ def _if_not_local(before: Callable[..., bool]) -> Callable[..., bool]:
     return is_ignored
 
 
-def _is_not_exporting() -> bool:
-    return False
+def _unless_traced(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Nothing is exported or packed within a trace; other threads' forwards are theirs."""
 
+    def asked(*args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else before(*args)
 
-def _finds_none(position_ids: torch.Tensor) -> None:
-    return None
+    return asked

@@ -168,7 +168,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._is_whole = False
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = without_key_value_cache(self._model, args, kwargs)
+        inputs = without_key_value_cache(self._model, args, kwargs)
         if self._buckets is None:
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
@@ -179,7 +179,8 @@ class CompileEngine(in_place.InPlaceEngine):
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(most, weak_method(self._new_forward), is_alone=not is_sharded)
         reader = self._loss.reader(self.outputs_read_by)
-        call = ForwardArgs(args, kwargs, not reader and self.outputs_read_by is not None, reader)
+        loss_only = not reader and self.outputs_read_by is not None
+        call = ForwardArgs(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
         try:
