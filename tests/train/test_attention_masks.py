@@ -50,6 +50,7 @@ def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
             assert_bitwise_same_step(model, plain, given)
             assert not any(name.startswith("_memopt") for name in vars(given["attention_mask"]))
     assert compiled(lines) == 2
+    assert "compiling another training graph: the first batch with padding" in lines
     assert not any(line.startswith("recompiled") for line in lines)
     assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__
 

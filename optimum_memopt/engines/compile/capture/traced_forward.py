@@ -5,9 +5,9 @@ import functools
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -124,6 +124,39 @@ class TracedCall:
     recompiles: tuple[str, ...]
 
 
+class _Kind(NamedTuple):
+    """The kind of a call: each is traced by itself.
+
+    Attributes:
+        hooks: of all modules.
+        trains: for each parameter of the layers, where those are regions.
+    """
+
+    loss_only: bool
+    drops_logits: bool
+    has_padding: bool
+    hooks: tuple[int, ...]
+    has_regions: bool
+    trains: tuple[bool, ...]
+
+    def compared(self, other: "_Kind") -> list[str]:
+        """The differences from another kind, in words."""
+        kept = (
+            "only the loss keeps its gradient"
+            if self.loss_only
+            else "outputs beside the loss may be read, and keep theirs"
+        )
+        lines = {
+            "loss_only": kept,
+            "drops_logits": "no logits are returned" if self.drops_logits else "logits are returned",
+            "has_padding": f"the first batch {'with' if self.has_padding else 'without'} padding",
+            "hooks": "all modules have other hooks",
+            "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
+            "trains": "other parameters train",
+        }
+        return [line for name, line in lines.items() if getattr(self, name) != getattr(other, name)]
+
+
 class TracedForward:
     """Traces at its first call, and again for arguments of another kind; partitions what was traced for all choices.
 
@@ -139,9 +172,7 @@ class TracedForward:
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model, None if spec.only_layers else weak_method(self._compile_alone))
         self._masks = AttentionMasks(model, forward)
-        # By whether only the loss keeps its gradient, logits are dropped, and the batch has padding, the hooks of all
-        # modules, whether layers are regions, and which of their parameters train.
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._compiled: dict[_Kind, Callable[..., Any]] = {}
         self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
@@ -232,10 +263,10 @@ class TracedForward:
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
         has_padding = self._masks.has_padding
-        key = call.loss_only, drops_logits, has_padding, dynamo.global_hooks(), has_regions, trains
-        self.is_first = is_first = key not in self._compiled or not choices.has_run
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(call)
+        kind = _Kind(call.loss_only, drops_logits, has_padding, dynamo.global_hooks(), has_regions, trains)
+        self.is_first = is_first = kind not in self._compiled or not choices.has_run
+        if kind not in self._compiled:
+            self._compiled[kind] = self._compile(call, kind)
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
@@ -249,10 +280,10 @@ class TracedForward:
                 self._masks.around_call(call.args, call.inputs, call.drops_cache),
                 collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
-                self._regions.in_place(key) if has_regions else contextlib.nullcontext(),
+                self._regions.in_place(kind) if has_regions else contextlib.nullcontext(),
             ):
                 self._trace_fixes.run_ahead(functools.partial(self.plainly, call))
-                outputs = self._compiled[key](*call.args, **call.inputs)
+                outputs = self._compiled[kind](*call.args, **call.inputs)
                 if has_regions:
                     outputs = self._regions.finish(outputs)
         except BaseException as error:
@@ -348,17 +379,10 @@ class TracedForward:
     def _plain_forward(self, loss_only: bool, reader: str, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         return self.plainly(ForwardArgs(args, inputs, loss_only, reader))
 
-    def _compile(self, call: ForwardArgs) -> Callable[..., Any]:
+    def _compile(self, call: ForwardArgs, kind: "_Kind") -> Callable[..., Any]:
         if self._compiled:
-            outputs = (
-                "only the loss keeps its gradient"
-                if call.loss_only
-                else "outputs beside the loss may be read and keep theirs"
-            )
-            self.say(
-                "compiling another training graph for padding, other hooks, another caller or other parameters that "
-                f"train: {outputs}"
-            )
+            why = kind.compared(next(reversed(self._compiled)))
+            self.say(f"compiling another training graph: {', '.join(why)}")
         forward = self._wrapped(call)
         return forward if self.spec.only_layers else self._compile_alone(dynamo.with_own_code(forward))
 
