@@ -122,7 +122,8 @@ class PlanFile:
     Attributes:
         why: who chose it, as `level 1`.
         loss: one of `LOSSES`.
-        solved_for: model, device, compiler, sizes of the batch and versions, for whoever reads the file.
+        solved_for: model, device, compiler, sizes of the batch, whether it has padding, and versions, for whoever
+            reads the file.
         graphs: in the order in which they are compiled.
     """
 
@@ -168,6 +169,11 @@ class PlanFile:
         """
         with writing("plan file", path):
             Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @property
+    def has_padding(self) -> bool:
+        """True where it was made for batches with padding, which have attention masks, or does not say."""
+        return self.solved_for.get("padding") is not False
 
     @property
     def digest(self) -> str:

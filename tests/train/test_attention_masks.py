@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import masking_utils
 
 import optimum_memopt
-from optimum_memopt import optimize
+from optimum_memopt import MemOptError, optimize
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import VOCABULARY, ZOO
 from tests.trainer_runs import log_lines, make
@@ -195,3 +195,20 @@ def test_a_plan_for_rows_without_padding_saves_less() -> None:
     )
     bias = 2 * 512 * 512 * 2  # of each layer, in bytes
     assert without.peak < with_masks.peak - 4 * bias
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
+    """One for batches with padding goes with all, one for others says so where there is padding."""
+    model, plain = twins("llama", **GROUPED)
+    made, first, other = copy.deepcopy(model), batch(2, 12, padding), batch(2, 12, 2 - padding)
+    engine = optimize(made, **OPTIONS, memory_opt_level=1)
+    made(**first)
+    engine.plan_file().save(file := tmp_path / "plan.json")
+    engine = optimize(model, **OPTIONS, memory_opt_plan=str(file))
+    if padding:
+        assert_same_step(model, plain, other, first)
+        assert "plan file (level 1)" in engine.plans().header[0]
+        return
+    with pytest.raises(MemOptError, match="for another graph: .* batches without padding"):
+        model(**other)

@@ -129,6 +129,12 @@ class Capture:
         self._traced = TracedForward(model, self._place.plain_forward, replace(spec, is_run=False))
         self._choices = GraphChoices(choose)
 
+    @property
+    def has_padding(self) -> bool:
+        """True where the batch of the last run counts as one with padding."""
+        padding, _ = self._traced.kind
+        return padding
+
     def choose_again(self) -> None:
         """Ask in the next run what is chosen for each graph; none is traced again."""
         self._choices = GraphChoices(self._choices.choose)

@@ -152,7 +152,8 @@ class PlannedStep:
         """
         # What a workload draws is none of the caller's random numbers.
         # Real ones: torch computes with them.
-        forked, known = torch.random.fork_rng(devices=[]), self.workload.values
+        forked, file = torch.random.fork_rng(devices=[]), self.selection.plan
+        known = {} if file is not None and file.has_padding else self.workload.values
         with (
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,
@@ -185,7 +186,17 @@ class PlannedStep:
                     model,
                     batch,
                     graphs,
-                    show(model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, run),
+                    show(
+                        model,
+                        partitioned,
+                        graphs[0].tape,
+                        batch,
+                        resident,
+                        planner.producer,
+                        spec,
+                        capture.has_padding,
+                        run,
+                    ),
                     run,
                 )
 

@@ -260,6 +260,7 @@ def plan_file_of(
     graphs: Sequence[PartitionedGraph],
     tape: Tape,
     sizes: Mapping[str, int],
+    has_padding: bool,
     predicted: Footprint | None,
 ) -> PlanFile:
     """The plan of a forward's graphs, those of equal layers in one entry."""
@@ -268,6 +269,7 @@ def plan_file_of(
         "device": next(model.parameters()).device.type,
         "compiler": compiler,
         "sizes": dict(sizes),
+        "padding": has_padding,
         "predicted_bytes": {"peak": predicted.peak, "activations": predicted.activations} if predicted else {},
         "versions": software(),
     }
@@ -317,6 +319,7 @@ def show(
     resident: int,
     producer: Producer,
     spec: TraceSpec,
+    has_padding: bool,
     run: Run | None = None,
     runs_before: int = 0,
 ) -> ShownPlan:
@@ -325,6 +328,7 @@ def show(
     Args:
         graphs: of its first training forward, in order, right after it.
         resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
+        has_padding: the batch counts as one with padding.
         run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
 
     Raises:
@@ -349,5 +353,5 @@ def show(
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)
-    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, footprint)
+    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, has_padding, footprint)
     return ShownPlan(table, plan_file, predictor, remarks)

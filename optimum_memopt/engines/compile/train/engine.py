@@ -244,6 +244,8 @@ class CompileEngine(in_place.InPlaceEngine):
             autocast = torch.get_autocast_dtype(device) if is_autocast else None
             wanted = replace(wanted, options=f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}")
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
+        if plan is not None and plan.has_padding:
+            traced.expect_padding()
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 
     def _run_now(self) -> Run:

@@ -303,7 +303,8 @@ class PlannedForward:
         resident = self.planner.resident(self.traced.held)
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = self.traced.spec
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, runs_before=earlier)
+        padding, _ = self.traced.kind
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, padding, runs_before=earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)

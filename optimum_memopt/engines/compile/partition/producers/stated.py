@@ -199,6 +199,8 @@ class FromPlanFile(Producer):
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
+        if mismatch and not self.file.has_padding:
+            mismatch += " (the file is for batches without padding)"
         if plan.by_torch:
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         inputs = InputsPlan()
