@@ -215,6 +215,11 @@ def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     return norm
 
 
+def is_mask(name: str) -> bool:
+    """True for the name of an input of transformers' models that marks the tokens that are no padding."""
+    return name.endswith("attention_mask")
+
+
 def world_size() -> int:
     """Processes in torch's process group; 1 without one."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat import is_mask
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Run
 
@@ -134,7 +135,7 @@ class ForwardCall:
         true = {
             name: replace(like, is_true=bool(inputs[name].all()))
             for name, like in self.tensors.items()
-            if "mask" in name and isinstance(inputs.get(name), torch.Tensor)
+            if is_mask(name) and isinstance(inputs.get(name), torch.Tensor)
         }
         return replace(self, kwargs={**self.kwargs, **true})
 

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.shared import in_place
-from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ class Capture:
     @property
     def has_padding(self) -> bool:
         """True where the batch of the last run counts as one with padding."""
-        padding, _ = self._traced.kind
-        return padding
+        return self._traced.has_padding
 
     def choose_again(self) -> None:
         """Ask in the next run what is chosen for each graph; none is traced again."""
@@ -176,9 +175,8 @@ class Capture:
         calls: list[TracedCall] = []
 
         def train(*args: Any, **kwargs: Any) -> Any:
-            inputs = without_key_value_cache(self._model, args, kwargs)
-            self._traced.note_batch(inputs)
-            given = ForwardArgs(args, inputs, not self._reader, self._reader, inputs.keys() != kwargs.keys())
+            given = ForwardArgs.of(self._model, args, kwargs, not self._reader, self._reader)
+            self._traced.note_batch(given.inputs)
             calls.append(self._traced(given, self._choices))
             return calls[-1].outputs
 

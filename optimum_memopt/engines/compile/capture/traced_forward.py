@@ -53,7 +53,7 @@ from optimum_memopt.engines.compile.torch_compat import (
 from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
-from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
+from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import Progress, announced, get_logger
@@ -101,6 +101,14 @@ class ForwardArgs:
     loss_only: bool
     reader: str
     drops_cache: bool = False
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool, reader: str
+    ) -> "ForwardArgs":
+        """Those that the model was called with, without a cache where none is asked for."""
+        inputs = without_key_value_cache(model, args, kwargs)
+        return cls(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
 
 
 @dataclass(frozen=True)
@@ -262,8 +270,7 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        has_padding = self._masks.has_padding
-        kind = _Kind(call.loss_only, drops_logits, has_padding, dynamo.global_hooks(), has_regions, trains)
+        kind = _Kind(call.loss_only, drops_logits, self.has_padding, dynamo.global_hooks(), has_regions, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
@@ -333,18 +340,22 @@ class TracedForward:
 
     @property
     def sharding(self) -> AnySharding | None:
-        """Of the model, as batches like the last one run; None before one has."""
-        return self._shardings.get(self._masks.has_padding)
+        """The model's sharding, as batches like the last one run; None before one has."""
+        return self._shardings.get(self.has_padding)
 
     @sharding.setter
     def sharding(self, sharding: AnySharding) -> None:
-        self._shardings[self._masks.has_padding] = sharding
+        self._shardings[self.has_padding] = sharding
 
     @property
-    def kind(self) -> tuple[bool, tuple[bool, ...]]:
-        """Whether batches have padding, and for each of the model's parameters, whether it trains: forwards of another
-        kind are other graphs."""
-        return self._masks.has_padding, _trains(self._parameters)
+    def has_padding(self) -> bool:
+        """True where the batch that was noted last counts as one with padding."""
+        return self._masks.has_padding
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """For each of the model's parameters, whether it trains."""
+        return _trains(self._parameters)
 
     def note_batch(self, inputs: Mapping[str, Any], is_sharded: bool = False) -> None:
         """Look for padding in the batch of the next call; see `AttentionMasks.note`."""

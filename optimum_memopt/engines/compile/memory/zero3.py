@@ -15,14 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from optimum_memopt.compat import full_shape, hooks_around_forward
+from optimum_memopt.compat import full_shape, hooks_around_forward, is_mask
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
 from optimum_memopt.engines.compile.memory.sharding import Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention_masks import is_mask, without_padding
+from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import checkpoint_layers, in_float32
+from optimum_memopt.compat import checkpoint_layers, in_float32, is_mask
 from optimum_memopt.engines.api.predictions import (
     BATCH,
     GRADIENTS,
@@ -40,7 +40,6 @@ from optimum_memopt.engines.compile.memory.live import (
 )
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
-from optimum_memopt.engines.compile.torch_compat.attention_masks import is_mask
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import of_all_ranks
+from optimum_memopt.compat import is_mask, of_all_ranks
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of
 
@@ -101,7 +101,7 @@ class AttentionMasks:
                 vars(mask).pop(_MARK, None)
 
     def _functions(self, is_in_order: bool) -> dict[str, Callable[..., Any]]:
-        """What stands for functions of transformers, by their names there; the same ones in each call, since torch has
+        """Replacements for functions of transformers, by their names there; the same in each call, since torch has
         guards on them."""
         if is_in_order not in self._replaced:
             file: Any = importlib.import_module(_FILE)
@@ -117,11 +117,6 @@ class AttentionMasks:
                 name: make(getattr(file, name)) for name, make in made.items() if hasattr(file, name)
             }
         return self._replaced[is_in_order]
-
-
-def is_mask(name: str) -> bool:
-    """True for the name of an input that marks the tokens that are no padding."""
-    return name.endswith("attention_mask")
 
 
 def without_padding(inputs: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward, TooManyRecompilesError
 from optimum_memopt.engines.compile.train.zero3 import LeafLayers
 from optimum_memopt.engines.shared import in_place
-from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import DoesNotFitError, line_of
 from optimum_memopt.logs import get_logger
@@ -168,7 +168,6 @@ class CompileEngine(in_place.InPlaceEngine):
         self._is_whole = False
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = without_key_value_cache(self._model, args, kwargs)
         if self._buckets is None:
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
@@ -180,7 +179,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._buckets = LengthBuckets(most, weak_method(self._new_forward), is_alone=not is_sharded)
         reader = self._loss.reader(self.outputs_read_by)
         loss_only = not reader and self.outputs_read_by is not None
-        call = ForwardArgs(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
+        call = ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
         try:

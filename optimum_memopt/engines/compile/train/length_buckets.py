@@ -59,8 +59,8 @@ class LengthBuckets:
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
         self.largest = new_forward(None, None, "")
-        # See `TracedForward.kind`; the forwards that were planned for others.
-        self._kind = self.largest.traced.kind
+        # Whether the batch has padding and which parameters train, and the forwards that were planned for others.
+        self._kind = self._kind_now()
         self._others: dict[tuple[bool, tuple[bool, ...]], tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
 
     def __call__(self, call: ForwardArgs) -> Any:
@@ -79,7 +79,7 @@ class LengthBuckets:
             return self(call)
         if is_first and forward is self.largest:
             # Data may have told of padding.
-            self._kind = forward.traced.kind
+            self._kind = self._kind_now()
             self._plan_shorter()
         return outputs
 
@@ -140,10 +140,13 @@ class LengthBuckets:
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(former, planner.largest, "")
 
+    def _kind_now(self) -> tuple[bool, tuple[bool, ...]]:
+        return self.largest.traced.has_padding, self.largest.traced.trains
+
     def _plan_for_kind(self) -> None:
         """Take the forwards whose budget was solved for batches and parameters of this kind: other ones are other
         graphs."""
-        former, before, now = self.largest, self._kind, self.largest.traced.kind
+        former, before, now = self.largest, self._kind, self._kind_now()
         if not former.planner.solves or now == before:
             return
         has_padding = now[0] != before[0]

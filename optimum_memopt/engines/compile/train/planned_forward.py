@@ -303,7 +303,7 @@ class PlannedForward:
         resident = self.planner.resident(self.traced.held)
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = self.traced.spec
-        padding, _ = self.traced.kind
+        padding = self.traced.has_padding
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, padding, runs_before=earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
