@@ -175,7 +175,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return compile_graph("aot_eager", module, inputs, record, saw=None, say=print)
 
     compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
-    with configured(compiles=True):
+    with configured(compiles=True, has_regions=False):
         compiled(*args, **kwargs)
     (one,) = found
     return one

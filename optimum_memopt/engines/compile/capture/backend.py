@@ -82,9 +82,9 @@ def compile_graph(
 
 
 @contextlib.contextmanager
-def configured(compiles: bool) -> Iterator[None]:
+def configured(compiles: bool, has_regions: bool) -> Iterator[None]:
     """torch's switches while a compiled forward is called, and perhaps compiled first; restored afterwards."""
-    with dynamo.configured(), process.fewer_collections() if compiles else contextlib.nullcontext():
+    with dynamo.configured(has_regions), process.fewer_collections() if compiles else contextlib.nullcontext():
         yield
 
 

@@ -324,13 +324,13 @@ class Regions:
             alive = [each for held in self._layers[region] if (each := held()) is not None]
             self._kinds[region] = _kinds(alive)
         way = region, self._kinds[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
-        key = *way, tuple(map(described, given))
-        if known and key in self._results:
-            return dynamo.tree_map(_copied, self._results[key])
+        if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
+            return dynamo.tree_map(_copied, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = versions(tensors)
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
-        with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
+        fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
+        with replaced([layer], fakes):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:
@@ -344,7 +344,8 @@ class Regions:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         is_new = all(dynamo.storage_id(tensor) not in inputs for tensor in tensors)
         if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
-            self._results[key] = results
+            # Sizes that the layer has found to be the same are one symbol for the layers behind it.
+            self._results[(*way, tuple(map(described, given)))] = results
         return results
 
 

@@ -282,7 +282,7 @@ class TracedForward:
         run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
         try:
             with (
-                configured(compiles=is_first),
+                configured(is_first, has_regions),
                 self._trace_fixes.around_call(call.inputs),
                 self._masks.around_call(call.args, call.inputs, call.drops_cache),
                 collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
