@@ -176,6 +176,11 @@ class PlanFile:
         return self.solved_for.get("padding") is not False
 
     @property
+    def has_local_masks(self) -> bool:
+        """False where it was made for rows that are shorter than the window of local attention."""
+        return self.solved_for.get("local_masks") is not False
+
+    @property
     def digest(self) -> str:
         """Equal for files that do the same."""
         does = [asdict(graph) for graph in self.graphs]

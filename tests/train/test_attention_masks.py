@@ -1,5 +1,6 @@
 """Batches without padding run without attention masks, as in plain PyTorch."""
 
+import contextlib
 import copy
 from pathlib import Path
 
@@ -68,24 +69,49 @@ def test_where_the_first_batch_has_padding_all_count_so() -> None:
     assert compiled(lines) == 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}, {"sliding_window": 64}])
-def test_without_a_mask_attention_may_take_flash_kernels(changes: dict[str, int]) -> None:
-    """Which take no mask; local attention keeps its own."""
-    config = transformers.MistralConfig(
-        hidden_size=32, intermediate_size=48, vocab_size=VOCABULARY, **{**GROUPED, "sliding_window": None, **changes}
-    )
+def local_twins(window: int | None) -> tuple[torch.nn.Module, torch.nn.Module]:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY, **GROUPED}
     torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(config).train()
-    plain = copy.deepcopy(model)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=window)).train()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("window", [None, 13, 12, 6])
+def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> None:
+    """Which take none; rows as long as the window of local attention have one."""
+    model, plain = local_twins(window)
     engine = optimize(model, **OPTIONS, memory_opt_level=1)
-    step = (model, plain, batch(2, 12))
-    if changes:
-        loss, expected = (each(**step[2]).loss for each in (model, plain))
-        torch.testing.assert_close(loss, expected)
-    else:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            assert_bitwise_same_step(*step)
+    has_mask = window is not None and window <= 12
+    with contextlib.nullcontext() if has_mask else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert_bitwise_same_step(model, plain, batch(2, 12))
     assert engine.plans().plans
+
+
+@pytest.mark.parametrize("unit", ["layer", "model"])
+def test_rows_shorter_and_longer_than_the_window_of_local_attention(unit: str) -> None:
+    model, plain = local_twins(16)
+    optimize(model, **OPTIONS, memory_opt_level=1, memory_opt_unit=unit)
+    with log_lines() as lines:
+        for number, (length, padding) in enumerate(((12, 0), (15, 0), (16, 0), (24, 0), (9, 0), (9, 2), (24, 3))):
+            assert_bitwise_same_step(model, plain, batch(3, length, padding, seed=number))
+    others = [line for line in lines if line.startswith("compiling another training graph: ")]
+    assert [line.partition(": ")[2] for line in others] == [
+        "the first batch with rows as long as local attention's window",
+        "the first batch with padding",
+    ]
+    assert not any(line.startswith("recompiled") for line in lines)
+
+
+def test_where_the_first_batch_is_as_long_as_the_window_all_count_so() -> None:
+    model, plain = local_twins(8)
+    optimize(model, **OPTIONS, memory_opt_level=1)
+    with log_lines() as lines:
+        for number, length in enumerate((12, 6)):
+            given = batch(3, length, seed=number)
+            # Of short rows plain PyTorch sees that no mask is needed.
+            same = assert_bitwise_same_step if length >= 8 else assert_same_step
+            same(model, plain, given)
+    assert compiled(lines) == 1
 
 
 def test_a_mask_that_is_not_given_is_not_made() -> None:
@@ -175,6 +201,32 @@ def test_a_budget_is_solved_for_each_kind() -> None:
     assert engine.predicted_peak_mib(None, False) >= first
 
 
+def test_a_budget_is_solved_for_rows_as_long_as_the_window() -> None:
+    model, plain = local_twins(16)
+    optimize(model, **OPTIONS, memory_opt_budget="90%")
+    with log_lines() as lines:
+        for number, length in enumerate((12, 20, 15)):
+            assert_bitwise_same_step(model, plain, batch(3, length, seed=number))
+    assert [line for line in lines if "solving for the budget again" in line] == [
+        "the first batch with rows as long as local attention's window: solving for the budget again"
+    ]
+
+
+@pytest.mark.parametrize("longest", [15, 16])
+def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -> None:
+    """The shortest come first."""
+    dataset = [
+        {key: value[0] for key, value in batch(1, length, seed=length).items()} for length in (6, 6, 9, longest)
+    ]
+    options = {**OPTIONS, "memory_opt_budget": "90%", "max_steps": 4, "train_sampling_strategy": "sequential"}
+    model, _ = local_twins(16)
+    trainer = make(tmp_path, "llama", model=model, train_dataset=dataset, per_device_train_batch_size=1, **options)
+    with log_lines() as lines:
+        trainer.train()
+    assert not any("attention's window" in line for line in lines)
+    assert any(f"batches up to 1 x {longest}" in line for line in lines)
+
+
 def test_data_that_will_have_padding_are_planned_for_it(tmp_path: Path) -> None:
     """The longest rows come first, and have none."""
     lengths = (9, 9, 9, 9, 8, 7, 6, 5)
@@ -210,5 +262,20 @@ def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
         assert_same_step(model, plain, other, first)
         assert "plan file (level 1)" in engine.plans().header[0]
         return
-    with pytest.raises(MemOptError, match="for another graph: .* batches without padding"):
+    with pytest.raises(MemOptError, match="for another graph: .* batches without padding\\)"):
         model(**other)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_plan_file_is_for_rows_shorter_than_the_window_or_for_all(is_short: bool, tmp_path: Path) -> None:
+    model, plain = local_twins(16)
+    made, first, other = copy.deepcopy(model), batch(2, 20 - 8 * is_short), batch(2, 12 + 8 * is_short)
+    engine = optimize(made, **OPTIONS, memory_opt_level=1)
+    made(**first)
+    engine.plan_file().save(file := tmp_path / "plan.json")
+    optimize(model, **OPTIONS, memory_opt_plan=str(file))
+    if is_short:
+        with pytest.raises(MemOptError, match="without padding, and for rows shorter than local attention's window"):
+            model(**other)
+    else:
+        assert_same_step(model, plain, other)

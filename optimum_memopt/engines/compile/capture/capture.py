@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -130,9 +131,13 @@ class Capture:
         self._choices = GraphChoices(choose)
 
     @property
-    def has_padding(self) -> bool:
-        """True where the batch of the last run counts as one with padding."""
-        return self._traced.has_padding
+    def masks(self) -> KeptMasks:
+        """The attention masks that were made in the last run."""
+        return self._traced.masks
+
+    def keep_masks(self, masks: KeptMasks) -> None:
+        """Make these in all runs to come."""
+        self._traced.keep_masks(masks)
 
     def choose_again(self) -> None:
         """Ask in the next run what is chosen for each graph; none is traced again."""

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
+from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.regions import (
@@ -50,7 +51,7 @@ from optimum_memopt.engines.compile.torch_compat import (
     fx_graph,
     zero3,
 )
-from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks
+from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache
@@ -142,7 +143,7 @@ class _Kind(NamedTuple):
 
     loss_only: bool
     drops_logits: bool
-    has_padding: bool
+    masks: KeptMasks
     hooks: tuple[int, ...]
     has_regions: bool
     trains: tuple[bool, ...]
@@ -157,7 +158,7 @@ class _Kind(NamedTuple):
         lines = {
             "loss_only": kept,
             "drops_logits": "no logits are returned" if self.drops_logits else "logits are returned",
-            "has_padding": f"the first batch {'with' if self.has_padding else 'without'} padding",
+            "masks": self.masks.first_after(other.masks),
             "hooks": "all modules have other hooks",
             "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
             "trains": "other parameters train",
@@ -200,7 +201,7 @@ class TracedForward:
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
         # By whether batches have padding.
-        self._shardings: dict[bool, AnySharding] = {}
+        self._shardings: dict[KeptMasks, AnySharding] = {}
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -270,7 +271,7 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        kind = _Kind(call.loss_only, drops_logits, self.has_padding, dynamo.global_hooks(), has_regions, trains)
+        kind = _Kind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
@@ -341,16 +342,16 @@ class TracedForward:
     @property
     def sharding(self) -> AnySharding | None:
         """The model's sharding, as batches like the last one run; None before one has."""
-        return self._shardings.get(self.has_padding)
+        return self._shardings.get(self.masks)
 
     @sharding.setter
     def sharding(self, sharding: AnySharding) -> None:
-        self._shardings[self.has_padding] = sharding
+        self._shardings[self.masks] = sharding
 
     @property
-    def has_padding(self) -> bool:
-        """True where the batch that was noted last counts as one with padding."""
-        return self._masks.has_padding
+    def masks(self) -> KeptMasks:
+        """The attention masks that are made for the batch that was noted last."""
+        return self._masks.kept
 
     @property
     def trains(self) -> tuple[bool, ...]:
@@ -358,12 +359,16 @@ class TracedForward:
         return _trains(self._parameters)
 
     def note_batch(self, inputs: Mapping[str, Any], is_sharded: bool = False) -> None:
-        """Look for padding in the batch of the next call; see `AttentionMasks.note`."""
+        """Find the masks that the batch of the next call needs; see `AttentionMasks.note`."""
         self._masks.note(inputs, is_sharded)
 
-    def expect_padding(self) -> None:
-        """Count all batches to come as ones with padding."""
-        self._masks.expect_padding()
+    def keep_masks(self, masks: KeptMasks) -> None:
+        """Make these attention masks for all batches to come."""
+        self._masks.keep(masks)
+
+    def expect(self, largest: LargestBatch) -> None:
+        """Make the attention masks that the run's largest batch needs for all batches to come."""
+        self._masks.keep(self._masks.needed(largest.has_padding, largest.length))
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""

@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
+from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks, without_padding
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
@@ -152,8 +152,7 @@ class PlannedStep:
         """
         # What a workload draws is none of the caller's random numbers.
         # Real ones: torch computes with them.
-        forked, file = torch.random.fork_rng(devices=[]), self.selection.plan
-        known = {} if file is not None and file.has_padding else self.workload.values
+        forked, file, known = torch.random.fork_rng(devices=[]), self.selection.plan, self.workload.values
         with (
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,
@@ -177,6 +176,8 @@ class PlannedStep:
             )
 
             capture = Capture(model, (), batch, spec, planner.choose)
+            if file is not None:
+                capture.keep_masks(KeptMasks(file.has_padding, file.has_local_masks))
 
             def attempt() -> TracedStep:
                 graphs = capture.run(costs, compared)
@@ -187,15 +188,7 @@ class PlannedStep:
                     batch,
                     graphs,
                     show(
-                        model,
-                        partitioned,
-                        graphs[0].tape,
-                        batch,
-                        resident,
-                        planner.producer,
-                        spec,
-                        capture.has_padding,
-                        run,
+                        model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, capture.masks, run
                     ),
                     run,
                 )

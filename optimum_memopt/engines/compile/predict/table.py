@@ -23,6 +23,7 @@ from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
@@ -260,7 +261,7 @@ def plan_file_of(
     graphs: Sequence[PartitionedGraph],
     tape: Tape,
     sizes: Mapping[str, int],
-    has_padding: bool,
+    masks: KeptMasks,
     predicted: Footprint | None,
 ) -> PlanFile:
     """The plan of a forward's graphs, those of equal layers in one entry."""
@@ -269,7 +270,8 @@ def plan_file_of(
         "device": next(model.parameters()).device.type,
         "compiler": compiler,
         "sizes": dict(sizes),
-        "padding": has_padding,
+        "padding": masks.padding,
+        "local_masks": masks.local,
         "predicted_bytes": {"peak": predicted.peak, "activations": predicted.activations} if predicted else {},
         "versions": software(),
     }
@@ -319,7 +321,7 @@ def show(
     resident: int,
     producer: Producer,
     spec: TraceSpec,
-    has_padding: bool,
+    masks: KeptMasks,
     run: Run | None = None,
     runs_before: int = 0,
 ) -> ShownPlan:
@@ -328,7 +330,7 @@ def show(
     Args:
         graphs: of its first training forward, in order, right after it.
         resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
-        has_padding: the batch counts as one with padding.
+        masks: that are made for the batch.
         run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
 
     Raises:
@@ -353,5 +355,5 @@ def show(
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)
-    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, has_padding, footprint)
+    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, masks, footprint)
     return ShownPlan(table, plan_file, predictor, remarks)

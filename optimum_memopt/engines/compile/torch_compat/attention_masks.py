@@ -1,15 +1,17 @@
-"""Attention masks of batches without padding: a traced forward leaves them out where a plain one does.
+"""Attention masks that a batch does not need: a traced forward leaves them out where a plain one does.
 
-transformers (`masking_utils.py`, 5.23) reads whether a token is padding, and attention without a mask has kernels of
-its own: on CUDA flash attention, which takes fewer key-value heads than queries. A mask that is traced has no values,
-so that `torch.compile` alone keeps it: a bias of batch x queries x keys in each layer, keys and values for each head.
+transformers (`masking_utils.py`, 5.23) reads whether a token is padding, and whether rows are shorter than the window
+of local attention; attention without a mask has kernels of its own: on CUDA flash attention, which takes fewer
+key-value heads than queries. A mask that is traced has no values, so that `torch.compile` alone keeps it: a bias of
+batch x queries x keys in each layer, keys and values for each head.
 """
 
 import contextlib
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +29,9 @@ _IS_EXPORTING = "is_torchdynamo_exporting"
 # Reads the values of position ids: rows that are packed into one restart them.
 _FINDS_PACKED = "find_packed_sequence_indices"
 _POSITIONS = "position_ids"
+# Arguments with a value for each token, by how their names end; and fields of configs.
+_OF_TOKENS = ("input_ids", "inputs_embeds")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
 _MAKE_MASKS = {
     "create_causal_mask",
     "create_sliding_window_causal_mask",
@@ -38,43 +43,81 @@ _KNOWN_FORWARDS = ("transformers.models.", "peft.", "liger_kernel.")
 _KNOWN_WRAPPERS = ("transformers.", "peft.", "liger_kernel.", "accelerate.", "torch.", "deepspeed.")
 
 
+class KeptMasks(NamedTuple):
+    """The masks that a traced forward makes.
+
+    Attributes:
+        padding: those of batches with padding.
+        local: those of local attention; False only where all rows are shorter than its window.
+    """
+
+    padding: bool
+    local: bool
+
+    def with_those_of(self, other: "KeptMasks") -> "KeptMasks":
+        """The masks that one of the two makes."""
+        return KeptMasks(*map(max, self, other))
+
+    def first_after(self, other: "KeptMasks") -> str:
+        """The first batch with these masks behind ones with others, in words."""
+        if self.padding != other.padding:
+            return f"the first batch {'with' if self.padding else 'without'} padding"
+        return f"the first batch {'with' if self.local else 'without'} rows as long as local attention's window"
+
+
+_NO_MASKS = KeptMasks(padding=False, local=False)
+
+
 class AttentionMasks:
     """The attention masks of one model's batches.
 
-    Where the first one has padding, all later ones count as such: few are without, and each kind is traced by itself.
+    Those that the first batch needs are made for all later ones: few do without, and each kind is traced by itself.
 
     Args:
         forward: the model's own.
 
     Attributes:
-        has_padding: the batch that was noted last counts as one with padding.
+        kept: for the batch that was noted last.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        self.has_padding = self._always = False
+        self.kept = self._always = _NO_MASKS
         self._is_first = True
+        self._window = min(_windows(model), default=None)
         paths = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
         self._makers: list[Any] = list(map(model.get_submodule, paths))
         self._numbers_tokens = _numbers_tokens(model, forward, paths)
-        self._replaced: dict[bool, dict[str, Callable[..., Any]]] = {}
+        self._replaced: dict[tuple[bool, bool], dict[str, Callable[..., Any]]] = {}
 
     def note(self, inputs: Mapping[str, Any], is_sharded: bool) -> None:
-        """Look for padding in a batch, the keyword arguments of a forward.
+        """Find the masks that a batch needs, the keyword arguments of a forward.
 
         Args:
             is_sharded: ranks gather parameters together, and trace the same; each of them calls this.
         """
-        if self._always:
+        if all(self._always):
             return
-        self.has_padding = not all(map(is_known_true, _masks(inputs).values()))
-        if is_sharded:
-            self.has_padding = any(of_all_ranks(self.has_padding))
-        self._always = self._is_first and self.has_padding
-        self._is_first = False
+        has_padding = not all(map(is_known_true, _masks(inputs).values()))
+        needed = self.needed(has_padding, max(_lengths(inputs), default=math.inf))
+        for of_rank in of_all_ranks(needed) if is_sharded else [needed]:
+            needed = needed.with_those_of(of_rank)
+        self.kept = needed.with_those_of(self._always)
+        if self._is_first:
+            self._always, self._is_first = self.kept, False
 
-    def expect_padding(self) -> None:
-        """Count all batches to come as ones with padding."""
-        self.has_padding = self._always = True
+    def keep(self, masks: KeptMasks) -> None:
+        """Make these for all batches to come."""
+        self._always = self._always.with_those_of(masks)
+        self.kept = self.kept.with_those_of(masks)
+
+    def needed(self, has_padding: bool, length: float) -> KeptMasks:
+        """The masks that a batch needs.
+
+        Args:
+            length: tokens of its longest row.
+        """
+        # With padding, transformers leaves no mask out.
+        return KeptMasks(has_padding, has_padding or self._window is None or length >= self._window)
 
     @contextlib.contextmanager
     def around_call(self, args: Sequence[Any], inputs: Mapping[str, Any], drops_cache: bool) -> Iterator[None]:
@@ -84,10 +127,10 @@ class AttentionMasks:
             drops_cache: the model is told to make no cache of keys and values; where there is one, transformers does
                 not look for packed rows.
         """
-        masks = [] if self.has_padding else list(_masks(inputs).values())
+        masks = [] if self.kept.padding else list(_masks(inputs).values())
         has_caches = drops_cache and all(_makes_cache(module) for module in self._makers)
         is_in_order = self._numbers_tokens and not _may_be_packed(args, inputs)
-        replaced = self._functions(has_caches or is_in_order)
+        replaced = self._functions(has_caches or is_in_order, self.kept.local)
         file: Any = importlib.import_module(_FILE)
         before = {name: getattr(file, name) for name in replaced}
         try:
@@ -100,23 +143,24 @@ class AttentionMasks:
             for mask in masks:
                 vars(mask).pop(_MARK, None)
 
-    def _functions(self, is_in_order: bool) -> dict[str, Callable[..., Any]]:
+    def _functions(self, is_in_order: bool, keeps_local: bool) -> dict[str, Callable[..., Any]]:
         """Replacements for functions of transformers, by their names there; the same in each call, since torch has
         guards on them."""
-        if is_in_order not in self._replaced:
+        way = is_in_order, keeps_local
+        if way not in self._replaced:
             file: Any = importlib.import_module(_FILE)
             made: dict[str, Callable[[Any], Callable[..., Any]]] = {
                 _PREPARES: _without_full_mask,
-                _CAUSAL: _if_not_local,
-                _BIDIRECTIONAL: _if_not_local,
                 _IS_EXPORTING: _unless_traced,
             }
+            if keeps_local:
+                made |= {_CAUSAL: _if_not_local, _BIDIRECTIONAL: _if_not_local}
             if is_in_order:
                 made[_FINDS_PACKED] = _unless_traced
-            self._replaced[is_in_order] = {
+            self._replaced[way] = {
                 name: make(getattr(file, name)) for name, make in made.items() if hasattr(file, name)
             }
-        return self._replaced[is_in_order]
+        return self._replaced[way]
 
 
 def without_padding(inputs: Mapping[str, Any]) -> Iterator[str]:
@@ -127,6 +171,20 @@ def without_padding(inputs: Mapping[str, Any]) -> Iterator[str]:
 def _masks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in inputs.items() if is_mask(name) and isinstance(value, torch.Tensor)}
     return {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
+
+
+def _lengths(inputs: Mapping[str, Any]) -> Iterator[int]:
+    """Tokens of the longest rows that a forward is given; none where it is not told by names."""
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and (is_mask(name) or name.endswith(_OF_TOKENS)):
+            yield value.shape[1]
+
+
+def _windows(model: torch.nn.Module) -> Iterator[int]:
+    """Tokens of which those of a local attention see each other."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        yield from (window for name in _WINDOWS if isinstance(window := getattr(config, name, None), int))
 
 
 def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
@@ -174,7 +232,7 @@ def _without_full_mask(before: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
 
 def _if_not_local(before: Callable[..., bool]) -> Callable[..., bool]:
-    """Masks of local attention stay in a trace: its length, which decides, is one of many."""
+    """Masks of local attention stay in a trace: torch would compile it anew for rows that are shorter."""
 
     def is_ignored(*args: Any) -> bool:
         return not (args[-1] is not None and torch.compiler.is_compiling()) and before(*args)

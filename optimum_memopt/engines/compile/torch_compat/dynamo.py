@@ -220,7 +220,7 @@ def configured(has_regions: bool) -> Iterator[None]:
       one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
       on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
     - `skip_fsdp_guards`: equal layers under FSDP2 that differ in a number of Python would share a graph.
-    - `fake_tensor_cache_enabled`: with symbolic sizes an entry of this cache costs as much as its operator on fake tensors,
+    - `fake_tensor_cache_enabled`: with symbolic sizes its entries cost as much as the operators on fake tensors,
       which pays where equal layers are in one graph. Off for regions, a first step takes 10 to 30% less.
     - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
       key would be asked for before there is a choice, see `backend`.

@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
@@ -243,8 +244,8 @@ class CompileEngine(in_place.InPlaceEngine):
             autocast = torch.get_autocast_dtype(device) if is_autocast else None
             wanted = replace(wanted, options=f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}")
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
-        if plan is not None and plan.has_padding:
-            traced.expect_padding()
+        if plan is not None:
+            traced.keep_masks(KeptMasks(plan.has_padding, plan.has_local_masks))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 
     def _run_now(self) -> Run:

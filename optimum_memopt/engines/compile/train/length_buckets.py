@@ -24,6 +24,7 @@ from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.length_buckets import WORTH, ExtraByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
@@ -31,6 +32,8 @@ from optimum_memopt.logs import get_logger
 # Makes a forward, not compiled yet: the former one whose budget and traces it shares, the largest batch that it is for
 # (None: the run's), and what it is for.
 _NewForward = Callable[[PlannedForward | None, LargestBatch | None, str], PlannedForward]
+# The masks of a batch, and for each parameter whether it trains: other ones are other graphs.
+_Kind = tuple[KeptMasks, tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class LengthBuckets:
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
         self.largest = new_forward(None, None, "")
-        # Whether the batch has padding and which parameters train, and the forwards that were planned for others.
+        # The batch's masks and which parameters train, and the forwards that were planned for others.
         self._kind = self._kind_now()
-        self._others: dict[tuple[bool, tuple[bool, ...]], tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
+        self._others: dict[_Kind, tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
 
     def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
@@ -78,7 +81,7 @@ class LengthBuckets:
             get_logger().info(f"going on without this variant: {error}")
             return self(call)
         if is_first and forward is self.largest:
-            # Data may have told of padding.
+            # Data may have told of batches that need others.
             self._kind = self._kind_now()
             self._plan_shorter()
         return outputs
@@ -107,8 +110,8 @@ class LengthBuckets:
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
-        padded_or_not = [forwards for (_, trains), forwards in self._others.items() if trains == self._kind[1]]
-        plans = [(self.largest, self._shorter), *padded_or_not]
+        other_masks = [forwards for (_, trains), forwards in self._others.items() if trains == self._kind[1]]
+        plans = [(self.largest, self._shorter), *other_masks]
         for forward in (each for largest, shorter in plans for each in (*(one.forward for one in shorter), largest)):
             if forward.predictors is not None:
                 with forward.predicting():
@@ -140,18 +143,17 @@ class LengthBuckets:
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(former, planner.largest, "")
 
-    def _kind_now(self) -> tuple[bool, tuple[bool, ...]]:
-        return self.largest.traced.has_padding, self.largest.traced.trains
+    def _kind_now(self) -> _Kind:
+        return self.largest.traced.masks, self.largest.traced.trains
 
     def _plan_for_kind(self) -> None:
-        """Take the forwards whose budget was solved for batches and parameters of this kind: other ones are other
-        graphs."""
+        """Take the forwards whose budget was solved for batches and parameters of this kind."""
         former, before, now = self.largest, self._kind, self._kind_now()
         if not former.planner.solves or now == before:
             return
-        has_padding = now[0] != before[0]
+        (masks, _), (former_masks, _) = now, before
         # Which parameters train may be noticed by one rank alone.
-        if not (self._is_alone or has_padding):
+        if not (self._is_alone or masks != former_masks):
             return
         self._kind = now
         if not former.is_compiled:
@@ -160,7 +162,7 @@ class LengthBuckets:
         if now in self._others:
             self.largest, self._shorter = self._others.pop(now)
             return
-        what = "the first batch with padding" if has_padding else "other parameters train than before"
+        what = "other parameters train than before" if masks == former_masks else masks.first_after(former_masks)
         get_logger().info(f"{what}: solving for the budget again")
         self.largest, self._shorter = self._new_forward(former, former.planner.largest, ""), ()
 

@@ -189,8 +189,8 @@ class PlannedForward:
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> _Attempt:
-            if (largest := self.planner.largest) is not None and largest.has_padding:
-                self.traced.expect_padding()
+            if (largest := self.planner.largest) is not None:
+                self.traced.expect(largest)
             with process.fewer_collections():
                 return _Attempt(self._run(call), self.predictor, self.plan_file)
 
@@ -303,8 +303,8 @@ class PlannedForward:
         resident = self.planner.resident(self.traced.held)
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = self.traced.spec
-        padding = self.traced.has_padding
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, padding, runs_before=earlier)
+        masks = self.traced.masks
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, runs_before=earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)

@@ -200,7 +200,8 @@ class FromPlanFile(Producer):
         plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
         if mismatch and not self.file.has_padding:
-            mismatch += " (the file is for batches without padding)"
+            shorter = "" if self.file.has_local_masks else ", and for rows shorter than local attention's window"
+            mismatch += f" (the file is for batches without padding{shorter})"
         if plan.by_torch:
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         inputs = InputsPlan()
