@@ -19,25 +19,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import MistralConfig, MistralForCausalLM
 
 from optimum_memopt import MemOptError, optimize
 from tests.fresh_process import fork_ranks
-from tests.model_zoo import ZOO
+from tests.model_zoo import VOCABULARY, ZOO
 from tests.train.launchers.worker import saved
 from tests.trainer_runs import distance
 
 STEPS = 3
 DIMENSIONS = ("replicate", "shard")
 IMAGES = "qwen2-vl"
-# One rank has padding in one step, all others have none; under a budget.
-PADDING = "padding"
+# One rank has padding, or rows as long as the window of local attention, in one step; all others have none. Under a
+# budget.
+PADDING, WINDOW = "padding", "window"
+TOKENS = 9
 
 
 def sharded(
-    mesh: tuple[int, ...] = (2,), tensor_parallel: bool = False, ignored: str = "", frozen: bool = False, **how: Any
+    mesh: tuple[int, ...] = (2,),
+    tensor_parallel: bool = False,
+    ignored: str = "",
+    frozen: bool = False,
+    model: torch.nn.Module | None = None,
+    **how: Any,
 ) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = ZOO["llama"].build(num_hidden_layers=3, use_cache=False)
+    model = model if model is not None else ZOO["llama"].build(num_hidden_layers=3, use_cache=False)
     names = DIMENSIONS[-len(mesh) :]
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     if frozen:
@@ -55,6 +63,14 @@ def sharded(
         fully_shard(layer, mesh=device_mesh, **how)
     fully_shard(model, mesh=device_mesh, **how)
     return model.train()
+
+
+def of_local_attention() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 3, "num_key_value_heads": 2}
+    config = MistralConfig(**sizes, **layers, sliding_window=TOKENS + 1, use_cache=False)
+    return sharded(model=MistralForCausalLM(config))
 
 
 def of_images() -> torch.nn.Module:
@@ -102,8 +118,10 @@ def train(model: torch.nn.Module, case: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(STEPS):
         name = IMAGES if hasattr(getattr(model, "model", None), "visual") else "llama"
-        batch = ZOO[name].batch(4, 9, seed=10 * step + torch.distributed.get_rank())
-        if case == PADDING and (step, torch.distributed.get_rank()) != (1, 1):
+        is_other = (step, torch.distributed.get_rank()) == (1, 1)
+        length = TOKENS + 3 if case == WINDOW and is_other else TOKENS
+        batch = ZOO[name].batch(4, length, seed=10 * step + torch.distributed.get_rank())
+        if case == WINDOW or (case == PADDING and not is_other):
             batch = without_padding(batch)
         model(**batch).loss.backward()
         reduced(model)
@@ -124,13 +142,14 @@ CASES: dict[str, Callable[[], torch.nn.Module]] = {
     "quantized_sharded": functools.partial(quantized, torch.float32),
     "images": of_images,
     PADDING: sharded,
+    WINDOW: of_local_attention,
     "tensor_parallel": functools.partial(sharded, (1, 2), tensor_parallel=True),
 }
 
 
 def compared(case: str) -> dict[str, Any]:
     model, options = CASES[case](), {"memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
-    plan = {"memory_opt_budget": "90%"} if case == PADDING else {"memory_opt_level": 1}
+    plan = {"memory_opt_budget": "90%"} if case in (PADDING, WINDOW) else {"memory_opt_level": 1}
     try:
         engine = optimize(model, memory_opt_engine="compile", **plan, **options)
         found = train(model, case)
