@@ -192,17 +192,49 @@ def complexities(dataset: Any, length_column: str = "length", pad_token_id: int 
         )
     # A transform (`set_transform`) makes samples of something else than the columns; a stored length stays what it is.
     in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
-    values: Iterable[Any] = (dataset[index][field] for index in range(len(dataset)))
-    if in_columns:
-        # Without reading the other columns.
-        batches = dataset.select_columns([field]).with_format("numpy").iter(1000)
-        values = itertools.chain.from_iterable(rows[field] for rows in batches)
+    values = _values(dataset, field, in_columns)
     if field == length_column:
         return np.asarray([float(value) for value in values])
     if field == "input_ids" and pad_token_id is None:
         return np.asarray([len(value) for value in values], dtype=np.float64)
     padding = 0 if field == "attention_mask" else pad_token_id
     return np.asarray([np.count_nonzero(np.asarray(value) != padding) for value in values], dtype=np.float64)
+
+
+def _values(dataset: Any, field: str, in_columns: bool) -> Iterable[Any]:
+    """A field of each sample; of a stored column without reading the other ones."""
+    if not in_columns:
+        return (dataset[index][field] for index in range(len(dataset)))
+    batches = dataset.select_columns([field]).with_format("numpy").iter(1000)
+    return itertools.chain.from_iterable(rows[field] for rows in batches)
+
+
+# Columns of TRL's trainers that compare answers (DPO, KTO, Reward; 1.16): a prompt, if there is one, with one of the
+# answers is a row that the model is given.
+_PROMPT = "prompt_ids"
+_ANSWERS = {"chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"}
+
+
+def row_lengths(dataset: Any, collator: Any, length_column: str = "length") -> np.ndarray:
+    """Tokens of the longest row that a Trainer makes of each sample, shape (samples,); reads the whole data set once.
+
+    Args:
+        collator: the Trainer's, which may cut what it joins.
+
+    Raises:
+        MemOptError: the samples do not tell.
+    """
+    names = set(dataset.column_names if hasattr(dataset, "select_columns") else dataset[0])
+    if not (answers := names & _ANSWERS):
+        return complexities(dataset, length_column)
+    counts = {
+        name: np.asarray([len(value) for value in _values(dataset, name, hasattr(dataset, "select_columns"))])
+        for name in (*answers, *(names & {_PROMPT}))
+    }
+    prompts = counts.pop(_PROMPT, 0)
+    lengths = prompts + np.max(list(counts.values()), axis=0)
+    most = getattr(collator, "max_length", None)
+    return np.asarray(lengths if most is None else np.minimum(lengths, most), dtype=np.float64)
 
 
 class ComplexityCallback(TrainerCallback):
@@ -296,15 +328,16 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
     dataset = trainer.train_dataset
     if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
         return None
+    rows = compat.train_batch_size(trainer)
     try:
-        lengths = complexities(dataset, trainer.args.length_column_name)
-        longest = int(lengths.max())
+        lengths = row_lengths(dataset, trainer.data_collator, trainer.args.length_column_name)
+        most_tokens = int(np.sort(lengths)[-rows:].sum())
     except (MemOptError, TypeError, ValueError):
         return None
-    rows = compat.train_batch_size(trainer)
+    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    padded = np.ceil(lengths / multiple) * multiple
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
-    most_tokens = int(np.sort(lengths)[-rows:].sum())
-    return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy), most_tokens)
+    return LargestBatch(rows, int(padded.max()), batch_lengths(padded, rows, strategy), most_tokens)
 
 
 def is_readable(dataset: Any) -> bool:

@@ -42,7 +42,7 @@ from optimum_memopt.predict.phases import (
     train_suggestion,
 )
 from optimum_memopt.sizes import AUTO, Budget, gib_text
-from optimum_memopt.training.batches import complexities, is_readable
+from optimum_memopt.training.batches import is_readable, row_lengths
 from optimum_memopt.training.compat_generation import Generation, generate_next, kernels_of_a_gpu, longest_generation
 
 _MOST_ROWS = 100_000
@@ -139,7 +139,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
     try:
         if is_readable(data) and len(data) <= _MOST_ROWS:
             with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
-                lengths = complexities(data, trainer.args.length_column_name)
+                lengths = row_lengths(data, trainer.data_collator, trainer.args.length_column_name)
                 longest = np.argsort(-lengths, kind="stable")
                 return compat.collator(trainer, kind)([data[int(longest[place % len(data)])] for place in range(rows)])
         return _longest_texts(next(iter(dataloader())), data)

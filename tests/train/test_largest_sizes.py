@@ -1,5 +1,6 @@
 """A plan is made for the largest batch of a run."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,9 +25,9 @@ def test_rows_and_length_are_raised_and_nothing_else() -> None:
     assert larger_sizes(first, NAMES, None) == first
 
 
-def trainer_on(dataset: object) -> SimpleNamespace:
+def trainer_on(dataset: object, collator: object = None) -> SimpleNamespace:
     args = SimpleNamespace(length_column_name="length", train_batch_size=4)
-    return SimpleNamespace(train_dataset=dataset, args=args, _train_batch_size=4)
+    return SimpleNamespace(train_dataset=dataset, args=args, _train_batch_size=4, data_collator=collator)
 
 
 LISTS = [{"input_ids": [1] * length} for length in (3, 9, 5)]
@@ -46,6 +47,34 @@ def test_batches_are_those_of_the_runs_order() -> None:
     in_order = trainer_on(rows)
     in_order.args.train_sampling_strategy = "sequential"
     assert largest_batch(in_order).lengths[:2] == (75, 86)
+
+
+ANSWERS = {"dpo": ("chosen_ids", "rejected_ids"), "reward": ("chosen_ids", "rejected_ids"), "kto": ("completion_ids",)}
+
+
+@pytest.mark.parametrize("most", [None, 11])
+@pytest.mark.parametrize("multiple", [None, 8])
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_answers_that_are_compared_come_behind_their_prompt(kind: str, multiple: int | None, most: int | None) -> None:
+    source, named = random.Random(0), {"pad_token_id": 0, "pad_to_multiple_of": multiple}
+    if kind == "reward":
+        collator = pytest.importorskip("trl.trainer.reward_trainer").DataCollatorForPreference(**named)
+    else:
+        module = pytest.importorskip(f"trl.trainer.{kind}_trainer")
+        name = "DataCollatorForPreference" if kind == "dpo" else "DataCollatorForUnpairedPreference"
+        collator = getattr(module, name)(**named, max_length=most)
+    columns = (*ANSWERS[kind], *(() if kind == "reward" else ("prompt_ids",)))
+    of_kind = [{name: [5] * source.randint(1, 12) for name in columns} | {"label": True} for _ in range(12)]
+    longest = max(collator([row])["input_ids"].shape[1] for row in of_kind)
+    for dataset in (of_kind, Dataset.from_list(of_kind)):
+        found = largest_batch(trainer_on(dataset, collator))
+        assert found == LargestBatch(4, longest)
+        assert max(found.lengths) == longest
+
+
+def test_rows_are_padded_to_a_multiple() -> None:
+    found = largest_batch(trainer_on(LISTS, SimpleNamespace(pad_to_multiple_of=8)))
+    assert (found.length, found.lengths, found.tokens) == (16, (16,), 17)
 
 
 class Random(torch.utils.data.Dataset):
