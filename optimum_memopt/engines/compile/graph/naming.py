@@ -54,6 +54,7 @@ OPERATORS = {
     "mm": ("FusedMatMul",),
     "native_dropout": ("Dropout",),
     "native_layer_norm": ("LayerNormalization",),
+    "label_log_probs": ("FusedMatMul", "LogSoftmax", "GatherElements"),
     "ne": ("Not", "Equal"),
     "nll_loss_forward": ("NegativeLogLikelihoodLoss",),
     "repeat": ("Tile",),

@@ -16,6 +16,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import elements, is_chunked_loss_operator, symbolic, value
 from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat.fused_lm_head import token_chunk
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 _ZERO = sympy.Integer(0)
@@ -167,6 +168,51 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
+# Bytes of float32 tensors that TRL's code for devices without Triton holds for each element of a product: in the
+# forward, and in the backward beside a mask; in the backward with gradients of entropies, and with a soft cap, more
+# (`_forward_tile`, `_backward_tile` in `trl/kernels/chunked_logprob.py`, 1.16).
+_TILE, _TILE_BACKWARD, _TILE_OF_ENTROPY, _TILE_OF_CAP = 12, 29, 4, 4
+# Sums and maxima of each token that are no results.
+_VECTORS = 4
+
+
+def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
+    """A buffer for products of chunks of tokens with chunks of the vocabulary, and what is computed of one."""
+    hidden, weight, _, labels, _, chunk, _, _, _, autocast = arguments
+    per_element = 0 if by_kernel else _TILE
+    held = _chunks(hidden, weight, chunk, autocast, per_element) + _VECTORS * elements(labels) * _FLOAT_BYTES
+    return held + (_labelled(hidden, labels) if by_kernel else 0)
+
+
+def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
+    """The same, and gradients of a smaller dtype in float32."""
+    _, of_entropy, hidden, weight, bias, labels, _, _, _, chunk, softcap, _, autocast, needed = arguments
+    per_element = _TILE_BACKWARD + _TILE_OF_ENTROPY * (of_entropy is not None) + _TILE_OF_CAP * (softcap is not None)
+    held = _chunks(hidden, weight, chunk, autocast, 0 if by_kernel else per_element)
+    if by_kernel:
+        held += _labelled(hidden, labels) + elements(hidden) * hidden.dtype.itemsize
+    results = [each for each, is_needed in zip((hidden, weight, bias), needed, strict=True) if is_needed]
+    cast = [each for each in results if each is not None and each.dtype != torch.float32]
+    accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in cast))
+    # Casts come when all is accumulated.
+    return accumulated + sympy.Max(0, held - sympy.Add(*(elements(each) * each.dtype.itemsize for each in cast)))
+
+
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int
+) -> sympy.Expr:
+    tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
+    dtype = hidden.dtype if autocast is None else autocast
+    factors = ((tokens, hidden), (words, weight))
+    casts = (rows * symbolic(factor.shape[1]) for rows, factor in factors if factor.dtype != dtype)
+    return tokens * (chunk * dtype.itemsize + words * per_element) + sympy.Add(*casts) * dtype.itemsize
+
+
+def _labelled(hidden: torch.Tensor, labels: torch.Tensor) -> sympy.Expr:
+    """Copies of the tokens with a label, of which all may have one."""
+    return elements(hidden) * hidden.dtype.itemsize + elements(labels) * labels.dtype.itemsize
+
+
 def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:
     """The loss of each element, where their mean or sum is returned (`native/BinaryOps.cpp`, `native/Loss.cpp`)."""
     is_reduced = len(arguments) < 3 or arguments[2] != 0
@@ -192,6 +238,8 @@ _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     **_LOSSES,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "label_log_probs": functools.partial(_label_log_probs, by_kernel=False),
+    "label_log_probs_backward": functools.partial(_label_log_probs_backward, by_kernel=False),
 }
 
 
@@ -327,4 +375,6 @@ _CUDA_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     "embedding_dense_backward": _embedding_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "label_log_probs": functools.partial(_label_log_probs, by_kernel=True),
+    "label_log_probs_backward": functools.partial(_label_log_probs_backward, by_kernel=True),
 }

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from optimum_memopt.compat import hooks_around_call
-from optimum_memopt.engines.compile.torch_compat import packed_attention
+from optimum_memopt.engines.compile.torch_compat import fused_lm_head, packed_attention
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
     global_hooks,
     is_fake,
@@ -65,7 +65,7 @@ class TraceFixes:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         # Functions of modules and in their files, by their names, and those that are called instead.
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = list(fused_lm_head.replacements())
         for file in filter(None, set(map(_file_of, model.modules()))):
             for name, function in vars(file).items():
                 if name.startswith(_READ_SIZES) and callable(function):
