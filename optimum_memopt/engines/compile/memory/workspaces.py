@@ -179,8 +179,10 @@ _VECTORS = 4
 def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
     """A buffer for products of chunks of tokens with chunks of the vocabulary, and what is computed of one."""
     hidden, weight, _, labels, _, chunk, _, _, _, autocast = arguments
-    per_element = 0 if by_kernel else _TILE
-    held = _chunks(hidden, weight, chunk, autocast, per_element) + _VECTORS * elements(labels) * _FLOAT_BYTES
+    held = (
+        _chunks(hidden, weight, chunk, autocast, 0 if by_kernel else _TILE)
+        + _VECTORS * elements(labels) * _FLOAT_BYTES
+    )
     return held + (_labelled(hidden, labels) if by_kernel else 0)
 
 
