@@ -254,7 +254,7 @@ OUTPUTS = {
         ),
         (
             r"\[memopt\] activation checkpointing of .*",
-            r"\[memopt\] graph breaks split .*",
+            "PeftModelForCausalLM in .*",
             "Predicted for the first batch.*",
             "On: .*",
             AT_THE_PEAK,

@@ -179,10 +179,8 @@ _VECTORS = 4
 def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
     """A buffer for products of chunks of tokens with chunks of the vocabulary, and what is computed of one."""
     hidden, weight, _, labels, _, chunk, _, _, _, autocast = arguments
-    held = (
-        _chunks(hidden, weight, chunk, autocast, 0 if by_kernel else _TILE)
-        + _VECTORS * elements(labels) * _FLOAT_BYTES
-    )
+    held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else _TILE)
+    held += _VECTORS * elements(labels) * _FLOAT_BYTES
     return held + (_labelled(hidden, labels) if by_kernel else 0)
 
 
@@ -190,7 +188,7 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
     """The same, and gradients of a smaller dtype in float32."""
     _, of_entropy, hidden, weight, bias, labels, _, _, _, chunk, softcap, _, autocast, needed = arguments
     per_element = _TILE_BACKWARD + _TILE_OF_ENTROPY * (of_entropy is not None) + _TILE_OF_CAP * (softcap is not None)
-    held = _chunks(hidden, weight, chunk, autocast, 0 if by_kernel else per_element)
+    held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else per_element)
     if by_kernel:
         held += _labelled(hidden, labels) + elements(hidden) * hidden.dtype.itemsize
     results = [each for each, is_needed in zip((hidden, weight, bias), needed, strict=True) if is_needed]
@@ -201,13 +199,16 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
 
 
 def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int | None
 ) -> sympy.Expr:
+    """The buffer, casts of factors, and for each element of a product the bytes of what is computed of it; None: in
+    place. Rows of the buffer are longer than a small vocabulary, which on a CPU takes no pages."""
     tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
     dtype = hidden.dtype if autocast is None else autocast
     factors = ((tokens, hidden), (words, weight))
     casts = (rows * symbolic(factor.shape[1]) for rows, factor in factors if factor.dtype != dtype)
-    return tokens * (chunk * dtype.itemsize + words * per_element) + sympy.Add(*casts) * dtype.itemsize
+    row = chunk * dtype.itemsize if per_element is None else words * (dtype.itemsize + per_element)
+    return tokens * row + sympy.Add(*casts) * dtype.itemsize
 
 
 def _labelled(hidden: torch.Tensor, labels: torch.Tensor) -> sympy.Expr:
