@@ -101,6 +101,18 @@ def test_hooks_come_and_go(register, layers):
         assert [calls[each] for each in hooked] == [2, 2]
 
 
+def test_a_hook_in_a_layer_is_the_one_reason_for_another_graph():
+    ours = Net(4)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    batch = {"x": torch.randn(4, 8)}
+    ours(**batch)
+    ours.layers[0].linear.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    with log_lines() as lines:
+        ours(**batch)
+    reasons = [line for line in lines if line.startswith("compiling another training graph")]
+    assert reasons == ["compiling another training graph: layers have hooks"]
+
+
 def test_hooks_of_layers_come_and_go_while_the_forward_runs():
     """Such layers are compiled by themselves, and have no hooks while torch traces what is around them."""
     ours, plain, batch = Net(4), Net(4), {"x": torch.randn(4, 8)}

@@ -164,6 +164,9 @@ class _Kind(NamedTuple):
             "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
             "trains": "other parameters train",
         }
+        if self.has_regions != other.has_regions:
+            # Only those in regions are known.
+            del lines["trains"]
         return [line for name, line in lines.items() if getattr(self, name) != getattr(other, name)]
 
 
