@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,21 @@ def test_a_plan_file_is_for_rows_shorter_than_the_window_or_for_all(is_short: bo
             model(**other)
     else:
         assert_same_step(model, plain, other)
+
+
+def test_two_threads_train_two_models() -> None:
+    models = [twins("llama", **GROUPED), local_twins(16)]
+    for model, _ in models:
+        optimize(model, **OPTIONS, memory_opt_level=1)
+
+    def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        for number, (length, padding) in enumerate(((12, 0), (20, 2), (13, 0))):
+            model(**batch(3, length, padding, seed=number)).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(gradients, (model for model, _ in models)))
+    for ours, (_, plain) in zip(found, models, strict=True):
+        expected = gradients(plain)
+        assert all(torch.equal(ours[name], gradient) for name, gradient in expected.items())
+    assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import traceback
 import types
 import weakref
@@ -134,6 +135,10 @@ class TracedCall:
     recompiles: tuple[str, ...]
 
 
+# While a forward runs, functions of transformers and torch's switches are others for the whole process.
+_ONE_AT_A_TIME = threading.RLock()
+
+
 class _Kind(NamedTuple):
     """The kind of a call: each is traced by itself.
 
@@ -218,7 +223,8 @@ class TracedForward:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
         try:
-            traced = self._call(call, choices)
+            with _ONE_AT_A_TIME:
+                traced = self._call(call, choices)
         except Exception as error:
             is_changed = isinstance(error, ResultsChangedError)
             why = self._regions.refusal or (line_with_place(error) if self.is_first else "")

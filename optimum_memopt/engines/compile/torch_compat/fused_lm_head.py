@@ -7,6 +7,7 @@ graph there. The operator runs that function's own forward and backward.
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,11 @@ from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 _KERNELS, _USES = "trl.kernels.chunked_logprob", "trl.trainer.utils"
 _FUNCTION, _IS_TRITON = "_ChunkedLogProbFunction", "_use_triton"
+# Of the function's forward; another TRL may have others.
+_ARGUMENTS = (
+    *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+    *("final_logit_softcapping", "logit_scale", "outputs"),
+)
 # The function's results behind the log probabilities, of which it computes those that are asked for.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -194,16 +200,18 @@ class LabelLogProbs:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Replacements in TRL's files, by their names there; none where no trainer of TRL is imported."""
+    """Replacements in TRL's files, by their names there; none where no trainer of TRL is imported, or another TRL."""
     file: Any = sys.modules.get(_USES)
-    if all(hasattr(file, name) for name in (_FUNCTION, _IS_TRITON)):
-        uses = getattr(file, _IS_TRITON)
+    if not all(hasattr(file, name) for name in (_FUNCTION, _IS_TRITON)):
+        return
+    function, uses = getattr(file, _FUNCTION), getattr(file, _IS_TRITON)
+    if tuple(inspect.signature(function.forward).parameters) == _ARGUMENTS:
 
         def is_triton(device: torch.device) -> bool:
             # The number of labels would be a symbol; the operator looks for them itself.
             return not torch.compiler.is_compiling() and bool(uses(device))
 
-        yield file, _FUNCTION, LabelLogProbs(getattr(file, _FUNCTION))
+        yield file, _FUNCTION, LabelLogProbs(function)
         yield file, _IS_TRITON, is_triton
 
 
