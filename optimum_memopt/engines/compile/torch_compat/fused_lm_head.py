@@ -204,7 +204,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     file: Any = sys.modules.get(_USES)
     if not all(hasattr(file, name) for name in (_FUNCTION, _IS_TRITON)):
         return
-    function, uses = getattr(file, _FUNCTION), getattr(file, _IS_TRITON)
+    # Not those of the file, where they may be replaced while another thread trains.
+    function, uses = _function(), _kernels()._use_triton
     if tuple(inspect.signature(function.forward).parameters) == _ARGUMENTS:
 
         def is_triton(device: torch.device) -> bool:
@@ -215,16 +216,14 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
         yield file, _IS_TRITON, is_triton
 
 
-def with_labels(graph: fx.Graph) -> None:
+def with_labels(module: fx.GraphModule) -> None:
     """Give the operator the labels themselves in a graph that dynamo has traced, in which those that are none are
     clamped to 0."""
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in _OPERATORS and (labels := _unclamped(node.args[3])):
-            with graph.inserting_before(node):
-                node.update_arg(3, graph.call_method("reshape", (labels, -1)))
-
-
-_OPERATORS = (label_log_probs, torch.ops.optimum_memopt.label_log_probs, label_log_probs._opoverload)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.label_log_probs.default):
+        if labels := _unclamped(node.args[3]):
+            with module.graph.inserting_before(node):
+                node.update_arg(3, module.graph.call_method("reshape", (labels, -1)))
+            module.recompile()
 
 
 def _unclamped(targets: Any) -> fx.Node | None:
