@@ -122,8 +122,8 @@ class PlanFile:
     Attributes:
         why: who chose it, as `level 1`.
         loss: one of `LOSSES`.
-        solved_for: model, device, compiler, sizes of the batch, whether it has padding, and versions, for whoever
-            reads the file.
+        solved_for: model, device, compiler, sizes of the batch, the attention masks that it needs, and versions,
+            for whoever reads the file.
         graphs: in the order in which they are compiled.
     """
 

@@ -224,11 +224,12 @@ def row_lengths(dataset: Any, collator: Any, length_column: str = "length") -> n
     Raises:
         MemOptError: the samples do not tell.
     """
-    names = set(dataset.column_names if hasattr(dataset, "select_columns") else dataset[0])
+    is_stored = hasattr(dataset, "select_columns")
+    names = set(dataset.column_names if is_stored else dataset[0])
     if not (answers := names & _ANSWERS):
         return complexities(dataset, length_column)
     counts = {
-        name: np.asarray([len(value) for value in _values(dataset, name, hasattr(dataset, "select_columns"))])
+        name: np.asarray([len(value) for value in _values(dataset, name, is_stored)])
         for name in (*answers, *(names & {_PROMPT}))
     }
     prompts = counts.pop(_PROMPT, 0)

@@ -329,8 +329,7 @@ class Regions:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = versions(tensors)
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
-        fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
-        with replaced([layer], fakes):
+        with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:

@@ -209,7 +209,7 @@ class TracedForward:
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
-        # By whether batches have padding.
+        # By the masks of batches.
         self._shardings: dict[KeptMasks, AnySharding] = {}
         self._has_run = False
         self.held = self.held_after = 0

@@ -177,7 +177,7 @@ class PlannedStep:
 
             capture = Capture(model, (), batch, spec, planner.choose)
             if file is not None:
-                capture.keep_masks(KeptMasks(file.has_padding, file.has_local_masks))
+                capture.keep_masks(KeptMasks.of(file))
 
             def attempt() -> TracedStep:
                 graphs = capture.run(costs, compared)

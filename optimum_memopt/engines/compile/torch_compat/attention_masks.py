@@ -18,6 +18,7 @@ import torch
 from optimum_memopt.compat import is_mask, of_all_ranks
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of
+from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"
 # Torch guards on whether a tensor that a traced forward is given has this attribute.
@@ -54,6 +55,11 @@ class KeptMasks(NamedTuple):
     padding: bool
     local: bool
 
+    @classmethod
+    def of(cls, file: PlanFile) -> "KeptMasks":
+        """Those that a plan file was made with."""
+        return cls(file.has_padding, file.has_local_masks)
+
     def with_those_of(self, other: "KeptMasks") -> "KeptMasks":
         """The masks that one of the two makes."""
         return KeptMasks(*map(max, self, other))
@@ -63,9 +69,6 @@ class KeptMasks(NamedTuple):
         if self.padding != other.padding:
             return f"the first batch {'with' if self.padding else 'without'} padding"
         return f"the first batch {'with' if self.local else 'without'} rows as long as local attention's window"
-
-
-_NO_MASKS = KeptMasks(padding=False, local=False)
 
 
 class AttentionMasks:
@@ -81,7 +84,7 @@ class AttentionMasks:
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        self.kept = self._always = _NO_MASKS
+        self.kept = self._always = KeptMasks(padding=False, local=False)
         self._is_first = True
         self._window = min(_windows(model), default=None)
         paths = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]

@@ -245,7 +245,7 @@ class CompileEngine(in_place.InPlaceEngine):
             wanted = replace(wanted, options=f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}")
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
         if plan is not None:
-            traced.keep_masks(KeptMasks(plan.has_padding, plan.has_local_masks))
+            traced.keep_masks(KeptMasks.of(plan))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 
     def _run_now(self) -> Run:

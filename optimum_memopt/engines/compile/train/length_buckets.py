@@ -33,7 +33,7 @@ from optimum_memopt.logs import get_logger
 # (None: the run's), and what it is for.
 _NewForward = Callable[[PlannedForward | None, LargestBatch | None, str], PlannedForward]
 # The masks of a batch, and for each parameter whether it trains: other ones are other graphs.
-_Kind = tuple[KeptMasks, tuple[bool, ...]]
+_SolvedFor = tuple[KeptMasks, tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LengthBuckets:
         self.largest = new_forward(None, None, "")
         # The batch's masks and which parameters train, and the forwards that were planned for others.
         self._kind = self._kind_now()
-        self._others: dict[_Kind, tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
+        self._others: dict[_SolvedFor, tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
 
     def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
@@ -143,7 +143,7 @@ class LengthBuckets:
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_forward(former, planner.largest, "")
 
-    def _kind_now(self) -> _Kind:
+    def _kind_now(self) -> _SolvedFor:
         return self.largest.traced.masks, self.largest.traced.trains
 
     def _plan_for_kind(self) -> None:
