@@ -38,19 +38,7 @@ from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.data import CollectingCallback
 from optimum_memopt.report.page import Page, TrainingReport
-from optimum_memopt.trainer_patches import (
-    AGREED_FAILURE,
-    ATTACHED_ENGINE,
-    CHOSEN_MICRO_BATCH,
-    COMPARED_RANKS,
-    DRY_RUN,
-    FALLBACK,
-    GROUPED_ROWS,
-    RELEASED_MODEL,
-    REMOVED_HOOKS,
-    SMOOTHED_LOSS,
-    TrainerPatches,
-)
+from optimum_memopt.trainer_patches import Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
 
@@ -196,7 +184,7 @@ def _put_on(
     parts: Sequence[TrainerParts],
     reporter: TrainingReport,
 ) -> None:
-    """Put callbacks and wrappers on a Trainer; `PATCHES` has the order of the wrappers."""
+    """Put callbacks and wrappers on a Trainer; `Patch` has the order of the wrappers."""
     undo = leave_out_fsdp_checkpointing(trainer)
     if undo is not None:
         patches.add_undo(undo)
@@ -204,31 +192,31 @@ def _put_on(
         for callback in part.callbacks:
             patches.add_callback(trainer, callback)
         if part.wrap_loss is not None:
-            patches.put(trainer, SMOOTHED_LOSS, part.wrap_loss)
+            patches.put(trainer, Patch.SMOOTHED_LOSS, part.wrap_loss)
     for callback in callbacks.values():
         patches.add_callback(trainer, callback)
         if not isinstance(callback, CollectingCallback):
             callback.reporter.belongs_to(trainer)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         if options.memory_opt_on_oom == REPLAN:
-            patches.put(trainer, AGREED_FAILURE, partial(guard.agreeing, trainer))
+            patches.put(trainer, Patch.AGREED_FAILURE, partial(guard.agreeing, trainer))
 
         def facts() -> dict[str, str]:
             return distributed.facts(engine.name, options, engine.plans())
 
-        patches.put(trainer, COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
-    patches.put(trainer, FALLBACK, partial(replan.falling_back, trainer, engine))
+        patches.put(trainer, Patch.COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
+    patches.put(trainer, Patch.FALLBACK, partial(replan.falling_back, trainer, engine))
     attaching = partial(_attaching, trainer, engine, options.memory_opt_optim, undo is not None)
-    patches.put(trainer, ATTACHED_ENGINE, attaching)
+    patches.put(trainer, Patch.ATTACHED_ENGINE, attaching)
     if options.group_by_complexity:
         grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
-        patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
+        patches.put(trainer, Patch.GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
-        patches.put(trainer, CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
+        patches.put(trainer, Patch.CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
     if options.memory_opt_dry_run is not None:
-        patches.put(trainer, DRY_RUN, lambda _: partial(_dry_run, trainer, options))
-    patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
-    patches.put(trainer, RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
+        patches.put(trainer, Patch.DRY_RUN, lambda _: partial(_dry_run, trainer, options))
+    patches.put(trainer, Patch.REMOVED_HOOKS, partial(removing_hooks, trainer))
+    patches.put(trainer, Patch.RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
 
 def run_summary(trainer: Trainer) -> str:

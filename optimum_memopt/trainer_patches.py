@@ -1,6 +1,6 @@
 """All that is put on a Trainer: one ordered list, with undo.
 
-A method is replaced once, by a function that calls the wrappers of `PATCHES` in their order around what was there.
+A method is replaced once, by a function that calls the wrappers of `Patch` in their order around what was there.
 Where somebody else has wrapped that function meanwhile, `undo` leaves it inside of theirs, with nothing to do. What
 is put on for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays
 with the Trainer for its next `train()`, unless `attach` itself fails.
@@ -8,7 +8,7 @@ with the Trainer for its next `train()`, unless `attach` itself fails.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -19,46 +19,29 @@ from optimum_memopt.compat import TRAIN_SAMPLER
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A wrapper around a method, and why it is there."""
+class Patch(Enum):
+    """A wrapper around a method, and why it is there; of each method from the innermost to the outermost."""
 
-    method: str
-    why: str
+    SMOOTHED_LOSS = "compute_loss", "the engine smooths labels where it computes the loss"
+    AGREED_FAILURE = "compute_loss", "memory that runs out on one rank ends the forward on all, which run it again"
+    COMPARED_RANKS = "compute_loss", "ranks are compared when the plan table exists and no gradient does"
+    FALLBACK = "training_step", "a first step whose backward cannot run goes on without a plan"
+    GUARDED_STEP = "training_step", "a step that runs out of memory is explained, or runs again"
+    COUNTED_TOKENS = "training_step", "padding is counted before label smoothing takes the labels out"
+    GUARDED_OPTIMIZER = "step", "an optimizer's step that runs out of memory is explained"
+    ATTACHED_ENGINE = "create_optimizer", "the model is loaded, and neither DDP, DeepSpeed nor autocast wraps it yet"
+    GROUPED_ROWS = TRAIN_SAMPLER, "all ranks get rows of like length"
+    CHOSEN_MICRO_BATCH = "train", "micro-batch and accumulation are chosen for a run, and restored after it"
+    REMOVED_HOOKS = "train", "a Trainer has no event after an error, at which callbacks could remove their hooks"
+    DRY_RUN = "train", "nothing is trained; the phases of the run are shown"
+    RELEASED_MODEL = "train", "the model is restored, and the page of the run is written"
+
+    @property
+    def method(self) -> str:
+        return self.value[0]
 
 
-SMOOTHED_LOSS = Patch("compute_loss", "the engine smooths labels where it computes the loss")
-AGREED_FAILURE = Patch("compute_loss", "memory that runs out on one rank ends the forward on all, which run it again")
-COMPARED_RANKS = Patch("compute_loss", "ranks are compared when the plan table exists and no gradient does")
-FALLBACK = Patch("training_step", "a first step whose backward cannot run goes on without a plan")
-GUARDED_STEP = Patch("training_step", "a step that runs out of memory is explained, or runs again")
-COUNTED_TOKENS = Patch("training_step", "padding is counted before label smoothing takes the labels out")
-GUARDED_OPTIMIZER = Patch("step", "an optimizer's step that runs out of memory is explained")
-ATTACHED_ENGINE = Patch(
-    "create_optimizer", "the model is loaded, and neither DDP, DeepSpeed nor autocast wraps it yet"
-)
-GROUPED_ROWS = Patch(TRAIN_SAMPLER, "all ranks get rows of like length")
-CHOSEN_MICRO_BATCH = Patch("train", "micro-batch and accumulation are chosen for a run, and restored after it")
-REMOVED_HOOKS = Patch("train", "a Trainer has no event after an error, at which callbacks could remove their hooks")
-DRY_RUN = Patch("train", "nothing is trained; the phases of the run are shown")
-RELEASED_MODEL = Patch("train", "the model is restored, and the page of the run is written")
-
-# Of each method from the innermost wrapper to the outermost.
-PATCHES = (
-    SMOOTHED_LOSS,
-    AGREED_FAILURE,
-    COMPARED_RANKS,
-    FALLBACK,
-    GUARDED_STEP,
-    COUNTED_TOKENS,
-    GUARDED_OPTIMIZER,
-    ATTACHED_ENGINE,
-    GROUPED_ROWS,
-    CHOSEN_MICRO_BATCH,
-    REMOVED_HOOKS,
-    DRY_RUN,
-    RELEASED_MODEL,
-)
+_ORDER = list(Patch)
 
 
 class _Method:
@@ -88,7 +71,7 @@ class _Method:
     def add(self, patch: Patch, wrap: Wrap) -> Callable[[], None]:
         wrapper = (patch, wrap)
         self._wrappers.append(wrapper)
-        self._wrappers.sort(key=lambda each: PATCHES.index(each[0]))
+        self._wrappers.sort(key=lambda each: _ORDER.index(each[0]))
         self._compose()
         return lambda: self._remove(wrapper)
 

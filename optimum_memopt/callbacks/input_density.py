@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
-from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
+from optimum_memopt.trainer_patches import Patch, TrainerPatches
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
@@ -192,7 +192,7 @@ class InputDensityCallback(HookingCallback):
         self._first_step = state.global_step
         trainer = self.reporter.begin(state)
         if self.reporter.active:
-            self._patches.put(trainer, COUNTED_TOKENS, functools.partial(self._counting, trainer))
+            self._patches.put(trainer, Patch.COUNTED_TOKENS, functools.partial(self._counting, trainer))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)

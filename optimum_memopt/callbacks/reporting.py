@@ -18,7 +18,7 @@ from transformers.integrations import integration_utils
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
-from optimum_memopt.trainer_patches import REMOVED_HOOKS, TrainerPatches
+from optimum_memopt.trainer_patches import Patch, TrainerPatches
 
 
 class JsonLines:
@@ -229,7 +229,7 @@ class HookingCallback(TrainerCallback):
         trainer = find_trainer(state)
         # Else another callback has done it, or a subclass.
         if "train" not in vars(trainer):
-            TrainerPatches().put(trainer, REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
+            TrainerPatches().put(trainer, Patch.REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()

@@ -27,7 +27,7 @@ from optimum_memopt.oom.report import (
     held_at_start,
     report_of,
 )
-from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
+from optimum_memopt.trainer_patches import Patch, TrainerPatches
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
@@ -94,10 +94,10 @@ class MemoryReportCallback(HookingCallback):
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
-        self._patches.put(trainer, GUARDED_STEP, partial(self._guard_step, trainer))
+        self._patches.put(trainer, Patch.GUARDED_STEP, partial(self._guard_step, trainer))
         # Each train() wraps the optimizer anew.
         if trainer.optimizer is not None:
-            self._patches.put(trainer.optimizer, GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
+            self._patches.put(trainer.optimizer, Patch.GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
 
     def _guard_step(self, trainer: Trainer, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -6,9 +6,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemoryReportCallback, attach
-from optimum_memopt.trainer_patches import COUNTED_TOKENS, FALLBACK, GUARDED_STEP, PATCHES, Patch, TrainerPatches
+from optimum_memopt.trainer_patches import Patch, TrainerPatches
 
-STEP_PATCHES = [patch for patch in PATCHES if patch.method == FALLBACK.method]
+STEP_PATCHES = [patch for patch in Patch if patch.method == Patch.FALLBACK.method]
 
 
 class Stepping:
@@ -26,7 +26,7 @@ def test_wrappers_are_called_in_the_order_of_the_list(order):
     trainer, patches = Stepping(), TrainerPatches()
     for patch in order:
         patches.put(trainer, patch, passing(patch))
-    assert trainer.training_step() == ["own", FALLBACK, GUARDED_STEP, COUNTED_TOKENS]
+    assert trainer.training_step() == ["own", Patch.FALLBACK, Patch.GUARDED_STEP, Patch.COUNTED_TOKENS]
     assert trainer.training_step.__name__ == "training_step"
     patches.undo()
     patches.undo()
@@ -36,20 +36,20 @@ def test_wrappers_are_called_in_the_order_of_the_list(order):
 def test_what_was_assigned_before_is_there_again():
     trainer, patches = Stepping(), TrainerPatches()
     trainer.training_step = before = lambda: ["user"]
-    patches.put(trainer, GUARDED_STEP, passing(GUARDED_STEP))
-    assert trainer.training_step() == ["user", GUARDED_STEP]
+    patches.put(trainer, Patch.GUARDED_STEP, passing(Patch.GUARDED_STEP))
+    assert trainer.training_step() == ["user", Patch.GUARDED_STEP]
     patches.undo()
     assert trainer.training_step is before
 
 
 def test_a_wrapper_of_somebody_else_stays_with_nothing_of_ours_inside():
     trainer, attached, of_run = Stepping(), TrainerPatches(), TrainerPatches()
-    attached.put(trainer, FALLBACK, passing(FALLBACK))
+    attached.put(trainer, Patch.FALLBACK, passing(Patch.FALLBACK))
     theirs = trainer.training_step = passing("user")(trainer.training_step)
-    of_run.put(trainer, GUARDED_STEP, passing(GUARDED_STEP))
-    assert trainer.training_step() == ["own", FALLBACK, "user", GUARDED_STEP]
+    of_run.put(trainer, Patch.GUARDED_STEP, passing(Patch.GUARDED_STEP))
+    assert trainer.training_step() == ["own", Patch.FALLBACK, "user", Patch.GUARDED_STEP]
     of_run.undo()
-    assert trainer.training_step is theirs and trainer.training_step() == ["own", FALLBACK, "user"]
+    assert trainer.training_step is theirs and trainer.training_step() == ["own", Patch.FALLBACK, "user"]
     attached.undo()
     assert trainer.training_step is theirs and trainer.training_step() == ["own", "user"]
 
