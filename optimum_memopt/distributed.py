@@ -9,8 +9,6 @@ batch that was meant.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -85,13 +83,8 @@ def check_ranks_agree(own: Mapping[str, str]) -> None:
     Raises:
         MemOptError: on all ranks, where one differs or has failed; it is named with what differs.
     """
-    if len(set(of_all_ranks(digest(own)))) > 1:
-        raise MemOptError(describe_difference(of_all_ranks(dict(own))))
-
-
-def digest(own: Mapping[str, str]) -> str:
-    """A hash of the facts, short enough to be compared on any number of ranks."""
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    if difference := describe_difference(of_all_ranks(dict(own))):
+        raise MemOptError(difference)
 
 
 def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
