@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -318,6 +318,15 @@ def checkpoint_layers(model: Any, every: int) -> None:
         raise MemOptError(
             f"checkpointing of every {every} layers needs transformers 5.23; pip install -U transformers"
         )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in a mapping (transformers' ModelOutput is one), list or tuple, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(inner)
 
 
 def in_float32(outputs: Any) -> Any:

@@ -23,7 +23,7 @@ from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by, train_batch_size
+from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -147,7 +147,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     chosen = resolved.options
     engine = create(resolved)
     engine.outputs_read_by = outputs_read_by
-    engine.run = _run_of(trainer, chosen.group_by_complexity)
+    engine.run = _run_of(trainer)
     engine.check_arguments(trainer.args)
     distributed.warn_unsharded(trainer)
     if chosen.memory_opt_optim is not None:
@@ -347,15 +347,7 @@ def _attaching(
     return attach_and_create
 
 
-def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
+def _run_of(trainer: Trainer) -> Callable[[], Run]:
     """Asks for the Trainer's run; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
-
-    def run() -> Run:
-        if (alive := held()) is None:
-            return Run()
-        read = partial(batches.largest_batch, alive, is_grouped)
-        accumulates = alive.args.gradient_accumulation_steps > 1
-        return Run(alive.optimizer, accumulates, read, train_batch_size(alive))
-
-    return run
+    return lambda: Run() if (alive := held()) is None else batches.run_of(alive)

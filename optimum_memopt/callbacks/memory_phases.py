@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,20 +12,8 @@ from transformers import TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
-from optimum_memopt.compat import at_end_of_backward
+from optimum_memopt.compat import at_end_of_backward, tensors_in
 from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, merged, peak
-
-
-def grad_tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a model's output (tensor, mapping such as ModelOutput, sequence, nested) that require grad."""
-    if isinstance(outputs, torch.Tensor):
-        if outputs.requires_grad:
-            yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from grad_tensors(tuple(outputs.values()))
-    elif isinstance(outputs, (tuple, list)):
-        for output in outputs:
-            yield from grad_tensors(output)
 
 
 def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: str) -> str:
@@ -169,8 +157,9 @@ class MemoryPhasesCallback(HookingCallback):
         def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
             if observed(module):
                 self._observe("post_forward")
-                for tensor in grad_tensors(outputs):
-                    tensor.register_hook(lambda gradient: self._begin_backward())
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda gradient: self._begin_backward())
 
         self._handles = [model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)]
 

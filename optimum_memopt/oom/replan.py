@@ -17,6 +17,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import log_from_any_rank
 from optimum_memopt.oom.report import free_step, model_of
 from optimum_memopt.sizes import Budget, gib_text
+from optimum_memopt.training.fake_run import held_by
 
 _MOST = 3
 # Of what was held when an allocation failed, and of the last budget: what a step holds is predicted, not known.
@@ -99,7 +100,7 @@ class Replanner:
                 "run again; leave it out"
             )
         restorable = {
-            *(value for value in _held(trainer) if isinstance(value, torch.nn.Parameter)),
+            *(value for value in held_by(trainer) if isinstance(value, torch.nn.Parameter)),
             *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
         }
         if unknown := sum(parameter not in restorable for parameter in trained):
@@ -155,18 +156,7 @@ def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
 
     A model for reference is in evaluation mode, and changes nothing.
     """
-    return tuple(value for value in _held(trainer) if isinstance(value, torch.nn.Module) and value.training)
-
-
-def _held(trainer: Trainer) -> list[Any]:
-    """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
-    values: list[Any] = []
-    for value in vars(trainer).values():
-        if isinstance(value, dict | list | tuple):
-            values.extend(value.values() if isinstance(value, dict) else value)
-        else:
-            values.append(value)
-    return values
+    return tuple(value for value in held_by(trainer) if isinstance(value, torch.nn.Module) and value.training)
 
 
 def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:

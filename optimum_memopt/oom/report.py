@@ -1,7 +1,6 @@
 """The report about a training step that ran out of memory: what was held, when, and what would have fit.
 The step is read before anything of it is freed."""
 
-import functools
 import gc
 import itertools
 import json
@@ -42,7 +41,6 @@ from optimum_memopt.engines.api.predictions import (
     SAVED,
     TEMPORARY,
 )
-from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import is_out_of_memory, line_of, shortage, with_causes
@@ -50,7 +48,7 @@ from optimum_memopt.logs import get_logger, rank
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
 from optimum_memopt.sizes import gib_text
-from optimum_memopt.training.batches import largest_batch
+from optimum_memopt.training.batches import run_of
 
 
 @dataclass(frozen=True)
@@ -327,7 +325,6 @@ def _explained(
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
         return Explanation(moment, (), (), ("no forward of the model was seen",))
-    accumulation = trainer.args.gradient_accumulation_steps
     # It is being handled, and so among the causes of what fails here.
     failed_with = sys.exc_info()[1]
     failed = FailedStep(
@@ -337,9 +334,9 @@ def _explained(
         outside=held[OTHER],
         accumulated=held[GRADIENTS],
         engine=engine,
-        run=Run(trainer.optimizer, accumulation > 1, functools.partial(largest_batch, trainer)),
+        run=run_of(trainer),
         rows=compat.train_batch_size(trainer),
-        accumulation=accumulation,
+        accumulation=trainer.args.gradient_accumulation_steps,
         autocast=_HALVES.get(trainer.accelerator.mixed_precision),
     )
     for registration in registrations():

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
-from optimum_memopt.engines.api.run import LargestBatch, StepSpec
+from optimum_memopt.engines.api.run import LargestBatch, Run, StepSpec
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
@@ -318,13 +319,18 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
 _MOST_ROWS = 100_000
 
 
-def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None:
+def run_of(trainer: Any) -> Run:
+    """The run that a Trainer is in, or is about to begin."""
+    accumulates = trainer.args.gradient_accumulation_steps > 1
+    return Run(trainer.optimizer, accumulates, partial(largest_batch, trainer), compat.train_batch_size(trainer))
+
+
+def largest_batch(trainer: Any) -> LargestBatch | None:
     """As many rows as a batch has, as long as the longest row, and the tokens of the longest ones; None where reading
     that would take long or run code.
 
     Args:
         trainer: before or in its `train()`.
-        is_grouped: batches have rows of like length, whatever the Trainer's arguments say.
     """
     dataset = trainer.train_dataset
     if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
@@ -337,6 +343,7 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
         return None
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
     padded = np.ceil(lengths / multiple) * multiple
+    is_grouped = any(isinstance(each, ComplexityCallback) for each in trainer.callback_handler.callbacks)
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
     return LargestBatch(rows, int(padded.max()), batch_lengths(padded, rows, strategy), most_tokens)
 
@@ -436,7 +443,7 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     def make_batch(rows: int) -> Mapping[str, Any]:
         return compat.prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
 
-    largest = largest_batch(trainer, options.group_by_complexity)
+    largest = largest_batch(trainer)
     tokens = largest.length if largest is not None else 0
     # More of the model's outputs may be read than its loss.
     is_read = (

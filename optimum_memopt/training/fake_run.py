@@ -49,12 +49,19 @@ _MOST_ROWS = 100_000
 _DATA = ("train_dataset", "eval_dataset")
 
 
+def held_by(trainer: Any) -> Iterator[Any]:
+    """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
+    for value in vars(trainer).values():
+        if isinstance(value, dict | list | tuple):
+            yield from value.values() if isinstance(value, dict) else value
+        else:
+            yield value
+
+
 def holders_of(trainer: Any) -> list[Any]:
     """Modules and optimizers that a Trainer holds: its model, reference and reward models."""
-    values = [value for value in vars(trainer).values() if value is not trainer.callback_handler]
-    held = [inner for value in values for inner in (value if isinstance(value, list | tuple) else [value])]
     kinds = (torch.nn.Module, torch.optim.Optimizer)
-    return list({id(value): value for value in held if isinstance(value, kinds)}.values())
+    return list({id(value): value for value in held_by(trainer) if isinstance(value, kinds)}.values())
 
 
 def is_sharded(trainer: Any) -> bool:
@@ -238,7 +245,7 @@ class FakeRun:
             _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only)
             if predicted is not None and trainer.preprocess_logits_for_metrics is not None:
                 predicted = trainer.preprocess_logits_for_metrics(predicted, given)
-            logits, labels = _tree_bytes(predicted), _tree_bytes(given)
+            logits, labels = _bytes_in(predicted), _bytes_in(given)
             return predicted, given
 
         self.model.eval()
@@ -247,7 +254,7 @@ class FakeRun:
         with compat.alone():
             found, generation = self._run(step, inputs, finds_variables=False)
         if "inputs" in args.include_for_metrics:
-            labels += _tree_bytes(inputs[getattr(trainer.model, "main_input_name", "input_ids")])
+            labels += _bytes_in(inputs[getattr(trainer.model, "main_input_name", "input_ids")])
         collected = world * (not args.batch_eval_metrics)
         evaluation = Evaluation(
             found.given + self.coming,
@@ -312,12 +319,8 @@ def _phase(name: str, peak: int, generation: Generation) -> RunPhase:
     return RunPhase(name, peak, note="modules that are called without gradients" if name == NO_GRAD else "")
 
 
-def _tree_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return sum(map(_tree_bytes, value)) if isinstance(value, list | tuple) else 0
+def _bytes_in(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in compat.tensors_in(value))
 
 
 class PhaseCheckCallback(TrainerCallback):

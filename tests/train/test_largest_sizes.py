@@ -1,6 +1,7 @@
 """A plan is made for the largest batch of a run."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes, shaped_as
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.training.batches import largest_batch
+from optimum_memopt.training.batches import ComplexityCallback, largest_batch
 from tests.trainer_runs import log_lines, make, rows
 
 NAMES = {"a": "input_ids_dim0", "b": "input_ids_dim1", "c": "labels_dim1", "d": "pixel_values_dim1"}
@@ -25,9 +26,12 @@ def test_rows_and_length_are_raised_and_nothing_else() -> None:
     assert larger_sizes(first, NAMES, None) == first
 
 
-def trainer_on(dataset: object, collator: object = None) -> SimpleNamespace:
+def trainer_on(dataset: object, collator: object = None, callbacks: Sequence[object] = ()) -> SimpleNamespace:
     args = SimpleNamespace(length_column_name="length", train_batch_size=4)
-    return SimpleNamespace(train_dataset=dataset, args=args, _train_batch_size=4, data_collator=collator)
+    handler = SimpleNamespace(callbacks=callbacks)
+    return SimpleNamespace(
+        train_dataset=dataset, args=args, _train_batch_size=4, data_collator=collator, callback_handler=handler
+    )
 
 
 LISTS = [{"input_ids": [1] * length} for length in (3, 9, 5)]
@@ -41,7 +45,7 @@ def test_stored_rows_tell(dataset: object) -> None:
 def test_batches_are_those_of_the_runs_order() -> None:
     rows = [{"input_ids": [1] * (1 + 37 * index % 100)} for index in range(100)]
     at_random = largest_batch(trainer_on(rows)).lengths
-    grouped = largest_batch(trainer_on(rows), is_grouped=True).lengths
+    grouped = largest_batch(trainer_on(rows, callbacks=[ComplexityCallback()])).lengths
     assert len(at_random) == len(grouped) == 25
     assert max(at_random) == max(grouped) == 100 and sum(grouped) < sum(at_random)
     in_order = trainer_on(rows)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification, TrainerCallback
 
-from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table, grad_tensors
+from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table
+from optimum_memopt.compat import tensors_in
 from optimum_memopt.logs import set_log_level
 from optimum_memopt.memory import peak_monitor
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory
@@ -181,11 +182,11 @@ def test_line_shapes():
     )
 
 
-def test_grad_tensors_are_found_in_any_output():
-    a, b, c = (torch.ones(1, requires_grad=grad) for grad in (True, False, True))
-    assert list(map(id, grad_tensors({"x": a, "y": (b, [c, None, "text"])}))) == [id(a), id(c)]
-    assert [id(tensor) for tensor in grad_tensors(a)] == [id(a)]
-    assert list(grad_tensors(None)) == []
+def test_tensors_are_found_in_any_output():
+    a, b, c = (torch.ones(1) for _ in range(3))
+    assert list(map(id, tensors_in({"x": a, "y": (b, [c, None, "text"])}))) == [id(a), id(b), id(c)]
+    assert [id(tensor) for tensor in tensors_in(a)] == [id(a)]
+    assert list(tensors_in(None)) == []
 
 
 def test_a_forward_replaced_on_the_instance(train):
