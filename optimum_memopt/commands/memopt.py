@@ -56,18 +56,17 @@ class AdviseCommand(BaseOptimumCLICommand):
             run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.engines.shared.registry import engine_names, factory
+        from optimum_memopt.engines.shared.registry import factory
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.predict.advise import advise, to_dict, to_text
 
         args = self.args
         workload = step.workload_of(args)
-        if args.global_batch is not None and args.global_batch < 1:
-            raise MemOptError(f"--global_batch {args.global_batch}: allowed are numbers from 1 on")
+        step.check_counts(args, "global_batch")
         spec = step.spec_of(args, None if args.device == _HERE else args.device)
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
-        name = next(name for name in engine_names() if factory(name).predicts)
+        name = step.predicting_engine()
         options = step.checked_options(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
         )

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from optimum_memopt.commands import step
 from optimum_memopt.engines.api.predictions import Way
 from optimum_memopt.engines.api.run import AUTO, StepSpec
-from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
+from optimum_memopt.engines.shared.registry import choose_engines, factory
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure import Case, spawn, sweep
@@ -27,20 +27,22 @@ from optimum_memopt.report import charts
 from optimum_memopt.sizes import gib_text
 
 # What only a prediction has.
-_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss", "fsdp")
+_VALUES = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss", "fsdp")
+_PREDICTED = ("bf16", "fp16", *_VALUES, "no_padding", "keep_outputs")
+_OF_DEVICE = ("device", "budget_curve", "html")
 PLAIN_WAYS = "plain"
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 
 
-def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
-    """The case and its options; checks everything that needs no model.
+def case_of(args: Any) -> Case:
+    """The case; checks everything that needs no model.
 
     Raises:
         MemOptError: one line.
     """
     sizes = batch_sizes(args.batch_size)
     workload = step.workload_of(args, max(sizes))
-    _check(args)
+    _check(args, sizes)
     options = {
         "memory_opt_engine": args.engine,
         "memory_opt_config": args.config,
@@ -50,39 +52,35 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
         "memory_opt_compiler": args.compiler,
         "memory_opt_loss": args.loss or AUTO,
     }
-    if args.engine == "auto" and _is_prediction(args, sizes):
-        options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
+    asks_for_prediction = len(sizes) > 1 or args.ways == PLAIN_WAYS or _given(args, *_OF_DEVICE, *_PREDICTED)
+    if args.engine == AUTO and not args.measure and asks_for_prediction:
+        options["memory_opt_engine"] = step.predicting_engine()
     (name, *_), _ = choose_engines(options["memory_opt_engine"], step.checked_options(**options))
-    predicts = factory(name).predicts and not args.measure
-    for flag in ("device", "budget_curve", "html"):
-        if getattr(args, flag) is not None and not predicts:
-            raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
-    if step.autocast_of(args) and not predicts:
-        raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
-    for flag in _PREDICTED:
-        if (value := getattr(args, flag)) is not None and not predicts:
-            raise MemOptError(f"--{flag} {excerpt(value)}: is predicted, and not measured; leave it out")
-    for flag in ("no_padding", "keep_outputs"):
-        if getattr(args, flag) and not predicts:
-            raise MemOptError(f"--{flag}: is predicted, and not measured; leave it out")
-    if len(sizes) > 1 and not predicts:
-        raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
-    if args.symbolic and not predicts:
-        predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
-        raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
-    if args.steps is not None and predicts:
+    if args.measure or not factory(name).predicts:
+        _check_measured(args, name, sizes)
+    elif args.steps is not None:
         raise MemOptError(
             f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
-    options["memory_opt_engine"] = name
-    return Case(workload, options, steps=args.steps or 2), options
+    return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
 
 
-def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
-    flags = ("budget_curve", "device", "html", *_PREDICTED)
-    asked = any(getattr(args, flag) is not None for flag in flags)
-    is_said = args.ways == PLAIN_WAYS or args.no_padding or args.keep_outputs or bool(step.autocast_of(args))
-    return not args.measure and (asked or len(sizes) > 1 or is_said)
+def _given(args: Any, *flags: str) -> list[str]:
+    return [flag for flag in flags if getattr(args, flag) is not None and getattr(args, flag) is not False]
+
+
+def _check_measured(args: Any, engine: str, sizes: Sequence[int]) -> None:
+    """Refuse what only a prediction has. Raises MemOptError."""
+    if given := _given(args, *_OF_DEVICE):
+        raise MemOptError(f"--{given[0]}: the {engine} engine is measured, on this machine; leave it out")
+    if given := _given(args, *_PREDICTED):
+        value = getattr(args, given[0])
+        shown = "" if value is True else f" {excerpt(value)}"
+        raise MemOptError(f"--{given[0]}{shown}: is predicted, and not measured; leave it out")
+    if len(sizes) > 1:
+        raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
+    if args.symbolic:
+        raise MemOptError(f"--symbolic is for predictions of the {step.predicting_engine()} engine; leave it out")
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
@@ -97,34 +95,32 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in numbers}))
 
 
-def _check(args: Any) -> None:
+def _check(args: Any, sizes: Sequence[int]) -> None:
     """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    for name in ("steps", "max_runs", "gradient_accumulation_steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    step.check_counts(args, "steps", "max_runs", "gradient_accumulation_steps")
     if args.max_runs is not None and not args.measure:
         raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
     if args.optim is not None:
         optimizers.check(args.optim)
     if args.ways == PLAIN_WAYS:
         _check_plain(args)
-    sizes = batch_sizes(args.batch_size)
-    for flag in ("budget", "budget_curve", "html"):
-        if len(sizes) > 1 and getattr(args, flag) is not None:
-            raise MemOptError(
-                f"--batch_size {args.batch_size} with --{flag}: a budget has a plan for each; give "
-                "one, or let optimum-cli memopt advise compare them"
-            )
+    if len(sizes) > 1 and (given := _given(args, "budget", "budget_curve", "html")):
+        raise MemOptError(
+            f"--batch_size {args.batch_size} with --{given[0]}: a budget has a plan for each; give "
+            "one, or let optimum-cli memopt advise compare them"
+        )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     chosen = args.config or args.level or args.budget
     if args.output and not args.measure and not chosen:
         raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    for name in ("budget", "plan", "device", "compiler", "budget_curve", "html"):
-        if args.measure and getattr(args, name) is not None:
-            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
-    if args.budget_curve is not None:
-        _check_curve(args, chosen or args.plan)
+    if args.measure and (given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html")):
+        raise MemOptError(f"--{given[0]} with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None and (chosen or args.plan):
+        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
+    if args.budget_curve:
+        check_written("--budget_curve", args.budget_curve)
+        charts.check(Path(args.budget_curve))
     if args.output:
         check_written("--output", args.output)
     if args.html is not None:
@@ -141,41 +137,28 @@ def _check_plain(args: Any) -> None:
         raise MemOptError(f"{given} with --ways plain: a step of plain PyTorch has one size; leave one of the two out")
 
 
-def _check_curve(args: Any, chosen: Any) -> None:
-    """Refuse what the curve cannot be drawn with. Raises MemOptError."""
-    if chosen:
-        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
-    if args.budget_curve:
-        check_written("--budget_curve", args.budget_curve)
-        charts.check(Path(args.budget_curve))
-
-
 @dataclass(frozen=True)
 class PlanOutput:
     """The results of the command.
 
     Attributes:
         config: the plans that are on, or that won.
-        plan: the same as a plan file, where there is one.
-        costs: where the curve's times are from.
-        estimate: all that was predicted.
+        estimate: None where nothing is predicted but plain PyTorch.
         ways: the ways to train that were compared.
     """
 
     report: dict[str, Any] | list[dict[str, Any]]
     text: str
     config: str
-    plan: Any = None
-    curve: Sequence[Any] = ()
-    costs: str = ""
     estimate: Any = None
     ways: Sequence[Way] = ()
 
 
 def table_of(args: Any) -> PlanOutput:
-    case, options = case_of(args)
-    if factory(options["memory_opt_engine"]).predicts:
-        return _estimated(case.workload, MemOptOptions(**options), args)
+    case = case_of(args)
+    options = MemOptOptions(**(case.options or {}))
+    if factory(options.memory_opt_engine).predicts:
+        return _estimated(case.workload, options, args)
     run = spawn(case)
     _log_once(run.remarks)
     report = {
@@ -210,8 +193,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     )
     config = ",".join(plan.config for plan in estimate.table.enabled)
     if estimate.batches:
-        batches = [asdict(batch) for batch in estimate.batches]
-        return PlanOutput(batches, estimate.to_text(), config, estimate.plan, estimate=estimate)
+        return PlanOutput([asdict(batch) for batch in estimate.batches], estimate.to_text(), config, estimate)
     ways = (*plain, *estimate.ways)
     report = estimate.to_dict() | ({"ways": _ways_dict(ways)} if ways else {})
     shown = _ways_text(ways, header) if ways else header
@@ -223,16 +205,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
             f"{spec.fsdp}"
         )
         report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": peak}
-    return PlanOutput(
-        report,
-        f"{shown}\n\n{estimate.to_text()}",
-        config,
-        estimate.plan,
-        estimate.curve,
-        estimate.costs,
-        estimate,
-        ways,
-    )
+    return PlanOutput(report, f"{shown}\n\n{estimate.to_text()}", config, estimate, ways)
 
 
 def _header(workload: Workload, spec: StepSpec) -> str:
@@ -289,8 +262,7 @@ def _ways_dict(ways: Sequence[Way]) -> list[dict[str, Any]]:
 
 def measured(args: Any) -> PlanOutput:
     """A sweep over plans, and the winner's config."""
-    case, _ = case_of(args)
-    case = replace(case, options={"memory_opt_engine": args.engine})
+    case = replace(case_of(args), options={"memory_opt_engine": args.engine})
     max_runs = args.max_runs or 60
     with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
 
@@ -313,21 +285,19 @@ def _save_page(args: Any, result: PlanOutput) -> None:
     from optimum_memopt.report.data import of_estimate, of_way
     from optimum_memopt.report.page import render
 
-    is_plain = args.ways == PLAIN_WAYS
-    render(of_way(result.ways[0], args.model) if is_plain else of_estimate(result.estimate, args.model)).save(
-        args.html
-    )
+    data = of_way(result.ways[0], args.model) if args.ways == PLAIN_WAYS else of_estimate(result.estimate, args.model)
+    render(data).save(args.html)
 
 
 def run(args: Any) -> None:
     result = measured(args) if args.measure else table_of(args)
     print(json.dumps(result.report, indent=2) if args.json else result.text)
     if args.budget_curve:
-        charts.draw(result.curve, result.costs, Path(args.budget_curve))
+        charts.draw(result.estimate.frontier, Path(args.budget_curve))
     if args.html:
         _save_page(args, result)
     if args.output and args.budget:
-        result.plan.save(args.output)
+        result.estimate.plan.save(args.output)
     elif args.output:
         _write(args.output, result.config)
 

@@ -98,8 +98,7 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
     from optimum_memopt.errors import MemOptError
     from optimum_memopt.memory import optimizers
 
-    if args.fsdp is not None and args.fsdp < 1:
-        raise MemOptError(f"--fsdp {args.fsdp}: allowed are numbers from 1 on")
+    check_counts(args, "fsdp")
     for flag in ("keep_outputs", "no_padding"):
         if getattr(args, flag) and (args.fsdp or 1) > 1:
             raise MemOptError(f"--{flag} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")
@@ -108,13 +107,29 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
     return StepSpec(
         device,
         args.compiler,
-        autocast_of(args),
+        "bfloat16" if args.bf16 else "float16" if args.fp16 else "",
         optim,
         micro_batches,
         loss,
         keeps_outputs=args.keep_outputs,
         fsdp=args.fsdp or 1,
     )
+
+
+def check_counts(args: Any, *flags: str) -> None:
+    """Raise a MemOptError for a flag that was given and is no number from 1 on."""
+    from optimum_memopt.errors import MemOptError
+
+    for flag in flags:
+        if (value := getattr(args, flag)) is not None and value < 1:
+            raise MemOptError(f"--{flag} {value}: allowed are numbers from 1 on")
+
+
+def predicting_engine() -> str:
+    """Name of the engine that predicts."""
+    from optimum_memopt.engines.shared.registry import engine_names, factory
+
+    return next(name for name in engine_names() if factory(name).predicts)
 
 
 def checked_options(**options: Any) -> "MemOptOptions":
@@ -132,8 +147,3 @@ def checked_options(**options: Any) -> "MemOptOptions":
     except MemOptError as error:
         raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
     return chosen
-
-
-def autocast_of(args: Any) -> str:
-    """Its dtype; empty without."""
-    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, CurvePoint, Frontier, Phase, StepTimeline
+from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, Frontier, Phase, StepTimeline
 from optimum_memopt.errors import MemOptError, path_excerpt, writing
 from optimum_memopt.sizes import gib_text
 
@@ -318,8 +318,8 @@ def check(path: Path) -> None:
         raise MemOptError("--budget_curve: a picture needs matplotlib: pip install optimum-memopt[report]")
 
 
-def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
-    """Write the picture of a curve, from the smallest budget to the largest; `costs`: where its times are from.
+def draw(frontier: Frontier, path: Path) -> None:
+    """Write the picture of what budgets cost.
 
     Raises:
         MemOptError: it cannot be written.
@@ -327,6 +327,6 @@ def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
-    draw_frontier(figure.subplots(), Frontier(tuple(points), costs))
+    draw_frontier(figure.subplots(), frontier)
     with writing("--budget_curve", path):
         figure.savefig(path)
