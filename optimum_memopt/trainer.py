@@ -22,7 +22,7 @@ from optimum_memopt import distributed
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.callbacks.reporting import removing_hooks
+from optimum_memopt.callbacks.reporting import callback_of, removing_hooks
 from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
@@ -36,7 +36,6 @@ from optimum_memopt.oom import guard, replan
 from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.report.data import CollectingCallback
 from optimum_memopt.report.page import Page, TrainingReport
 from optimum_memopt.trainer_patches import Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
@@ -163,7 +162,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
-    reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
+    reporter = TrainingReport(trainer, engine)
     patches = TrainerPatches()
     try:
         _put_on(patches, trainer, engine, chosen, callbacks, parts, reporter)
@@ -195,8 +194,7 @@ def _put_on(
             patches.put(trainer, Patch.SMOOTHED_LOSS, part.wrap_loss)
     for callback in callbacks.values():
         patches.add_callback(trainer, callback)
-        if not isinstance(callback, CollectingCallback):
-            callback.reporter.belongs_to(trainer)
+        callback.reporter.belongs_to(trainer)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         if options.memory_opt_on_oom == REPLAN:
             patches.put(trainer, Patch.AGREED_FAILURE, partial(guard.agreeing, trainer))
@@ -291,12 +289,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
         wanted[batches.ComplexityCallback] = {"path": path}
     if options.budget is not None:
         wanted[PhaseCheckCallback] = {"budget": options.budget}
-    wanted[CollectingCallback] = {}
-    present = trainer.callback_handler.callbacks
-    return {
-        kind: next((callback for callback in present if isinstance(callback, kind)), None) or kind(**arguments)
-        for kind, arguments in wanted.items()
-    }
+    return {kind: callback_of(trainer, kind) or kind(**arguments) for kind, arguments in wanted.items()}
 
 
 def _releasing(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ IGNORE_INDEX = -100
 _NAMES = "STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS", "VALID TOKENS/BATCH"
 _ROW = "| {!s:10} | {!s:10} | {!s:20} | {!s:10} | {!s:10} | {!s:15} | {!s:15} | {!s:18} |"
 _ROWS_SHOWN = 8
+_MOST_POINTS = 512
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ def _embedding_padding(model: Any) -> int | None:
         return None
 
 
+def thinned(points: Sequence[Any], most: int) -> list[Any]:
+    """Every second of the points, where there are more than `most`; the last is one of them."""
+    return list(points) if len(points) <= most else [*points[:-1:2], points[-1]]
+
+
 @dataclass
 class _Tally:
     """One input's counts over the micro-batches of a reported step and over the run, left on the device until then."""
@@ -176,11 +182,15 @@ class InputDensityCallback(HookingCallback):
     Args:
         log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
         path: JSON-lines file to append the same numbers to.
+
+    Attributes:
+        densities: percent of each input that is not padding, by optimizer steps; of a long run some of the steps.
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
         self._log_steps = check_log_steps(log_steps)
         self.reporter = Reporter("input_density", path)
+        self.densities: dict[str, list[tuple[int, float]]] = {}
         self._tallies: dict[str, _Tally] = {}
         self._first_step = 0
         self._due = False
@@ -188,7 +198,7 @@ class InputDensityCallback(HookingCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()  # of a run that died
-        self._tallies = {}
+        self._tallies, self.densities = {}, {}
         self._first_step = state.global_step
         trainer = self.reporter.begin(state)
         if self.reporter.active:
@@ -207,6 +217,9 @@ class InputDensityCallback(HookingCallback):
         counted = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
         level = "info" if is_printed(step - self._first_step, self._log_steps) else "devinfo"
         self._report(step, counted, "", level)
+        for name, found in counted.items():
+            points = [*self.densities.get(name, ()), (state.global_step, found.percent)]
+            self.densities[name] = thinned(points, _MOST_POINTS)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.reporter.active and is_final(kwargs.get("logs")):

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,18 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.callbacks.reporting import (
+    HookingCallback,
+    Reporter,
+    callback_of,
+    check_log_steps,
+    is_due,
+    is_final,
+    is_printed,
+)
 from optimum_memopt.compat import at_end_of_backward, tensors_in
-from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, merged, peak
+from optimum_memopt.engines.api.predictions import Phase
+from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakMonitor, held, merged, peak
 
 
 def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: str) -> str:
@@ -34,6 +44,18 @@ def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], meth
     width = max(len(row[0]) for row in rows)
     lines = [row[0].ljust(width) + "".join(cell.rjust(15) for cell in row[1:]) for row in rows]
     return "\n".join(["memory phases", *lines])
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The phases of one step, and how many optimizer steps there had been with it."""
+
+    step: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(phase.peak for phase in self.phases)
 
 
 class MemoryPhasesCallback(HookingCallback):
@@ -57,6 +79,10 @@ class MemoryPhasesCallback(HookingCallback):
     Args:
         log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
         path: JSON-lines file to append the same numbers to.
+
+    Attributes:
+        highest_step: the measured step of the run with the highest peak; the first, which compiles, only where there
+            is no other.
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
@@ -65,6 +91,7 @@ class MemoryPhasesCallback(HookingCallback):
         self._monitor: PeakMonitor | None = None
         self._handles: list[RemovableHandle] = []
         self._readings: dict[str, CpuMemory | CudaMemory] = {}
+        self.highest_step: MeasuredStep | None = None
         # Peak, phase and step of the highest phase of the run, of the steps that were read.
         self._highest: tuple[float, str, int] | None = None
         self._first_step = 0
@@ -79,7 +106,7 @@ class MemoryPhasesCallback(HookingCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()  # a run that died left them
         self.reporter.begin(state)
-        self._first_step, self._due, self._highest = state.global_step, False, None
+        self._first_step, self._due, self._highest, self.highest_step = state.global_step, False, None, None
         self._install_hooks(kwargs["model"])
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
@@ -101,6 +128,7 @@ class MemoryPhasesCallback(HookingCallback):
         for phase, reading in self._readings.items():
             if self._highest is None or peak(reading) > self._highest[0]:
                 self._highest = (peak(reading), phase, step)
+        self._keep_highest(state.global_step)
         values = {phase: dataclasses.asdict(reading) for phase, reading in self._readings.items()}
         rows = [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
         self.reporter.records(step, rows)
@@ -111,6 +139,14 @@ class MemoryPhasesCallback(HookingCallback):
             self.reporter.lines(format_table(step, self._readings, method))
         for phase, reading in self._readings.items():
             self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
+
+    def _keep_highest(self, step: int) -> None:
+        phases = [
+            Phase(name, round(held(each) * MIB), round(peak(each) * MIB)) for name, each in self._readings.items()
+        ]
+        latest, kept = MeasuredStep(step, tuple(phases)), self.highest_step
+        if phases and (kept is None or kept.step == self._first_step + 1 or latest.peak > kept.peak):
+            self.highest_step = latest
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not is_final(kwargs.get("logs")) or self._monitor is None:
@@ -131,8 +167,8 @@ class MemoryPhasesCallback(HookingCallback):
     def _is_peak_shown(self) -> bool:
         """True where another callback shows the peak of the run, beside the plans' saving."""
         trainer = self.reporter.trainer
-        callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
-        return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
+        plan_stats = callback_of(trainer, PlanStatsCallback) if trainer is not None else None
+        return plan_stats is not None and plan_stats.table is not None
 
     def _observe(self, phase: str) -> None:
         if self._due and self._monitor is not None:

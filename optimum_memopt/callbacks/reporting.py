@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
@@ -163,6 +163,14 @@ def find_trainer(state: TrainerState) -> Trainer:
             return owner
         frame = frame.f_back
     raise MemOptError("this callback works in a transformers.Trainer only: its event was fired by something else")
+
+
+CallbackT = TypeVar("CallbackT", bound=TrainerCallback)
+
+
+def callback_of(trainer: Trainer, kind: type[CallbackT]) -> CallbackT | None:
+    """The Trainer's callback of a kind."""
+    return next((each for each in trainer.callback_handler.callbacks if isinstance(each, kind)), None)
 
 
 class Reporter:

@@ -56,6 +56,11 @@ class CudaMemory:
     max_inactive: float
 
 
+def held(reading: CpuMemory | CudaMemory) -> float:
+    """Memory that is held: resident or allocated, MiB."""
+    return reading.resident if isinstance(reading, CpuMemory) else reading.allocated
+
+
 def peak(reading: CpuMemory | CudaMemory) -> float:
     """The number that decides whether a step fits: peak resident or peak allocated, MiB."""
     return reading.peak_resident if isinstance(reading, CpuMemory) else reading.max_allocated
@@ -257,8 +262,7 @@ class PeakMonitor:
 
 def held_bytes(device: torch.device) -> int:
     """Bytes that this process holds now: on CUDA allocated by torch, else resident."""
-    held = PeakMonitor(device).read()
-    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
+    return round(held(PeakMonitor(device).read()) * MIB)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
+from optimum_memopt.callbacks.input_density import InputDensityCallback
+from optimum_memopt.callbacks.memory_phases import MeasuredStep, MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.callbacks.reporting import METRIC_PREFIX
+from optimum_memopt.callbacks.reporting import callback_of
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.predictions import PHASES, Estimate, Frontier, Phase, StepTimeline, Way
+from optimum_memopt.engines.api.predictions import Estimate, Frontier, StepTimeline, Way
 from optimum_memopt.errors import excerpt
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import MIB
@@ -17,76 +17,6 @@ from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-
-# Held at the end of a phase, and its peak: of torch's allocator on CUDA, else resident memory.
-_READINGS = (("allocated_mib", "max_allocated_mib"), ("resident_mib", "peak_resident_mib"))
-_DENSITY = "density/"
-_MOST_POINTS = 512
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The phases of one step, and how many optimizer steps there had been with it."""
-
-    step: int
-    phases: tuple[Phase, ...]
-
-    @property
-    def peak(self) -> int:
-        return max(phase.peak for phase in self.phases)
-
-
-class CollectingCallback(TrainerCallback):
-    """Keeps what the memory phases and the input density report, on the world's rank 0.
-
-    Attributes:
-        phases: of the step with the highest peak that was measured; the first step, which compiles, only where there
-            is no other.
-        densities: percent of each input that is not padding, by step; of a long run some of the steps.
-    """
-
-    def __init__(self) -> None:
-        self.phases: MeasuredStep | None = None
-        self.densities: dict[str, list[tuple[int, float]]] = {}
-        self._first_step = 0
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.phases, self.densities, self._first_step = None, {}, state.global_step + 1
-
-    def on_memopt_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
-        **kwargs: Any,
-    ) -> None:
-        values = {name.removeprefix(METRIC_PREFIX): value for name, value in logs.items()}
-        step = state.global_step
-        if phases := _phases(values):
-            latest, kept = MeasuredStep(step, phases), self.phases
-            if kept is None or kept.step == self._first_step or latest.peak > kept.peak:
-                self.phases = latest
-        for name, value in values.items():
-            if name.startswith(_DENSITY):
-                points = self.densities.get(name.removeprefix(_DENSITY), [])
-                self.densities[name.removeprefix(_DENSITY)] = thinned([*points, (step, value)], _MOST_POINTS)
-
-
-def thinned(points: Sequence[_T], most: int) -> list[_T]:
-    """Every second of the points, where there are more than `most`; the last is one of them."""
-    return list(points) if len(points) <= most else [*points[:-1:2], points[-1]]
-
-
-def _phases(values: Mapping[str, float]) -> tuple[Phase, ...]:
-    return tuple(
-        Phase(phase, round(values[f"{phase}/{held}"] * MIB), round(values[f"{phase}/{peak}"] * MIB))
-        for phase in PHASES
-        for held, peak in _READINGS
-        if f"{phase}/{held}" in values and f"{phase}/{peak}" in values
-    )
 
 
 @dataclass(frozen=True)
@@ -136,11 +66,10 @@ def of_estimate(estimate: Estimate, model: str) -> ReportData:
     return ReportData(title, facts, table=table, timeline=estimate.timeline, frontier=estimate.frontier)
 
 
-def of_training(
-    trainer: "Trainer", engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback, failure: str
-) -> ReportData:
+def of_training(trainer: "Trainer", engine: Engine, failure: str) -> ReportData:
     """A run so far, or one that is over; `engine` holds its model, or has held it."""
-    table = engine.plans()
+    table, plan_stats = engine.plans(), callback_of(trainer, PlanStatsCallback)
+    phases, density = callback_of(trainer, MemoryPhasesCallback), callback_of(trainer, InputDensityCallback)
     timeline = None
     with best_effort("the step's timeline"):
         timeline = engine.timeline(trainer.optimizer, trainer.args.gradient_accumulation_steps > 1)
@@ -151,10 +80,10 @@ def of_training(
         table=table,
         timeline=timeline,
         frontier=engine.frontier(),
-        measured=collected.phases,
-        measured_peak=round(plan_stats.measured_peak_mib * MIB),
+        measured=None if phases is None else phases.highest_step,
+        measured_peak=0 if plan_stats is None else round(plan_stats.measured_peak_mib * MIB),
         measures="allocated" if trainer.args.device.type == "cuda" else "resident",
-        densities=collected.densities,
+        densities={} if density is None else density.densities,
     )
 
 

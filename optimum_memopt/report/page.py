@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.predictions import (
     GRADIENTS,
@@ -26,7 +25,7 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.option_values import check_drawing
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report import charts
-from optimum_memopt.report.data import CollectingCallback, ReportData, of_training, sizes_text
+from optimum_memopt.report.data import ReportData, of_training, sizes_text
 from optimum_memopt.report.snapshot import measured_snapshot, predicted_snapshot
 from optimum_memopt.sizes import gib_text
 
@@ -187,12 +186,9 @@ def _beside(predicted: Sequence[Phase], measured: Sequence[Phase]) -> list[tuple
 class TrainingReport:
     """Makes the page about one Trainer's runs."""
 
-    def __init__(
-        self, trainer: Trainer, engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback
-    ) -> None:
+    def __init__(self, trainer: Trainer, engine: Engine) -> None:
         # The Trainer owns this.
-        self._trainer = weakref.ref(trainer)
-        self._engine, self._plan_stats, self._collected = engine, plan_stats, collected
+        self._trainer, self._engine = weakref.ref(trainer), engine
 
     def page(self, path: os.PathLike | str | None = None, failure: str = "") -> Page:
         """The page about the last run, or the one that is under way.
@@ -204,7 +200,7 @@ class TrainingReport:
         trainer = self._trainer()
         if trainer is None:
             raise MemOptError("report: the Trainer is gone")
-        page = render(of_training(trainer, self._engine, self._plan_stats, self._collected, failure))
+        page = render(of_training(trainer, self._engine, failure))
         if path is not None:
             page.save(path)
         return page

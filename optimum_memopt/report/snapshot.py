@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from optimum_memopt.callbacks.memory_phases import MeasuredStep
 from optimum_memopt.engines.api.predictions import StepTimeline
-from optimum_memopt.report.data import MeasuredStep
 
 # Where addresses begin, as on a device.
 _BASE = 0x7F0000000000

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from optimum_memopt import compat
-from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.callbacks.reporting import Reporter, callback_of
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
 from optimum_memopt.engines.api.run import LargestBatch, Run, StepSpec
 from optimum_memopt.engines.shared.forward_patch import ForwardState
@@ -343,7 +343,7 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
         return None
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
     padded = np.ceil(lengths / multiple) * multiple
-    is_grouped = any(isinstance(each, ComplexityCallback) for each in trainer.callback_handler.callbacks)
+    is_grouped = callback_of(trainer, ComplexityCallback) is not None
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
     return LargestBatch(rows, int(padded.max()), batch_lengths(padded, rows, strategy), most_tokens)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.cuda import _memory_viz as viewer
 
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
+from optimum_memopt.callbacks.input_density import thinned
 from optimum_memopt.report.charts import Span, columns, layer_spans, short_names
-from optimum_memopt.report.data import CollectingCallback, thinned
 from optimum_memopt.report.snapshot import blocks_of, measured_snapshot, predicted_snapshot
 from tests.trackers import Tracker
 from tests.unit.made import FULL, MIB, timeline
@@ -248,8 +248,8 @@ def test_a_block_is_freed_whole_where_its_size_is_the_difference():
 
 
 def test_phases_of_the_highest_step_and_densities_of_all(trainer_of):
-    collected, tracker = CollectingCallback(), Tracker()
-    trainer = trainer_of([MemoryPhasesCallback(), InputDensityCallback(), collected, tracker], max_steps=4)
+    memory, density, tracker = MemoryPhasesCallback(), InputDensityCallback(), Tracker()
+    trainer = trainer_of([memory, density, tracker], max_steps=4)
     trainer.train()
     peaks = {
         entry["step"]: max(value for name, value in entry.items() if name.endswith("/peak_resident_mib"))
@@ -258,8 +258,8 @@ def test_phases_of_the_highest_step_and_densities_of_all(trainer_of):
     }
     assert sorted(peaks) == [1, 2, 3, 4]
     del peaks[1]
-    assert collected.phases.step in peaks and collected.phases.peak == round(max(peaks.values()) * MIB)
-    assert [phase.name for phase in collected.phases.phases] == [
+    assert memory.highest_step.step in peaks and memory.highest_step.peak == round(max(peaks.values()) * MIB)
+    assert [phase.name for phase in memory.highest_step.phases] == [
         "pre_forward",
         "post_forward",
         "pre_backward",
@@ -271,18 +271,18 @@ def test_phases_of_the_highest_step_and_densities_of_all(trainer_of):
         for entry in tracker.ours
         if "memopt/density/input_ids" in entry
     ]
-    assert collected.densities["input_ids"] == logged and len(logged) == 4
-    assert collected.densities.keys() == {"input_ids", "labels"}
+    assert density.densities["input_ids"] == logged and len(logged) == 4
+    assert density.densities.keys() == {"input_ids", "labels"}
 
 
 def test_a_run_of_one_step_has_its_phases_and_the_next_run_its_own(trainer_of):
-    collected = CollectingCallback()
-    trainer = trainer_of([MemoryPhasesCallback(), collected], max_steps=1)
+    memory = MemoryPhasesCallback()
+    trainer = trainer_of([memory], max_steps=1)
     trainer.train()
-    assert collected.phases.step == 1 and not collected.densities
-    first = collected.phases
+    first = memory.highest_step
+    assert first.step == 1
     trainer.train()
-    assert collected.phases is not first
+    assert memory.highest_step is not first
 
 
 def test_long_runs_are_thinned():
