@@ -4,7 +4,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 
@@ -97,8 +96,12 @@ def writing(what: str, path: object) -> Iterator[None]:
         yield
     # ValueError: a path with a NUL; TypeError: no path.
     except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise MemOptError(f"{what} {path_excerpt(path)}: not written: {reason}") from error
+        raise MemOptError(f"{what} {path_excerpt(path)}: not written: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read or written."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _repr(value: object) -> str:
@@ -117,14 +120,6 @@ _REQUESTED = re.compile(rf"tried to allocate {_AMOUNT}", re.IGNORECASE)
 _ALLOCATED = re.compile(rf"{_AMOUNT} is allocated by PyTorch")
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """Bytes of the allocation that failed, and those that torch's allocator held; None where an error does not say."""
-
-    requested: int | None
-    allocated: int | None
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """True for an error of memory that ran out, on whichever device."""
     if isinstance(error, MemoryError):
@@ -138,10 +133,15 @@ def says_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _WORDS)
 
 
-def shortage(error: BaseException) -> Shortage:
-    """The amounts in an error's message; CUDA's are rounded to hundredths of their unit."""
-    found = (pattern.search(str(error)) for pattern in (_REQUESTED, _ALLOCATED))
-    return Shortage(*(None if match is None else int(float(match[1]) * _UNITS[match[2]]) for match in found))
+def shortage(error: BaseException) -> tuple[int | None, int | None]:
+    """Bytes of the allocation that failed, and those that torch's allocator held; None where an error does not say.
+    CUDA's are rounded to hundredths of their unit."""
+
+    def amount(pattern: re.Pattern[str]) -> int | None:
+        match = pattern.search(str(error))
+        return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+    return amount(_REQUESTED), amount(_ALLOCATED)
 
 
 Result = TypeVar("Result")

@@ -1,29 +1,23 @@
 """`optimize`: an engine in a training loop without a Trainer."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from optimum_memopt.callbacks.plan_stats import tables_shown
 from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import EngineOptions
 from optimum_memopt.engines.shared.forward_patch import training_forward
 from optimum_memopt.engines.shared.registry import create, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
-from optimum_memopt.options import MemOptOptions, from_keywords, resolve
+from optimum_memopt.options import MemOptOptions, RunOptions, from_keywords, resolve
 
 # What `optimize` has no use for: it sees neither batches nor steps.
-_NEED_A_TRAINER = (
-    "memory_opt_optim",
-    "memory_opt_on_oom",
-    "group_by_complexity",
-    "log_input_density",
-    "log_memory_phases",
-    "memory_opt_log_steps",
-    "memory_opt_log_file",
-    "memory_opt_report",
-    "memory_opt_dry_run",
-)
+_OF_ENGINES = {option.name for option in fields(EngineOptions)}
+_OF_RUNS = (option.name for option in fields(RunOptions) if option.name not in _OF_ENGINES)
+_NEED_A_TRAINER = (*_OF_RUNS, "memory_opt_on_oom", "memory_opt_report")
 
 
 def optimize(model: torch.nn.Module, **options: Any) -> Engine:

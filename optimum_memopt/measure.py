@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tabulate import tabulate
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, run
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import Workload
 
@@ -226,11 +226,7 @@ def _reason(returncode: int, stderr: str) -> str:
 
 def main(kind: type[Case] = Case) -> None:
     """Measure the case on standard input, one of the class `kind`."""
-    try:
-        print(measure(kind.from_json(sys.stdin.read())).to_json())
-    except MemOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    print(run(lambda: measure(kind.from_json(sys.stdin.read())).to_json()))
 
 
 # `cluster_id:strategy:-1`, each; a row of the plan table has one, or several that only save together.

@@ -211,8 +211,9 @@ def _put_on(
         patches.put(trainer, Patch.GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
         patches.put(trainer, Patch.CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
-    if options.memory_opt_dry_run is not None:
-        patches.put(trainer, Patch.DRY_RUN, lambda _: partial(_dry_run, trainer, options))
+    if (device := options.memory_opt_dry_run) is not None:
+        show = partial(fake_run.show, trainer, device, options.budget, type(trainer).train)
+        patches.put(trainer, Patch.DRY_RUN, lambda _: lambda *args, **kwargs: show())
     patches.put(trainer, Patch.REMOVED_HOOKS, partial(removing_hooks, trainer))
     patches.put(trainer, Patch.RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
@@ -310,12 +311,6 @@ def _releasing(
                 reporter.write(report, failure)
 
     return train_and_release
-
-
-def _dry_run(trainer: Trainer, options: MemOptOptions, *args: Any, **kwargs: Any) -> None:
-    """In the place of `train`. Raises SystemExit, or MemOptError."""
-    assert options.memory_opt_dry_run is not None
-    fake_run.show(trainer, options.memory_opt_dry_run, options.budget, type(trainer).train)
 
 
 def _attaching(

@@ -172,7 +172,7 @@ class MemoryPhasesCallback(HookingCallback):
 
     def _observe(self, phase: str) -> None:
         if self._due and self._monitor is not None:
-            self._readings[phase] = merged(self._readings.get(phase), self._monitor.next_phase())
+            self._readings[phase] = merged(self._readings.get(phase), self._monitor.start_phase())
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
         # Plain functions, since a deepcopy of the model (EMA, exporters) must not copy this object with them; and

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, reason_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
 from optimum_memopt.trainer_patches import Patch, TrainerPatches
 
@@ -34,7 +34,7 @@ class JsonLines:
             path.open("a").close()
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise MemOptError(
-                f"the log file {str(path)!r} cannot be written ({_reason(error)}); give another "
+                f"the log file {str(path)!r} cannot be written ({reason_of(error)}); give another "
                 "--memory_opt_log_file, or path of a callback"
             ) from error
 
@@ -53,7 +53,7 @@ class JsonLines:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._lost = True
-            get_logger().warning(f"stopped writing the log file {self.path} ({_reason(error)}); training goes on")
+            get_logger().warning(f"stopped writing the log file {self.path} ({reason_of(error)}); training goes on")
 
 
 # Several callbacks append to one file; whether it can be written is found, and said, once.
@@ -68,10 +68,6 @@ def json_lines(path: str | os.PathLike) -> JsonLines:
     if file is None:
         file = _files[absolute] = JsonLines(absolute)
     return file
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 # A callback with a method of this name and `on_log`'s signature gets the numbers too.

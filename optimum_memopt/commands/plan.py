@@ -15,7 +15,7 @@ from optimum_memopt.commands import step
 from optimum_memopt.engines.api.predictions import Way
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, factory
-from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure import Case, spawn, sweep
 from optimum_memopt.memory import optimizers
@@ -308,5 +308,6 @@ def _write(path: str, config: str) -> None:
     try:
         Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise MemOptError(f"--output {path_excerpt(path)}: not written: {reason}; the plans are {config}") from error
+        raise MemOptError(
+            f"--output {path_excerpt(path)}: not written: {reason_of(error)}; the plans are {config}"
+        ) from error

@@ -230,12 +230,8 @@ class PeakMonitor:
         self._phase, self._run_peak = None, 0.0
         self._gauge.watch(self)
 
-    def start_phase(self) -> None:
-        """Begin a phase: later readings show its peaks (under 0.1 ms)."""
-        self.next_phase()
-
-    def next_phase(self) -> CpuMemory | CudaMemory:
-        """`read()` and `start_phase()` in one reading."""
+    def start_phase(self) -> CpuMemory | CudaMemory:
+        """Begin a phase, whose peaks later readings show, and return what `read()` was (under 0.1 ms)."""
         reading, self._phase = merged(self._phase, self._gauge.reset()), None
         return reading
 

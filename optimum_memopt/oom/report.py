@@ -96,12 +96,12 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
 
 def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Place | None = None) -> Failure:
     """The failure that an error tells of, read before anything is freed; `place`: where that is known already."""
-    said, device = shortage(error), trainer.args.device
+    (requested, allocated), device = shortage(error), trainer.args.device
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)
-    held = said.allocated or (highest if highest > start.peak else held_bytes(device))
+    held = allocated or (highest if highest > start.peak else held_bytes(device))
     place = place or place_of(error.__traceback__, model_of(trainer))
-    return Failure(line_of(error), place, held, said.requested, max(0, _kept(device) - start.kept))
+    return Failure(line_of(error), place, held, requested, max(0, _kept(device) - start.kept))
 
 
 def free_step(error: BaseException) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, writing
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of, writing
 
 
 def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
@@ -28,8 +28,7 @@ def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
             content = file.read(largest + 1)
     # ValueError: a path with a NUL.
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise MemOptError(f"{kind} file {shown}: {reason}") from None
+        raise MemOptError(f"{kind} file {shown}: {reason_of(error)}") from None
     if len(content) > largest:
         raise MemOptError(f"{kind} file {shown}: larger than {largest // 2**20} MiB")
     try:

@@ -315,10 +315,6 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
     return get_train_sampler
 
 
-# Rows whose lengths are read in a second or two.
-_MOST_ROWS = 100_000
-
-
 def run_of(trainer: Any) -> Run:
     """The run that a Trainer is in, or is about to begin."""
     accumulates = trainer.args.gradient_accumulation_steps > 1
@@ -333,7 +329,7 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
         trainer: before or in its `train()`.
     """
     dataset = trainer.train_dataset
-    if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
+    if not has_few_rows(dataset):
         return None
     rows = compat.train_batch_size(trainer)
     try:
@@ -352,6 +348,11 @@ def is_readable(dataset: Any) -> bool:
     """True for columns of a `datasets.Dataset` and lists: reading them runs no code, which may draw random numbers."""
     is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
     return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
+
+
+def has_few_rows(dataset: Any) -> bool:
+    """True where the lengths of all rows are read in a second or two."""
+    return is_readable(dataset) and len(dataset) <= 100_000
 
 
 def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, ...]:

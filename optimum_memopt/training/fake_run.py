@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,10 +43,9 @@ from optimum_memopt.predict.phases import (
     train_suggestion,
 )
 from optimum_memopt.sizes import AUTO, Budget, gib_text
-from optimum_memopt.training.batches import is_readable, row_lengths
+from optimum_memopt.training.batches import has_few_rows, is_readable, row_lengths
 from optimum_memopt.training.compat_generation import Generation, generate_next, kernels_of_a_gpu, longest_generation
 
-_MOST_ROWS = 100_000
 _DATA = ("train_dataset", "eval_dataset")
 
 
@@ -144,7 +144,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
         MemOptError: there is no data, or no batch can be made of them.
     """
     try:
-        if is_readable(data) and len(data) <= _MOST_ROWS:
+        if has_few_rows(data):
             with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
                 lengths = row_lengths(data, trainer.data_collator, trainer.args.length_column_name)
                 longest = np.argsort(-lengths, kind="stable")
@@ -158,7 +158,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
 
 def _longest_texts(batch: Any, data: Any) -> Any:
     """A batch of rows that a Trainer will make tokens of, each as the one with the longest text; others unchanged."""
-    are_rows = isinstance(batch, list) and is_readable(data) and len(data) <= _MOST_ROWS
+    are_rows = isinstance(batch, list) and has_few_rows(data)
     if not are_rows or not all(isinstance(row, Mapping) for row in batch):
         return batch
     lengths = list(_text_lengths(data))
@@ -406,19 +406,15 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
         raise MemOptError(f"dry-run {path_excerpt(script)}: no such file")
     # A device that is not known is refused before the script starts.
     predicting_factory().simulator(device)
-    before, kind = (sys.argv, list(sys.path), Trainer.train), cast("Any", Trainer)
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-
-    def train(trainer: Trainer, *_: Any, **__: Any) -> None:
-        show(trainer, device, budget, before[2])
-
-    try:
-        kind.train = train
-        with compat.models_without_weights(), compat.checked_arguments(_refuse_sharded):
-            runpy.run_path(script, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:], kind.train = before
+    trains = Trainer.train
+    with (
+        mock.patch.object(sys, "argv", [script, *args]),
+        mock.patch.object(sys, "path", [str(Path(script).resolve().parent), *sys.path]),
+        mock.patch.object(Trainer, "train", lambda trainer, *_, **__: show(trainer, device, budget, trains)),
+        compat.models_without_weights(),
+        compat.checked_arguments(_refuse_sharded),
+    ):
+        runpy.run_path(script, run_name="__main__")
     raise MemOptError(f"dry-run {path_excerpt(script)}: the script ended without a Trainer's train()")
 
 
