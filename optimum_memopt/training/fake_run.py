@@ -43,8 +43,8 @@ from optimum_memopt.predict.phases import (
     train_suggestion,
 )
 from optimum_memopt.sizes import AUTO, Budget, gib_text
+from optimum_memopt.training import compat_dry_run
 from optimum_memopt.training.batches import has_few_rows, is_readable, row_lengths
-from optimum_memopt.training.compat_generation import Generation, generate_next, kernels_of_a_gpu, longest_generation
 
 _DATA = ("train_dataset", "eval_dataset")
 
@@ -196,9 +196,9 @@ class FakeRun:
 
         def step() -> None:
             for place in range(steps):
-                generate_next(trainer, place)
+                compat_dry_run.generate_next(trainer, place)
                 trainer.training_step(model, copy.copy(inputs), items)
-            compat.clip_gradients(trainer, model)
+            compat_dry_run.clip_gradients(trainer, model)
             trainer.optimizer.step()
             model.zero_grad()
 
@@ -211,10 +211,10 @@ class FakeRun:
 
     def _run(
         self, step: Callable[[], Any], inputs: Any, finds_variables: bool = True
-    ) -> tuple[SimulatedStep, Generation]:
+    ) -> tuple[SimulatedStep, compat_dry_run.Generation]:
         phase = partial(self.simulator.phase, GENERATION)
-        kernels = contextlib.nullcontext() if self.simulator.shares_host else kernels_of_a_gpu()
-        with longest_generation(phase) as generation, kernels:
+        kernels = contextlib.nullcontext() if self.simulator.shares_host else compat_dry_run.kernels_of_a_gpu()
+        with compat_dry_run.longest_generation(phase) as generation, kernels:
             # What Trainers log, they read.
             found = self.simulator.run(step, [*self.holders, inputs], finds_variables, reads_floats=True)
         return found, generation
@@ -249,9 +249,9 @@ class FakeRun:
             return predicted, given
 
         self.model.eval()
-        compat.set_generation_arguments(trainer)
+        compat_dry_run.set_generation_arguments(trainer)
         world = args.world_size
-        with compat.alone():
+        with compat_dry_run.alone():
             found, generation = self._run(step, inputs, finds_variables=False)
         if "inputs" in args.include_for_metrics:
             labels += _bytes_in(inputs[getattr(trainer.model, "main_input_name", "input_ids")])
@@ -313,7 +313,7 @@ class FakeRun:
         yield RunPhase("merge", found.peak, note="of the adapters into the weights")
 
 
-def _phase(name: str, peak: int, generation: Generation) -> RunPhase:
+def _phase(name: str, peak: int, generation: compat_dry_run.Generation) -> RunPhase:
     if name == GENERATION:
         return generation_phase(peak, generation.rows, generation.length)
     return RunPhase(name, peak, note="modules that are called without gradients" if name == NO_GRAD else "")
@@ -411,8 +411,8 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
         mock.patch.object(sys, "argv", [script, *args]),
         mock.patch.object(sys, "path", [str(Path(script).resolve().parent), *sys.path]),
         mock.patch.object(Trainer, "train", lambda trainer, *_, **__: show(trainer, device, budget, trains)),
-        compat.models_without_weights(),
-        compat.checked_arguments(_refuse_sharded),
+        compat_dry_run.models_without_weights(),
+        compat_dry_run.checked_arguments(_refuse_sharded),
     ):
         runpy.run_path(script, run_name="__main__")
     raise MemOptError(f"dry-run {path_excerpt(script)}: the script ended without a Trainer's train()")
@@ -466,7 +466,7 @@ def dry_run(
         raise MemOptError(_sharded_line("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"))
     found: list[DryRun] = []
     with left_as_it_is(trainer):
-        compat.run_instead_of_loop(trainer, train, lambda: found.append(_dry_run(trainer, device, budget)))
+        compat_dry_run.run_instead_of_loop(trainer, train, lambda: found.append(_dry_run(trainer, device, budget)))
     return found[0]
 
 
@@ -475,7 +475,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     rows = compat.train_batch_size(trainer)
     batch = largest_batch_of(trainer, trainer.train_dataset, rows, "training", trainer.get_train_dataloader)
     steps = 2 if args.gradient_accumulation_steps > 1 else 1
-    items = compat.items_in_batch(trainer, [batch] * steps)
+    items = compat_dry_run.items_in_batch(trainer, [batch] * steps)
     evaluated = evaluation_data(trainer, reads_any=True)
     with predicting_factory().simulator(device) as simulator:
         memory = simulator.memory
@@ -484,7 +484,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         replace_tensors(trainer, simulator, holders)
         # Else an engine is attached to the model.
         trainer.is_in_train = False
-        model = compat.prepared_for_training(trainer)
+        model = compat_dry_run.prepared_for_training(trainer)
         trainer.current_gradient_accumulation_steps = steps
         inputs, items, evaluated = simulator.copy((batch, items, evaluated))
         run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer))

@@ -1,7 +1,11 @@
-"""The longest text that a Trainer generates, on tensors without data: the prompt's forward, and that of the last
-token, with the key-value cache of all before it. Private names of transformers (5.23) and TRL (1.16).
+"""A dry run's changes to a Trainer, its models and their texts, by private names of transformers (5.23), accelerate
+(1.15) and TRL (1.16).
+
+A text is generated as long as it may be: the prompt's forward, and that of the last token, with the key-value cache of
+all before it.
 """
 
+import copy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from optimum_memopt.errors import MemOptError
 
 # Arguments of a model's forward that grow with the text.
 _GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -197,4 +203,141 @@ def kernels_of_a_gpu() -> Iterator[None]:
             module: Any = sys.modules.get(f"trl.{name}")
             for each in filter(partial(hasattr, module), replaced):
                 stack.enter_context(mock.patch.object(module, each, replaced[each]))
+        yield
+
+
+def run_instead_of_loop(trainer: Any, train: Callable[..., Any], loop: Callable[[], None]) -> None:
+    """Trainer's `train` with everything before its training loop, and this one in the loop's place: a new model of
+    `model_init`, activation checkpointing, noise on embeddings (transformers 5.23)."""
+    with mock.patch.object(trainer, "_inner_training_loop", side_effect=lambda *_, **__: loop()):
+        train(trainer)
+
+
+def prepared_for_training(trainer: Any) -> Any:
+    """The Trainer's model as accelerate wraps it, with its own optimizer and scheduler (transformers 5.23).
+
+    accelerate (1.15) leaves autocast to float16 out where there is no GPU.
+    """
+    accelerator = trainer.accelerator
+    accelerator.native_amp = accelerator.native_amp or accelerator.mixed_precision == "fp16"
+    # Else it moves the model, whose tensors may be nowhere.
+    accelerator.device_placement = False
+    model, _ = trainer._prepare_for_training(1, None, None)
+    return model
+
+
+def items_in_batch(trainer: Any, batches: list[Any]) -> Any:
+    """The number that a Trainer gives to its training steps: tokens with a label (transformers 5.23)."""
+    return trainer._get_num_items_in_batch(batches, trainer.args.device)
+
+
+def clip_gradients(trainer: Any, model: Any) -> None:
+    """As Trainer's loop does (transformers 5.23)."""
+    if trainer.args.max_grad_norm:
+        trainer._clip_grad_norm(model)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it accelerate (1.15) gathers nothing of other processes, whose tensors may have no data either."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    with mock.patch.dict(PartialState._shared_state, distributed_type=DistributedType.NO, num_processes=1):
+        yield
+
+
+def set_generation_arguments(trainer: Any) -> None:
+    """As `evaluate` of a Trainer with `--predict_with_generate` does before its first batch (transformers 5.23)."""
+    args = trainer.args
+    if getattr(args, "predict_with_generate", False):
+        given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        trainer._gen_kwargs = {name: value for name, value in given.items() if value is not None}
+
+
+# Arguments of `from_pretrained` that are none of a config: those that make the model, and those of its weights.
+_OF_MODEL = ("attn_implementation", "experts_implementation")
+_OF_LOADING = (
+    "device_map",
+    "low_cpu_mem_usage",
+    "ignore_mismatched_sizes",
+    "use_safetensors",
+    "weights_only",
+    "max_memory",
+    "offload_folder",
+    "key_mapping",
+    "_from_auto",
+    "adapter_kwargs",
+    "tqdm_class",
+)
+
+
+@contextmanager
+def models_without_weights() -> Iterator[None]:
+    """Within it transformers makes models from their configs on the meta device, modules stay where they are, and
+    arguments for bfloat16 need no GPU (transformers 5.23).
+
+    Raises:
+        MemOptError: from within, for a model with quantized weights.
+    """
+    from transformers import PretrainedConfig, PreTrainedModel, training_args
+    from transformers.initialization import no_init_weights
+
+    made, module = PreTrainedModel._from_config.__func__, torch.nn.Module
+    moved = module.to
+
+    def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
+        # Else an output layer has weights of its own.
+        with torch.device("meta"), no_init_weights():
+            model = made(kind, config, **kwargs)
+            model.tie_weights()
+        return model
+
+    def from_pretrained(kind: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        dtype, older = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
+        quantization, info = kwargs.pop("quantization_config", None), kwargs.pop("output_loading_info", False)
+        given = {key: kwargs.pop(key) for key in _OF_MODEL if key in kwargs}
+        if not isinstance(config, PretrainedConfig):
+            own = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
+            config = kind.config_class.from_pretrained(name if config is None else config, **own)
+        if quantization is not None or getattr(config, "quantization_config", None) is not None:
+            raise MemOptError(f"{name}: weights are quantized, which a dry run cannot make without them")
+        dtype = dtype or older or "auto"
+        dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+        config = copy.deepcopy(config)
+        config.name_or_path = str(name)
+        model = from_config(kind, config, dtype=dtype, **given).eval()
+        return (model, {}) if info else model
+
+    def stays(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
+        return self if dtype is None else moved(self, dtype)
+
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        (PreTrainedModel, "_from_config", classmethod(from_config)),
+        (PreTrainedModel, "to", stays),
+        (PreTrainedModel, "cuda", stays),
+        (module, "to", stays),
+        (module, "cuda", stays),
+        (training_args, "is_torch_bf16_gpu_available", lambda: True),
+    )
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def checked_arguments(check: Callable[[Any], None]) -> Iterator[None]:
+    """Within it TrainingArguments are given to `check` before they look for other ranks (transformers 5.23)."""
+    from transformers import TrainingArguments
+
+    before = TrainingArguments.__post_init__
+
+    def checked(args: Any) -> None:
+        check(args)
+        before(args)
+
+    with mock.patch.object(TrainingArguments, "__post_init__", checked):
         yield
