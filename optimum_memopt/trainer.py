@@ -36,7 +36,7 @@ from optimum_memopt.oom import guard, replan
 from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.report.page import Page, TrainingReport
+from optimum_memopt.report.page import Page, training_page, write_training_page
 from optimum_memopt.trainer_patches import Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
@@ -53,7 +53,7 @@ class Attachment:
     options: MemOptOptions
     engine: Engine
     plan_stats: PlanStatsCallback
-    reporter: TrainingReport = field(repr=False)
+    _trainer: "weakref.ref[Trainer]" = field(repr=False)
 
     @property
     def table(self) -> PlanTable | None:
@@ -92,7 +92,9 @@ class Attachment:
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
         """
-        return self.reporter.page(path)
+        if (trainer := self._trainer()) is None:
+            raise MemOptError("report: the Trainer is gone")
+        return training_page(trainer, self.engine, path)
 
     def detach(self) -> None:
         """Restore the model and free what was compiled for it; the next `train()` compiles again."""
@@ -162,14 +164,13 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
-    reporter = TrainingReport(trainer, engine)
     patches = TrainerPatches()
     try:
-        _put_on(patches, trainer, engine, chosen, callbacks, parts, reporter)
+        _put_on(patches, trainer, engine, chosen, callbacks, parts)
     except BaseException:
         patches.undo()
         raise
-    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)
+    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], weakref.ref(trainer))
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
 
@@ -181,7 +182,6 @@ def _put_on(
     options: MemOptOptions,
     callbacks: Mapping[type, Any],
     parts: Sequence[TrainerParts],
-    reporter: TrainingReport,
 ) -> None:
     """Put callbacks and wrappers on a Trainer; `Patch` has the order of the wrappers."""
     undo = leave_out_fsdp_checkpointing(trainer)
@@ -215,7 +215,7 @@ def _put_on(
         show = partial(fake_run.show, trainer, device, options.budget, type(trainer).train)
         patches.put(trainer, Patch.DRY_RUN, lambda _: lambda *args, **kwargs: show())
     patches.put(trainer, Patch.REMOVED_HOOKS, partial(removing_hooks, trainer))
-    patches.put(trainer, Patch.RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
+    patches.put(trainer, Patch.RELEASED_MODEL, partial(_releasing, trainer, engine, options.memory_opt_report))
 
 
 def run_summary(trainer: Trainer) -> str:
@@ -294,7 +294,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
 
 
 def _releasing(
-    engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None, train: Callable[..., Any]
+    trainer: Trainer, engine: Engine, report: os.PathLike | str | None, train: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`train` that suspends the engine when it is over, and writes the page that was asked for."""
 
@@ -308,7 +308,7 @@ def _releasing(
         finally:
             engine.suspend()
             if report is not None:
-                reporter.write(report, failure)
+                write_training_page(trainer, engine, report, failure)
 
     return train_and_release
 

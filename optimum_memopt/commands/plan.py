@@ -281,9 +281,8 @@ def _log_once(remarks: Iterable[str]) -> None:
 
 
 def _save_page(args: Any, result: PlanOutput) -> None:
-    # They import transformers' Trainer, see `engines/shared/label_smoothing.py`.
-    from optimum_memopt.report.data import of_estimate, of_way
-    from optimum_memopt.report.page import render
+    # It imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
+    from optimum_memopt.report.page import of_estimate, of_way, render
 
     data = of_way(result.ways[0], args.model) if args.ways == PLAIN_WAYS else of_estimate(result.estimate, args.model)
     render(data).save(args.html)

@@ -12,8 +12,7 @@ from optimum_memopt.engines.api.predictions import SimulatedStep
 from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.option_values import check_drawing, checked
-from optimum_memopt.report.data import ReportData
-from optimum_memopt.report.page import Page, render
+from optimum_memopt.report.page import Page, ReportData, render
 from optimum_memopt.sizes import gib_text
 
 

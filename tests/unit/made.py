@@ -5,7 +5,7 @@ from dataclasses import replace
 from optimum_memopt.callbacks.memory_phases import MeasuredStep
 from optimum_memopt.engines.api.predictions import CATEGORIES, CurvePoint, Frontier, Group, Phase, StepTimeline
 from optimum_memopt.plans.table import PlanRow, PlanTable
-from optimum_memopt.report.data import ReportData
+from optimum_memopt.report.page import ReportData
 
 MIB = 2**20
 TABLE = PlanTable(

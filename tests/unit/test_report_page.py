@@ -20,8 +20,7 @@ from tests.unit.made import FULL, MIB, timeline
 pytest.importorskip("matplotlib")
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.report.data import ReportData
-from optimum_memopt.report.page import at_peak, paragraph, render
+from optimum_memopt.report.page import ReportData, at_peak, paragraph, render
 from optimum_memopt.sizes import gib_text
 from tests.unit.made import FRONTIER, TABLE
 from tests.unit.pages import Parsed, cells, check_alone
