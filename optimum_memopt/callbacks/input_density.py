@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 
-from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
-from optimum_memopt.trainer_patches import Patch, TrainerPatches
+from optimum_memopt.callbacks.reporting import StepCallback, is_final
+from optimum_memopt.trainer_patches import Patch
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
@@ -166,7 +166,7 @@ def _rows_cell(rows: tuple[int, ...]) -> str:
     return f"{len(rows)} rows of {min(rows)} to {max(rows)}, mean {sum(rows) / len(rows):.1f}"
 
 
-class InputDensityCallback(HookingCallback):
+class InputDensityCallback(StepCallback):
     """Logs the density of each embedding input and label, with the columns of ONNX Runtime's observer.
 
     A step is all micro-batches of one optimizer step, on this process (rank 0's share of the batch). PAD IDX says what
@@ -188,24 +188,18 @@ class InputDensityCallback(HookingCallback):
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
-        self._log_steps = check_log_steps(log_steps)
-        self.reporter = Reporter("input_density", path)
+        super().__init__("input_density", log_steps, path)
         self.densities: dict[str, list[tuple[int, float]]] = {}
         self._tallies: dict[str, _Tally] = {}
-        self._first_step = 0
-        self._due = False
-        self._patches = TrainerPatches()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.remove_hooks()  # of a run that died
+        super().on_train_begin(args, state, control, **kwargs)
         self._tallies, self.densities = {}, {}
-        self._first_step = state.global_step
-        trainer = self.reporter.begin(state)
-        if self.reporter.active:
-            self._patches.put(trainer, Patch.COUNTED_TOKENS, functools.partial(self._counting, trainer))
+        if self.reporter.active and (trainer := self.reporter.trainer) is not None:
+            self._hooks.put(trainer, Patch.COUNTED_TOKENS, functools.partial(self._counting, trainer))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
+        super().on_step_begin(args, state, control, **kwargs)
         for tally in self._tallies.values() if self._due else ():
             tally.step_rows, tally.step_total = [], 0
 
@@ -215,8 +209,7 @@ class InputDensityCallback(HookingCallback):
         self._due = False
         step = state.global_step - 1
         counted = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
-        level = "info" if is_printed(step - self._first_step, self._log_steps) else "devinfo"
-        self._report(step, counted, "", level)
+        self._report(step, counted, "", "info" if self._is_printed(step) else "devinfo")
         for name, found in counted.items():
             points = [*self.densities.get(name, ()), (state.global_step, found.percent)]
             self.densities[name] = thinned(points, _MOST_POINTS)
@@ -224,9 +217,6 @@ class InputDensityCallback(HookingCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.reporter.active and is_final(kwargs.get("logs")):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
-
-    def remove_hooks(self) -> None:
-        self._patches.undo()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
         """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""

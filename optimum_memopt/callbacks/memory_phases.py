@@ -8,19 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.callbacks.reporting import (
-    HookingCallback,
-    Reporter,
-    callback_of,
-    check_log_steps,
-    is_due,
-    is_final,
-    is_printed,
-)
+from optimum_memopt.callbacks.reporting import StepCallback, callback_of, is_final
 from optimum_memopt.compat import at_end_of_backward, tensors_in
 from optimum_memopt.engines.api.predictions import Phase
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakMonitor, held, merged, peak
@@ -58,7 +49,7 @@ class MeasuredStep:
         return max(phase.peak for phase in self.phases)
 
 
-class MemoryPhasesCallback(HookingCallback):
+class MemoryPhasesCallback(StepCallback):
     """Logs memory at `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `post_optimizer_step`.
 
     Each row holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
@@ -86,16 +77,12 @@ class MemoryPhasesCallback(HookingCallback):
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
-        self._log_steps = check_log_steps(log_steps)
-        self.reporter = Reporter("memory_phases", path)
+        super().__init__("memory_phases", log_steps, path)
         self._monitor: PeakMonitor | None = None
-        self._handles: list[RemovableHandle] = []
         self._readings: dict[str, CpuMemory | CudaMemory] = {}
         self.highest_step: MeasuredStep | None = None
         # Peak, phase and step of the highest phase of the run, of the steps that were read.
         self._highest: tuple[float, str, int] | None = None
-        self._first_step = 0
-        self._due = False
         self._in_backward = False
 
     @property
@@ -104,16 +91,15 @@ class MemoryPhasesCallback(HookingCallback):
         return None if self._monitor is None else self._monitor.run_peak
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.remove_hooks()  # a run that died left them
-        self.reporter.begin(state)
-        self._first_step, self._due, self._highest, self.highest_step = state.global_step, False, None, None
+        super().on_train_begin(args, state, control, **kwargs)
+        self._highest = self.highest_step = None
         self._install_hooks(kwargs["model"])
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
         self._readings = {}
-        self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
         if self._due and self._monitor is not None:
             self._monitor.start_phase()
 
@@ -135,7 +121,7 @@ class MemoryPhasesCallback(HookingCallback):
         self.reporter.metrics(
             {f"{phase}/{name}_mib": size for phase, row in values.items() for name, size in row.items()}
         )
-        if self._readings and is_printed(step - self._first_step, self._log_steps):
+        if self._readings and self._is_printed(step):
             self.reporter.lines(format_table(step, self._readings, method))
         for phase, reading in self._readings.items():
             self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
@@ -197,7 +183,8 @@ class MemoryPhasesCallback(HookingCallback):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda gradient: self._begin_backward())
 
-        self._handles = [model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)]
+        self._hooks.add_undo(model.register_forward_pre_hook(before_forward).remove)
+        self._hooks.add_undo(model.register_forward_hook(after_forward).remove)
 
     def _begin_backward(self) -> None:
         # Every output that the loss depends on calls this; the first is the start of backward.
@@ -209,8 +196,3 @@ class MemoryPhasesCallback(HookingCallback):
     def _end_backward(self) -> None:
         self._in_backward = False
         self._observe("post_backward")
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []

@@ -113,13 +113,6 @@ def _own_steps_kept(callback: TrainerCallback, global_step: int) -> Iterator[Non
 METRIC_PREFIX = "memopt/"
 
 
-def check_log_steps(log_steps: int) -> int:
-    """`log_steps` as it is. Raises MemOptError where it is negative."""
-    if log_steps < 0:
-        raise MemOptError(f"log_steps is {log_steps}; allowed: 0 (steps 0-9, then powers of two) or every N steps")
-    return log_steps
-
-
 def is_due(step: int, log_steps: int) -> bool:
     """True where step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
     ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py)."""
@@ -225,9 +218,13 @@ class HookingCallback(TrainerCallback):
     given such a callback. In others they stay after an error, until the next `train()`.
     """
 
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._hooks = TrainerPatches()
+
     def remove_hooks(self) -> None:
         """Restore the model and the Trainer; a second call does nothing."""
-        raise NotImplementedError
+        self._hooks.undo()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)
@@ -237,6 +234,32 @@ class HookingCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()
+
+
+class StepCallback(HookingCallback):
+    """Reports some of the steps of a run, on the world's rank 0.
+
+    Args:
+        kind: see `Reporter`.
+        log_steps: see `is_due`. Raises MemOptError where it is negative.
+    """
+
+    def __init__(self, kind: str, log_steps: int, path: str | os.PathLike | None) -> None:
+        if log_steps < 0:
+            raise MemOptError(f"log_steps is {log_steps}; allowed: 0 (steps 0-9, then powers of two) or every N steps")
+        super().__init__(Reporter(kind, path))
+        self._log_steps, self._first_step, self._due = log_steps, 0, False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.remove_hooks()  # of a run that died
+        self._first_step, self._due = state.global_step, False
+        self.reporter.begin(state)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
+
+    def _is_printed(self, step: int) -> bool:
+        return is_printed(step - self._first_step, self._log_steps)
 
 
 def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from optimum_memopt.oom.report import (
     held_at_start,
     report_of,
 )
-from optimum_memopt.trainer_patches import Patch, TrainerPatches
+from optimum_memopt.trainer_patches import Patch
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
@@ -78,15 +78,13 @@ class MemoryReportCallback(HookingCallback):
     """
 
     def __init__(self) -> None:
-        self.reporter = Reporter("memory_report")
+        super().__init__(Reporter("memory_report"))
         self.report: MemoryReport | None = None
         self.replanner: Replanner | None = None
         self.call: ForwardCall | None = None
         self._start: StepStart | None = None
         # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
         self._first_outside: int | None = None
-        self._hook: Any = None
-        self._patches = TrainerPatches()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
@@ -94,10 +92,10 @@ class MemoryReportCallback(HookingCallback):
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
-        self._patches.put(trainer, Patch.GUARDED_STEP, partial(self._guard_step, trainer))
+        self._hooks.put(trainer, Patch.GUARDED_STEP, partial(self._guard_step, trainer))
         # Each train() wraps the optimizer anew.
         if trainer.optimizer is not None:
-            self._patches.put(trainer.optimizer, Patch.GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
+            self._hooks.put(trainer.optimizer, Patch.GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
 
     def _guard_step(self, trainer: Trainer, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -186,10 +184,8 @@ class MemoryReportCallback(HookingCallback):
             if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
                 callback.call = forward_call(args, kwargs, outputs_read_by())
 
-        self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        self._hooks.add_undo(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
 
     def remove_hooks(self) -> None:
-        self._patches.undo()
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self.call = None
+        super().remove_hooks()
+        self.call = None

@@ -12,15 +12,7 @@ from transformers.integrations.integration_utils import DVCLiveCallback, TensorB
 from transformers.trainer_callback import CallbackHandler
 
 from optimum_memopt import InputDensityCallback, MemOptError, MemoryPhasesCallback, PlanStatsCallback, attach
-from optimum_memopt.callbacks.reporting import (
-    JsonLines,
-    check_log_steps,
-    find_trainer,
-    is_due,
-    is_final,
-    is_printed,
-    json_lines,
-)
+from optimum_memopt.callbacks.reporting import JsonLines, find_trainer, is_due, is_final, is_printed, json_lines
 from optimum_memopt.oom.guard import MemoryReportCallback
 from tests.trackers import Marker, Tracker
 from tests.trainer_runs import log_lines
@@ -42,10 +34,7 @@ def test_schedule():
 
 
 def test_log_steps_below_zero_is_refused():
-    assert check_log_steps(0) == 0
     with pytest.raises(MemOptError, match="-1"):
-        check_log_steps(-1)
-    with pytest.raises(MemOptError):
         MemoryPhasesCallback(log_steps=-1)
     with pytest.raises(MemOptError):
         InputDensityCallback(log_steps=-2)
