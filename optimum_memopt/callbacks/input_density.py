@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import StepCallback, is_final
+from optimum_memopt.compat import embeddings
 from optimum_memopt.trainer_patches import Patch
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
@@ -110,7 +111,8 @@ def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model
     index = getattr(tokenizer, "pad_token_id", None)
     real = getattr(tokenizer, "eos_token_id", None)
     if index is None:
-        index, real = _embedding_padding(model), getattr(config, "eos_token_id", None)
+        real = getattr(config, "eos_token_id", None)
+        index = None if model is None else getattr(embeddings(model, "input"), "padding_idx", None)
     if index is None:
         index = getattr(config, "pad_token_id", None)
     real = list(real) if isinstance(real, (list, tuple)) else [real]
@@ -120,13 +122,6 @@ def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model
     if (index is None or index in real) and mask != name and _is_mask_of(batch.get(mask), batch[name]):
         return Padding(index=index, mask=mask)
     return Padding(index=index)
-
-
-def _embedding_padding(model: Any) -> int | None:
-    try:
-        return getattr(model.get_input_embeddings(), "padding_idx", None)
-    except (AttributeError, NotImplementedError):  # not a transformers model; a model without one
-        return None
 
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
