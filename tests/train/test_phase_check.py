@@ -11,11 +11,11 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 
-from optimum_memopt import MemOptError, compat
+from optimum_memopt import MemOptError
 from optimum_memopt.engines.compile.predict import live_step
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.predict.phases import RunPhase, host_suggestions
-from optimum_memopt.training import fake_run
+from optimum_memopt.training import compat_dry_run, fake_run
 from optimum_memopt.training.fake_run import left_as_it_is
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
@@ -122,7 +122,7 @@ def test_what_goes_to_the_host_has_to_fit_there() -> None:
 def test_no_other_process_is_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
     tensor = torch.ones(2)
-    with compat.alone():
+    with compat_dry_run.alone():
         assert gather(tensor) is tensor
 
 
