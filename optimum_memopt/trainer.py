@@ -164,12 +164,10 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
-    patches = TrainerPatches()
-    try:
+    with TrainerPatches() as patches:
         _put_on(patches, trainer, engine, chosen, callbacks, parts)
-    except BaseException:
-        patches.undo()
-        raise
+        # They stay, unless one of them could not be put on.
+        patches.pop_all()
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], weakref.ref(trainer))
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
@@ -186,7 +184,7 @@ def _put_on(
     """Put callbacks and wrappers on a Trainer; `Patch` has the order of the wrappers."""
     undo = leave_out_fsdp_checkpointing(trainer)
     if undo is not None:
-        patches.add_undo(undo)
+        patches.callback(undo)
     for part in parts:
         for callback in part.callbacks:
             patches.add_callback(trainer, callback)

@@ -1,13 +1,14 @@
 """All that is put on a Trainer: one ordered list, with undo.
 
 A method is replaced once, by a function that calls the wrappers of `Patch` in their order around what was there.
-Where somebody else has wrapped that function meanwhile, `undo` leaves it inside of theirs, with nothing to do. What
+Where somebody else has wrapped that function meanwhile, `close` leaves it inside of theirs, with nothing to do. What
 is put on for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays
 with the Trainer for its next `train()`, unless `attach` itself fails.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -91,25 +92,14 @@ class _Method:
             self._call = wrap(self._call)
 
 
-class TrainerPatches:
-    """Wrappers and callbacks that are put on together, and undone together."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+class TrainerPatches(ExitStack):
+    """Wrappers and callbacks that are put on together; `close` takes them off, the last first."""
 
     def put(self, owner: Any, patch: Patch, wrap: Wrap) -> None:
         """Put a wrapper around a method of a Trainer or its optimizer, at its place among those that are there."""
-        self._undo.append(_Method.of(owner, patch.method).add(patch, wrap))
+        self.callback(_Method.of(owner, patch.method).add(patch, wrap))
 
     def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
         if callback not in trainer.callback_handler.callbacks:
             trainer.add_callback(callback)
-            self._undo.append(lambda: trainer.remove_callback(callback))
-
-    def add_undo(self, undo: Callable[[], None]) -> None:
-        self._undo.append(undo)
-
-    def undo(self) -> None:
-        """Take off what was put on, the last first."""
-        while self._undo:
-            self._undo.pop()()
+            self.callback(trainer.remove_callback, callback)

@@ -183,8 +183,8 @@ class MemoryPhasesCallback(StepCallback):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda gradient: self._begin_backward())
 
-        self._hooks.add_undo(model.register_forward_pre_hook(before_forward).remove)
-        self._hooks.add_undo(model.register_forward_hook(after_forward).remove)
+        self._hooks.callback(model.register_forward_pre_hook(before_forward).remove)
+        self._hooks.callback(model.register_forward_hook(after_forward).remove)
 
     def _begin_backward(self) -> None:
         # Every output that the loss depends on calls this; the first is the start of backward.

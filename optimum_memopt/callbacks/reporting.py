@@ -224,7 +224,7 @@ class HookingCallback(TrainerCallback):
 
     def remove_hooks(self) -> None:
         """Restore the model and the Trainer; a second call does nothing."""
-        self._hooks.undo()
+        self._hooks.close()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)

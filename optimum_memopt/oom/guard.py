@@ -104,7 +104,7 @@ class MemoryReportCallback(HookingCallback):
                 self._start = StepStart.of(trainer)
                 if self._first_outside is None:
                     self._first_outside = held_at_start(trainer, self._start, None)[OTHER]
-                before = None if self.replanner is None else self.replanner.state(trainer)
+                before = None if self.replanner is None else StepState.of(trainer)
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
                     given = inputs if before is None else copy.copy(inputs)
@@ -127,7 +127,7 @@ class MemoryReportCallback(HookingCallback):
     ) -> bool:
         """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
         replanner, is_own = self.replanner, is_out_of_memory(error)
-        if isinstance(error, DoesNotFitError) and replanner is not None and replanner.has_replanned:
+        if isinstance(error, DoesNotFitError) and replanner is not None and replanner.times:
             log_from_any_rank(f"no plan fits: {error}")
         if not (is_own or isinstance(error, OtherRankRanOutError)):
             return False
@@ -184,7 +184,7 @@ class MemoryReportCallback(HookingCallback):
             if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
                 callback.call = forward_call(args, kwargs, outputs_read_by())
 
-        self._hooks.add_undo(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
+        self._hooks.callback(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
 
     def remove_hooks(self) -> None:
         super().remove_hooks()

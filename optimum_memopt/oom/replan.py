@@ -1,7 +1,7 @@
 """Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ class StepState:
     values: Mapping[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, trainer: Trainer, modules: Sequence[torch.nn.Module] = ()) -> "StepState":
-        """The state before a step, in which `modules` take part beside the model."""
-        model = model_of(trainer)
+    def of(cls, trainer: Trainer) -> "StepState":
+        """The state before a step."""
+        model, modules = model_of(trainer), modules_beside(trainer)
         of_model = dict.fromkeys(model.parameters())
         beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
         gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
@@ -71,7 +71,11 @@ class StepState:
 
 
 class Replanner:
-    """Has an engine plan for less each time that a step runs out of memory."""
+    """Has an engine plan for less each time that a step runs out of memory.
+
+    Attributes:
+        times: that it has, in this run.
+    """
 
     def __init__(self, engine: Engine, trainer: Trainer) -> None:
         if trainer.args.deepspeed is not None:
@@ -85,13 +89,11 @@ class Replanner:
             )
         self._engine = engine
         self._world_size = trainer.args.world_size
-        self._times = 0
-        self._modules: tuple[torch.nn.Module, ...] = ()
+        self.times = 0
 
     def begin(self, trainer: Trainer) -> None:
         """A run begins. Raises MemOptError where a step of this Trainer changes what cannot be restored."""
-        self._times = 0
-        self._modules = modules_beside(trainer)
+        self.times = 0
         trained = list(_trained(trainer))
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
             raise MemOptError(
@@ -101,7 +103,7 @@ class Replanner:
             )
         restorable = {
             *(value for value in held_by(trainer) if isinstance(value, torch.nn.Parameter)),
-            *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
+            *(p for module in (model_of(trainer), *modules_beside(trainer)) for p in module.parameters()),
         }
         if unknown := sum(parameter not in restorable for parameter in trained):
             raise MemOptError(
@@ -109,13 +111,6 @@ class Replanner:
                 "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
                 "the Trainer, as in trainer.head = head, or leave it out"
             )
-
-    def state(self, trainer: Trainer) -> StepState:
-        return StepState.of(trainer, self._modules)
-
-    @property
-    def has_replanned(self) -> bool:
-        return self._times > 0
 
     def replan(self, failure: Failure, is_own: bool, before: StepState, trainer: Trainer) -> bool:
         """Choose a plan for less memory and restore what the step has changed; False: it cannot be run again.
@@ -127,7 +122,7 @@ class Replanner:
         if why := self._refused(failure) or before.restore(model_of(trainer)):
             log_from_any_rank(f"{step} and is not run again: {why}")
             return False
-        self._times += 1
+        self.times += 1
         if not is_own:
             return True
         last = self._engine.selection.budget
@@ -136,7 +131,7 @@ class Replanner:
         budget = int(most * (1 - _ROOM))
         log_from_any_rank(
             f"{step} in its {failure.place.phase} with {gib_text(failure.held)} held: planning for "
-            f"{gib_text(budget)} and running it again ({self._times} of {_MOST})"
+            f"{gib_text(budget)} and running it again ({self.times} of {_MOST})"
         )
         self._engine.apply(Selection(budget=Budget(gib_text(budget).replace(" ", ""), budget)))
         return True
@@ -144,7 +139,7 @@ class Replanner:
     def _refused(self, failure: Failure) -> str:
         if failure.place.phase == OPTIMIZER_STEP:
             return "no plan makes the optimizer's states smaller"
-        if self._times == _MOST:
+        if self.times == _MOST:
             return f"that was tried {_MOST} times"
         if self._world_size > 1 and failure.place.phase != FORWARD:
             return "the other ranks wait in the backward's all-reduce, so all ranks stop"
@@ -187,7 +182,7 @@ def falling_back(
         is_first = engine.plans() is None and trainer.args.world_size == 1
         if not is_first or sum(buffer.nbytes for buffer in model_of(trainer).buffers()) > _MOST_BUFFERS:
             return training_step(model, inputs, *args, **kwargs)
-        before = StepState.of(trainer, modules_beside(trainer))
+        before = StepState.of(trainer)
         try:
             # A copy, since label smoothing takes the labels out.
             return training_step(model, copy.copy(inputs), *args, **kwargs)

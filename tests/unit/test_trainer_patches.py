@@ -28,8 +28,8 @@ def test_wrappers_are_called_in_the_order_of_the_list(order):
         patches.put(trainer, patch, passing(patch))
     assert trainer.training_step() == ["own", Patch.FALLBACK, Patch.GUARDED_STEP, Patch.COUNTED_TOKENS]
     assert trainer.training_step.__name__ == "training_step"
-    patches.undo()
-    patches.undo()
+    patches.close()
+    patches.close()
     assert vars(trainer) == {}
 
 
@@ -38,7 +38,7 @@ def test_what_was_assigned_before_is_there_again():
     trainer.training_step = before = lambda: ["user"]
     patches.put(trainer, Patch.GUARDED_STEP, passing(Patch.GUARDED_STEP))
     assert trainer.training_step() == ["user", Patch.GUARDED_STEP]
-    patches.undo()
+    patches.close()
     assert trainer.training_step is before
 
 
@@ -48,9 +48,9 @@ def test_a_wrapper_of_somebody_else_stays_with_nothing_of_ours_inside():
     theirs = trainer.training_step = passing("user")(trainer.training_step)
     of_run.put(trainer, Patch.GUARDED_STEP, passing(Patch.GUARDED_STEP))
     assert trainer.training_step() == ["own", Patch.FALLBACK, "user", Patch.GUARDED_STEP]
-    of_run.undo()
+    of_run.close()
     assert trainer.training_step is theirs and trainer.training_step() == ["own", Patch.FALLBACK, "user"]
-    attached.undo()
+    attached.close()
     assert trainer.training_step is theirs and trainer.training_step() == ["own", "user"]
 
 
