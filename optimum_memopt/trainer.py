@@ -6,10 +6,11 @@ calls it twice, every `train()` once. Earlier, `model_init` silently replaces th
 silently bypassed or ranks go separate ways. The engine is suspended when `train()` is over, however it ends.
 """
 
+import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -212,8 +213,8 @@ def _put_on(
     if (device := options.memory_opt_dry_run) is not None:
         show = partial(fake_run.show, trainer, device, options.budget, type(trainer).train)
         patches.put(trainer, Patch.DRY_RUN, lambda _: lambda *args, **kwargs: show())
-    patches.put(trainer, Patch.REMOVED_HOOKS, partial(removing_hooks, trainer))
-    patches.put(trainer, Patch.RELEASED_MODEL, partial(_releasing, trainer, engine, options.memory_opt_report))
+    patches.put(trainer, Patch.REMOVED_HOOKS, removing_hooks(trainer))
+    patches.put(trainer, Patch.RELEASED_MODEL, _releasing(trainer, engine, options.memory_opt_report))
 
 
 def run_summary(trainer: Trainer) -> str:
@@ -291,24 +292,19 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
     return {kind: callback_of(trainer, kind) or kind(**arguments) for kind, arguments in wanted.items()}
 
 
-def _releasing(
-    trainer: Trainer, engine: Engine, report: os.PathLike | str | None, train: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`train` that suspends the engine when it is over, and writes the page that was asked for."""
-
-    def train_and_release(*args: Any, **kwargs: Any) -> Any:
-        failure = ""
-        try:
-            return train(*args, **kwargs)
-        except BaseException as error:
-            failure = line_of(error)
-            raise
-        finally:
-            engine.suspend()
-            if report is not None:
-                write_training_page(trainer, engine, report, failure)
-
-    return train_and_release
+@contextlib.contextmanager
+def _releasing(trainer: Trainer, engine: Engine, report: os.PathLike | str | None) -> Iterator[None]:
+    """A run, after which the engine is suspended, and the page written that was asked for."""
+    failure = ""
+    try:
+        yield
+    except BaseException as error:
+        failure = line_of(error)
+        raise
+    finally:
+        engine.suspend()
+        if report is not None:
+            write_training_page(trainer, engine, report, failure)
 
 
 def _attaching(

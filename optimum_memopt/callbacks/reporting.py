@@ -3,12 +3,11 @@
 import contextlib
 import copy
 import errno
-import functools
 import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -230,7 +229,7 @@ class HookingCallback(TrainerCallback):
         trainer = find_trainer(state)
         # Else another callback has done it, or a subclass.
         if "train" not in vars(trainer):
-            TrainerPatches().put(trainer, Patch.REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
+            TrainerPatches().put(trainer, Patch.REMOVED_HOOKS, removing_hooks(trainer))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()
@@ -262,15 +261,12 @@ class StepCallback(HookingCallback):
         return is_printed(step - self._first_step, self._log_steps)
 
 
-def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Callable[..., Any]:
-    """`train` that removes the hooks of all callbacks when it is over."""
-
-    def train_and_remove_hooks(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return train(*args, **kwargs)
-        finally:
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, HookingCallback):
-                    callback.remove_hooks()
-
-    return train_and_remove_hooks
+@contextlib.contextmanager
+def removing_hooks(trainer: Trainer) -> Iterator[None]:
+    """A run, after which the hooks of all callbacks are removed."""
+    try:
+        yield
+    finally:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, HookingCallback):
+                callback.remove_hooks()
