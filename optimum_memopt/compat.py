@@ -5,7 +5,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -326,6 +326,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(inner)
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors, each counted once."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 def in_float32(outputs: Any) -> Any:

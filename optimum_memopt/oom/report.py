@@ -81,9 +81,10 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     free again, it counts as there before.
     """
     model = model_of(trainer)
-    parameters = _bytes([*model.parameters(), *model.buffers()])
+    parameters = compat.tensor_bytes([*model.parameters(), *model.buffers()])
     states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    optimizer = _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    values = (value for state in states for value in state.values())
+    optimizer = compat.tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
     batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
     tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
     # Those of earlier micro-batches stay where they are.
@@ -136,15 +137,11 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 
 
 def gradient_bytes(trainer: Trainer) -> int:
-    return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
+    return compat.tensor_bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
 
 
 def _kept(device: torch.device) -> int:
     return process.kept_bytes() if device.type == "cpu" else 0
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 _NAME = "memory_report"

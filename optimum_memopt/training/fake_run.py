@@ -223,16 +223,14 @@ class FakeRun:
     def weights(self) -> int:
         """Bytes of the parameters and buffers of all models."""
         models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
-        tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+        return compat.tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
 
     @property
     def states(self) -> int:
         """Bytes of the optimizers' states."""
         optimizers = [holder for holder in self.holders if isinstance(holder, torch.optim.Optimizer)]
         found = (value for each in optimizers for state in each.state.values() for value in state.values())
-        tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
-        return self.coming + sum(tensor.nbytes for tensor in tensors.values())
+        return self.coming + compat.tensor_bytes(value for value in found if isinstance(value, torch.Tensor))
 
     def evaluate(self, data: EvaluationData) -> tuple[Evaluation, list[RunPhase]]:
         """A batch as in Trainer's loop over the data, and the phases of it."""
