@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import torch_init, without_modes
+from optimum_memopt.compat import tensors_in, torch_init, without_modes
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
@@ -494,16 +494,8 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers, and tensors that are plain attributes of a module or in its lists."""
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            for leaf in _leaves(value):
+            for leaf in tensors_in(value):
                 yield f"{name}.{key}".strip("."), leaf
-
-
-def _leaves(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(inner)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
