@@ -56,7 +56,7 @@ class AdviseCommand(BaseOptimumCLICommand):
             run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.engines.shared.registry import factory
+        from optimum_memopt.engines.shared.registry import factory, predicting_engine
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.predict.advise import advise, to_dict, to_text
 
@@ -66,7 +66,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         spec = step.spec_of(args, None if args.device == _HERE else args.device)
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
-        name = step.predicting_engine()
+        name = predicting_engine()
         options = step.checked_options(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
         )

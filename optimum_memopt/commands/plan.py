@@ -14,7 +14,7 @@ from tqdm import tqdm
 from optimum_memopt.commands import step
 from optimum_memopt.engines.api.predictions import Way
 from optimum_memopt.engines.api.run import AUTO, StepSpec
-from optimum_memopt.engines.shared.registry import choose_engines, factory
+from optimum_memopt.engines.shared.registry import choose_engines, factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure import Case, spawn, sweep
@@ -54,7 +54,7 @@ def case_of(args: Any) -> Case:
     }
     asks_for_prediction = len(sizes) > 1 or args.ways == PLAIN_WAYS or _given(args, *_OF_DEVICE, *_PREDICTED)
     if args.engine == AUTO and not args.measure and asks_for_prediction:
-        options["memory_opt_engine"] = step.predicting_engine()
+        options["memory_opt_engine"] = predicting_engine()
     (name, *_), _ = choose_engines(options["memory_opt_engine"], step.checked_options(**options))
     if args.measure or not factory(name).predicts:
         _check_measured(args, name, sizes)
@@ -80,7 +80,7 @@ def _check_measured(args: Any, engine: str, sizes: Sequence[int]) -> None:
     if len(sizes) > 1:
         raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
     if args.symbolic:
-        raise MemOptError(f"--symbolic is for predictions of the {step.predicting_engine()} engine; leave it out")
+        raise MemOptError(f"--symbolic is for predictions of the {predicting_engine()} engine; leave it out")
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:

@@ -125,13 +125,6 @@ def check_counts(args: Any, *flags: str) -> None:
             raise MemOptError(f"--{flag} {value}: allowed are numbers from 1 on")
 
 
-def predicting_engine() -> str:
-    """Name of the engine that predicts."""
-    from optimum_memopt.engines.shared.registry import engine_names, factory
-
-    return next(name for name in engine_names() if factory(name).predicts)
-
-
 def checked_options(**options: Any) -> "MemOptOptions":
     """Options by their fields.
 

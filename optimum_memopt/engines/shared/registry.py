@@ -77,8 +77,12 @@ def factory(name: str) -> EngineFactory[Any]:
     return _registrations[name].load()
 
 
+def predicting_engine() -> str:
+    return next(name for name in engine_names() if factory(name).predicts)
+
+
 def predicting_factory() -> EngineFactory[Any]:
-    return next(made for made in map(factory, engine_names()) if made.predicts)
+    return factory(predicting_engine())
 
 
 def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
