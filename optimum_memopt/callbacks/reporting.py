@@ -1,4 +1,5 @@
-"""Where callbacks report to: the log, the file of `--memory_opt_log_file`, the trackers of a Trainer."""
+"""Where callbacks report to: the log, the file of `--memory_opt_log_file`, the trackers of a Trainer; and what those
+that put hooks on a model or report some of the steps have in common."""
 
 import contextlib
 import copy
@@ -109,9 +110,6 @@ def _own_steps_kept(callback: TrainerCallback, global_step: int) -> Iterator[Non
         live.step = step
 
 
-METRIC_PREFIX = "memopt/"
-
-
 def is_due(step: int, log_steps: int) -> bool:
     """True where step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
     ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py)."""
@@ -204,7 +202,7 @@ class Reporter:
     def metrics(self, values: Mapping[str, float]) -> None:
         """To the trackers alone, each name prefixed `memopt/`, at the Trainer's current global step."""
         if self.active and (trainer := self.trainer) is not None:
-            log_to_trackers(trainer, {METRIC_PREFIX + name: float(value) for name, value in values.items()})
+            log_to_trackers(trainer, {f"memopt/{name}": float(value) for name, value in values.items()})
 
     def records(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """To the file, for each row: `{"step": step, "kind": kind, **row}`."""
