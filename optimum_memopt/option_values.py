@@ -78,10 +78,10 @@ def check_page(flag: str, path: str) -> None:
     check_drawing(flag)
 
 
-def check_drawing(flag: str) -> None:
-    """Raise a MemOptError where matplotlib or jinja2 is missing."""
-    if missing := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
-        raise MemOptError(f"{flag}: the page needs {' and '.join(missing)}: pip install optimum-memopt[report]")
+def check_drawing(flag: str, what: str = "the page", packages: Sequence[str] = ("matplotlib", "jinja2")) -> None:
+    """Raise a MemOptError where a package is missing that draws `what`."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise MemOptError(f"{flag}: {what} needs {' and '.join(missing)}: pip install optimum-memopt[report]")
 
 
 def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = None) -> Any:

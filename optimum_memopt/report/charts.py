@@ -1,7 +1,6 @@
 """Pictures of matplotlib as SVG in a page, whose style sheet decides their colours."""
 
 import html
-import importlib.util
 import io
 import itertools
 import re
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, Frontier, Phase, StepTimeline
 from optimum_memopt.errors import MemOptError, path_excerpt, writing
+from optimum_memopt.option_values import check_drawing
 from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
@@ -314,8 +314,7 @@ def check(path: Path) -> None:
     if path.suffix.lower() not in _SUFFIXES:
         allowed = " or ".join(_SUFFIXES)
         raise MemOptError(f"--budget_curve {path_excerpt(path)}: allowed are names that end in {allowed}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MemOptError("--budget_curve: a picture needs matplotlib: pip install optimum-memopt[report]")
+    check_drawing("--budget_curve", "a picture", ("matplotlib",))
 
 
 def draw(frontier: Frontier, path: Path) -> None:
