@@ -3,17 +3,12 @@
 Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
 """
 
-from typing import Any
-
-import torch
+from types import ModuleType
 
 from optimum_memopt.engines.api.factory import EngineFactory
-from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
-from optimum_memopt.engines.ort.options import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.shared.optimizers import Provider, register_optimizer
 from optimum_memopt.engines.shared.registry import Registration, register_engine
-
-__all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 
 
 def _load() -> EngineFactory:
@@ -22,19 +17,19 @@ def _load() -> EngineFactory:
     return OrtFactory()
 
 
-def _fused_adam_missing(device: str) -> str:
-    from optimum_memopt.engines.ort.optimizers import fused_adam_missing
+def _optimizers() -> ModuleType:
+    # It imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
+    from optimum_memopt.engines.ort import optimizers
 
-    return fused_adam_missing(device)
-
-
-def _fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    from optimum_memopt.engines.ort.optimizers import fused_adam
-
-    return fused_adam()
+    return optimizers
 
 
-register_optimizer("ort_fused_adam", Provider(_fused_adam_missing, _fused_adam, needs="CUDA"))
+register_optimizer(
+    "ort_fused_adam",
+    Provider(
+        lambda device: _optimizers().fused_adam_missing(device), lambda: _optimizers().fused_adam(), needs="CUDA"
+    ),
+)
 register_engine(
     Registration(
         "ort",
@@ -42,8 +37,8 @@ register_engine(
         load=_load,
         summary="ONNX Runtime's ORTModule",
         order=0,
-        for_any_engine=FOR_ANY_ENGINE,
-        need_trainer=NEED_TRAINER,
-        per_rank=PER_RANK,
+        for_any_engine=frozenset({"ort_fp16_optimizer"}),
+        need_trainer=frozenset({"ort_fp16_optimizer"}),
+        per_rank=frozenset({"ort_cache_dir", "ort_save_onnx"}),
     )
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,6 @@ from optimum_memopt.plans.plan_file import read_json
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-# What `register_engine` is told of these options.
-FOR_ANY_ENGINE = NEED_TRAINER = frozenset({"ort_fp16_optimizer"})
-PER_RANK = frozenset({"ort_cache_dir", "ort_save_onnx"})
 
 CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")
 NO_SKIP = "SKIP_CHECK_DISABLED"
@@ -296,7 +292,6 @@ def check_arguments(options: OrtOptions, args: "TrainingArguments") -> None:
 
 
 PREFIX = "ORTMODULE_"
-Options = TypeVar("Options", bound=OrtOptions)
 
 
 class EnvOption(NamedTuple):
@@ -410,7 +405,7 @@ _PROCESS_WIDE = {
 KNOWN = tuple(PREFIX + name for name in (*(option.variable for option in ENV_OPTIONS), *_NOT_USED, *_PROCESS_WIDE))
 
 
-def from_environment(options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
+def from_environment(options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
     """Options with values from the environment: a variable that the user has set for ORT overrides the flag.
 
     Args:
