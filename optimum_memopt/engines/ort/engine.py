@@ -2,7 +2,6 @@
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +26,6 @@ from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-__all__ = ["OrtEngine"]
 
 
 class OrtEngine(in_place.InPlaceEngine):
@@ -105,9 +102,6 @@ class OrtEngine(in_place.InPlaceEngine):
     def plans(self) -> PlanTable | None:
         return self._session.table if self._session is not None else self._fallback_table
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> None:
-        """None: ONNX Runtime's allocations cannot be predicted."""
-
     def insight(self) -> str:
         """ONNX Runtime's own per-node text of the current training graph."""
         return self._session.insight if self._session is not None else ""
@@ -145,7 +139,8 @@ class OrtEngine(in_place.InPlaceEngine):
         try:
             if self._session is None:
                 if reason := checks.unsupported_reason(self._model):
-                    return self._fall_back(reason)(*args, **kwargs)
+                    self._fall_back(reason)
+                    return self._run_fallback(*args, **kwargs)
                 self._session = OrtSession(self._export_copy(), self._options, self._selection)
                 self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
@@ -172,14 +167,14 @@ class OrtEngine(in_place.InPlaceEngine):
             if not reason:
                 self._forget()
                 raise
-            fallback = self._fall_back(reason, error)
+            self._fall_back(reason, error)
         except BaseException:
             # Training may continue after Ctrl-C.
             self._forget()
             raise
-        return fallback(*args, **kwargs)
+        return self._run_fallback(*args, **kwargs)
 
-    def _fall_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:
+    def _fall_back(self, reason: str, error: Exception | None = None) -> None:
         """Train with plain PyTorch from now on.
 
         Raises:
@@ -199,31 +194,23 @@ class OrtEngine(in_place.InPlaceEngine):
         )
         get_logger().warning(line)
         self._fallback_table = PlanTable(engine=self.name, plans=(), header=(line,))
-        return self._run_fallback
-
-    @property
-    def _fallback(self) -> Callable[..., Any]:
-        return with_label_smoothing(self._attached.training_forward.plain_forward, self._smoothing)
 
     def _drop_outdated_session(self) -> None:
         """Drop a session whose graph has baked in state of the model that has changed since."""
         self._reexports.count_forward()
-        autocast = _autocast(self._model)
+        state, autocast = ModuleState(self._model), _autocast(self._model)
         changes: dict[str, tuple[str, str]] = {}
         if self._state is not None:
             if autocast != self._exported_autocast:
                 changes["autocast"] = (str(self._exported_autocast), str(autocast))
-            if not self._state.is_current():
-                changes |= self._state.changes()
+            changes |= self._state.changes(state)
             if self._fallback_reason and changes.keys() <= self._reexports.exceeded:
                 changes = {}
             if changes:
                 get_logger().info(f"re-exporting the model: {describe_changes(changes)}")
                 self._forget()
                 self._check(self._model)
-        if self._state is None or not self._state.is_current():
-            self._state = ModuleState(self._model)
-        self._exported_autocast = autocast
+        self._state, self._exported_autocast = state, autocast
         if name := self._reexports.record(changes):
             self._fall_back(
                 f"{name} keeps changing ({' -> '.join(changes[name])}), and each change needs a new export; keep it "
@@ -234,14 +221,15 @@ class OrtEngine(in_place.InPlaceEngine):
         """Write back what the traced forward has set on the exported copy, and accept it as the model's state."""
         self._exported_table = self.plans()
         self._exported.write_back_attributes()
-        if self._state is not None and self._state.only_caches_changed():
-            self._state = ModuleState(self._model)
+        state = ModuleState(self._model)
+        if self._state is not None and self._state.only_caches_changed(state):
+            self._state = state
 
     def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._fallback(*args, **kwargs)
-        if self._state is not None and not self._state.is_current():
-            # Changes by the forward itself are no reason to try ONNX Runtime again.
-            self._state = ModuleState(self._model)
+        forward = with_label_smoothing(self._attached.training_forward.plain_forward, self._smoothing)
+        outputs = forward(*args, **kwargs)
+        # Changes by the forward itself are no reason to try ONNX Runtime again.
+        self._state = ModuleState(self._model)
         return outputs
 
     def _batch_failure(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -275,6 +263,5 @@ class OrtEngine(in_place.InPlaceEngine):
 
 
 def _autocast(model: torch.nn.Module) -> Any:
-    parameter = next(model.parameters(), None)
-    device_type = parameter.device.type if parameter is not None else "cpu"
+    device_type = next(model.parameters()).device.type
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -38,20 +38,16 @@ class ModuleState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._values = dict(_values(model))
+        self.values = dict(_values(model))
 
-    def is_current(self) -> bool:
-        return dict(_values(self._model)) == self._values
-
-    def only_caches_changed(self) -> bool:
+    def only_caches_changed(self, now: "ModuleState") -> bool:
         """True where only caches of the forward have changed: attributes that were None and are set by the first call
         (`config.problem_type` of classifiers), and containers."""
-        return all(isinstance(self._values.get(name, ...), _Items | None) for name in self.changes())
+        return all(isinstance(self.values.get(name, ...), _Items | None) for name in self.changes(now))
 
-    def changes(self) -> dict[str, tuple[str, str]]:
+    def changes(self, now: "ModuleState") -> dict[str, tuple[str, str]]:
         """Dotted names to their values before and now; empty when nothing that is compared has changed."""
-        before, after = self._values, dict(_values(self._model))
+        before, after = self.values, now.values
         # As dictionaries compare values: by identity first.
         changed = (name for name in {**before, **after} if [before.get(name, ...)] != [after.get(name, ...)])
         return {name: (_text(before.get(name, ...)), _text(after.get(name, ...))) for name in changed}
