@@ -1,7 +1,6 @@
 """Checks of what ONNX Runtime can train: models, Trainers, traced forwards; the attention implementation it needs."""
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import numpy
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import attention_implementation, installed_version, writes_to
+from optimum_memopt.compat import attention_implementation, fsdp_version, installed_version, writes_to
 from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
@@ -191,8 +190,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
         )
     if args.torch_compile:
         raise MemOptError("--torch_compile with the ort engine: both compile the model; leave one of them out")
-    # accelerate's launcher and config file set FSDP in the environment, not in the Trainer's argument.
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+    if fsdp_version(args) is not None:
         raise MemOptError("FSDP with the ort engine: ONNX Runtime needs unsharded parameters; use DDP or ZeRO 0, 1, 2")
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3 and not zero_stage3:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt.engines.ort.compat import ortmodule
+from optimum_memopt.engines.ort.compat import extensions, ortmodule
 from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
@@ -26,7 +26,7 @@ FLAG = "--ort_fp16_optimizer"
 def has_fused_ops() -> bool:
     """True where ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
     ortmodule.load()
-    return importlib.util.find_spec(f"{ortmodule.EXTENSIONS_PACKAGE}.fused_ops") is not None
+    return importlib.util.find_spec(f"{extensions.PACKAGE}.fused_ops") is not None
 
 
 def fused_adam_missing(device: str) -> str:

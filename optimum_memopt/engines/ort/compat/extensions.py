@@ -30,11 +30,11 @@ from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, on
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import announced
 
+# Where onnxruntime imports them from.
+PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 NAMES = ("aten_op_executor", "torch_interop_utils")
 BUILD_COMMAND = "optimum-cli memopt env --build"
 CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
-
-_PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 
 
 class Substitution(NamedTuple):
@@ -296,7 +296,7 @@ def load(paths: dict[str, Path]) -> None:
         MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
     """
     for name, path in paths.items():
-        full_name = f"{_PARENT}.{name}"
+        full_name = f"{PACKAGE}.{name}"
         module = sys.modules.get(full_name)
         if module is None:
             spec = importlib.util.spec_from_file_location(full_name, path)
@@ -308,7 +308,7 @@ def load(paths: dict[str, Path]) -> None:
                 raise MemOptError(f"{error}; delete {path.parent} and run: {BUILD_COMMAND}") from error
             sys.modules[full_name] = module
         # A later import of the parent finds the module in sys.modules by itself.
-        if parent := sys.modules.get(_PARENT):
+        if parent := sys.modules.get(PACKAGE):
             setattr(parent, name, module)
 
 

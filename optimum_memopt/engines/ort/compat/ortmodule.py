@@ -7,7 +7,6 @@ it is needed (never by version), says what breaks without it, and is limited to 
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -24,7 +23,6 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.ort.compat import extensions
 
 ORTMODULE = "onnxruntime.training.ortmodule"
-EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"
 TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
 
 # torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323) and ORT imports them from their old places:
@@ -129,16 +127,15 @@ def moved_torch_names() -> Iterator[None]:
     """Make torch's moved names available at their old places while ORT imports or exports; only the missing ones."""
     with contextlib.ExitStack() as undo:
         for old, new in MOVED_MODULES.items():
-            if old not in sys.modules and importlib.util.find_spec(new.rpartition(".")[0]) is not None:
+            if old not in sys.modules:
                 sys.modules[old] = importlib.import_module(new)
                 undo.callback(sys.modules.pop, old)
                 parent, _, leaf = old.rpartition(".")
                 _add(importlib.import_module(parent), leaf, sys.modules[old], undo)
         for module, names in MOVED_NAMES.items():
-            if importlib.util.find_spec(TORCHSCRIPT) is not None:
-                source = importlib.import_module(f"{TORCHSCRIPT}.{module.rpartition('.')[2]}")
-                for name in names:
-                    _add(importlib.import_module(module), name, getattr(source, name), undo)
+            source = importlib.import_module(f"{TORCHSCRIPT}.{module.rpartition('.')[2]}")
+            for name in names:
+                _add(importlib.import_module(module), name, getattr(source, name), undo)
         yield
 
 
@@ -165,7 +162,7 @@ def _provide_extensions() -> bool:
     if built is not None:
         extensions.load(built)
         return True
-    stub = types.ModuleType(f"{EXTENSIONS_PACKAGE}.torch_interop_utils")
+    stub = types.ModuleType(f"{extensions.PACKAGE}.torch_interop_utils")
     stub.clear_all_grad_fns = lambda: None
     stub.get_custom_function_forward_runner = stub.get_custom_function_backward_runner = lambda: 0
     sys.modules[stub.__name__] = stub

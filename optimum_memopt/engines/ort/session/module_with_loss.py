@@ -38,7 +38,7 @@ def with_label_smoothing(
     return smoothing.wrap(forward, functools.partial(_sparse_smoothed_loss, smoothing) if sparse else None)
 
 
-def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
+def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool) -> None:
     """Make the forward of this instance return only its loss, of the labelled rows only if `sparse` and there is a
     label per token. Other outputs would stay alive, including all rows of the logits.
     """
