@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat import internals, ortmodule
 from tests import fresh_process
 from tests.ort.compat_models import Twice
 from tests.ort.helpers import needs_ort
@@ -16,7 +16,7 @@ pytestmark = needs_ort
 SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
-from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat import internals, ortmodule
 from optimum_memopt.errors import UnsupportedModelError
 from tests.ort.compat_models import Words, custom, image, train, words
 """
@@ -286,7 +286,7 @@ def test_environment_is_restored_even_after_an_error(monkeypatch):
 def test_autograd_functions_are_recorded_once_each_and_still_run():
     original = torch.autograd.Function.__dict__["apply"]
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(KeyError), torch_modules.record_autograd_functions() as seen:
+    with pytest.raises(KeyError), internals.record_autograd_functions() as seen:
         Twice.apply(Twice.apply(x)).sum().backward()
         raise KeyError
     assert seen == ["Twice"]

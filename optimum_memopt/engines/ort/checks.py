@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from optimum_memopt.compat import attention_implementation, fsdp_version, installed_version, writes_to
-from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
@@ -46,7 +46,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL}")
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    functions = (torch_modules.checkpoint_function(module) for module in checkpointed)
+    functions = (internals.checkpoint_function(module) for module in checkpointed)
     if checkpointing and not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         # The exporter traces through checkpointing that is not re-entrant, so nothing would be checkpointed.
         raise UnsupportedModelError(
@@ -145,7 +145,7 @@ def _layerdrops(owners: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:
-    if isinstance(module, torch_modules.DROPOUTS):
+    if isinstance(module, internals.DROPOUTS):
         return module.p > 0
     dropouts = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
     return getattr(module, "track_running_stats", False) or any(value > 0 for value in dropouts)
@@ -239,7 +239,7 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
     hooked = [
         name
         for name, module in model.named_modules()
-        if name and any(getattr(module, hooks, None) for hooks in torch_modules.MODULE_HOOKS)
+        if name and any(getattr(module, hooks, None) for hooks in internals.MODULE_HOOKS)
     ]
     if hooked:
         shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")

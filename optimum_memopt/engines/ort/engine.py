@@ -10,7 +10,7 @@ from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import checks
 from optimum_memopt.engines.ort import options as ort_options
-from optimum_memopt.engines.ort.compat import torch_modules
+from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
@@ -253,7 +253,7 @@ class OrtEngine(in_place.InPlaceEngine):
         previous = self._attached.training_forward.previous
         if isinstance(previous, types.MethodType):
             module.forward = types.MethodType(previous.__func__, module)
-        for name in torch_modules.MODULE_HOOKS:
+        for name in internals.MODULE_HOOKS:
             module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
             options = self._options

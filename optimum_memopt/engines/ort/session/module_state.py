@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimum_memopt.compat import writes_to
-from optimum_memopt.engines.ort.compat import torch_modules
+from optimum_memopt.compat import own_parameters, writes_to
+from optimum_memopt.engines.ort.compat import internals
 
 # What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
 # the dtypes of the parameters are compared separately.
@@ -65,7 +65,7 @@ class SharedCopy:
         """Copy attributes that the traced forward has set on the copy to the model."""
         for name, value in vars(self.module).items():
             if (
-                name not in torch_modules.MODULE_FIELDS
+                name not in internals.MODULE_FIELDS
                 and isinstance(value, _PLAIN)
                 and self._fields.get(name, self) is not value
             ):
@@ -114,16 +114,16 @@ def _values(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
         yield f"class of {name or 'the model'}", type(module)
         for field, value in vars(module).items():
-            if field in torch_modules.MODULE_FIELDS or (field == "forward" and not name):
+            if field in internals.MODULE_FIELDS or (field == "forward" and not name):
                 continue
             yield from _compared(prefix + field, value)
             if (field == "config" or field.endswith("_config")) and hasattr(value, "__dict__"):
                 # Where modules share a config, it has the name nearest to the root.
                 configs.setdefault(id(value), (prefix + field, value))
-        for child, inner in torch_modules.children(module).items():
+        for child, inner in internals.children(module).items():
             yield f"module {prefix}{child}", inner
-        constants = torch_modules.non_persistent_buffers(module)
-        for leaf, tensor in (*torch_modules.parameters(module).items(), *torch_modules.buffers(module).items()):
+        constants = internals.non_persistent_buffers(module)
+        for leaf, tensor in (*own_parameters(module).items(), *internals.buffers(module).items()):
             if tensor is not None:
                 yield f"tensor {prefix}{leaf}", _Tensor.of(tensor, leaf in constants)
     for name, config in configs.values():

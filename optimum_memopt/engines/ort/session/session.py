@@ -17,7 +17,7 @@ import torch
 from optimum_memopt.compat import installed_version, is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.checks import check_operators, refuse_side_effects
-from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat import internals, ortmodule
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
 from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
@@ -67,7 +67,7 @@ class OrtSession:
             internals.register_symbolics(options.ort_opset or ort.ONNX_OPSET_VERSION),
             internals.without_torch_gpu_allocator(),
             self._quiet(),
-            torch_modules.preserve_training_modes(module),
+            internals.preserve_training_modes(module),
         ):
             levels = {"devinfo": ort.LogLevel.DEVINFO, "verbose": ort.LogLevel.VERBOSE}
             level, folder = levels.get(options.memory_opt_log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
@@ -152,12 +152,12 @@ class OrtSession:
             stack.enter_context(internals.register_symbolics(opset, functions))
             stack.enter_context(module_with_loss.exportable(opset))
             stack.enter_context(self._quiet())
-            stack.enter_context(torch_modules.preserve_training_modes(self.internals.module))
+            stack.enter_context(internals.preserve_training_modes(self.internals.module))
             if self._options.ort_allow_autograd_checkpoint:
-                stack.enter_context(torch_modules.check_checkpointed_functions())
+                stack.enter_context(internals.check_checkpointed_functions())
             stack.enter_context(self.internals.fix_label_sparsity_switch(marks_labels))
             if not functions:
-                self._inlined_functions = stack.enter_context(torch_modules.record_autograd_functions())
+                self._inlined_functions = stack.enter_context(internals.record_autograd_functions())
             if folder := self._options.ort_cache_dir:
                 versions = torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",))
                 dependencies = (*versions, *internals.symbolic_names(), *sorted(self._environment.items()))
