@@ -40,8 +40,6 @@ class OrtEngine(in_place.InPlaceEngine):
         self._options = options or OrtOptions()
         self._smoothing: LabelSmoothing | None = None
         self._exported_attention: str | None = None
-        self._reexports = ReexportLimit()
-        self._exported_autocast: Any = False
         self.keeps_checkpointing = self._options.ort_allow_autograd_checkpoint
         super().__init__(selection)
 
@@ -121,13 +119,13 @@ class OrtEngine(in_place.InPlaceEngine):
             session.close()
         self._session: OrtSession | None = None
         self._exported_table: PlanTable | None = None
+        # Of plain PyTorch, while that trains the model.
         self._fallback_table: PlanTable | None = None
-        self._fallback_reason = ""
         self._state: ModuleState | None = None
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_outdated_session()
-        if self._fallback_reason:
+        if self._fallback_table is not None:
             return self._run_fallback(*args, **kwargs)
         checks.check_autocast(self._model)
         if self._session is not None and self._session.backward_is_due and self._redraws_random_numbers:
@@ -187,7 +185,7 @@ class OrtEngine(in_place.InPlaceEngine):
             ) from error
         state = self._state
         self._forget()
-        self._fallback_reason, self._state = reason, state
+        self._state = state
         line = (
             f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied, "
             "--memory_opt_engine compile trains it under one"
@@ -204,7 +202,7 @@ class OrtEngine(in_place.InPlaceEngine):
             if autocast != self._exported_autocast:
                 changes["autocast"] = (str(self._exported_autocast), str(autocast))
             changes |= self._state.changes(state)
-            if self._fallback_reason and changes.keys() <= self._reexports.exceeded:
+            if self._fallback_table is not None and changes.keys() <= self._reexports.exceeded:
                 changes = {}
             if changes:
                 get_logger().info(f"re-exporting the model: {describe_changes(changes)}")

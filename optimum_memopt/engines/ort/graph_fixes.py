@@ -36,7 +36,6 @@ _SAME_VALUES = frozenset(
     {"Cast", "Concat", "ConcatTraining", "Flatten", "Identity", "Pad", "Reshape", "ShrunkenGather", "Slice", "Squeeze"}
     | {"Transpose", "Unsqueeze"}
 )
-_TYPES: dict[int, Any] = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
 _MARK = "/index_range"
 # Added to a value out of range, clipped to half of this, so that the sum is positive and encodes the value.
 _OFFSET = 2**40
@@ -273,7 +272,7 @@ def nan_mean_without_labels(graph: Any) -> None:
         any_label = new.add("ReduceMax", [counts], "any_number", keepdims=0)
         any_label = new.add("Cast", [any_label], "any", to=onnx.TensorProto.BOOL)
         loss, node.output[0] = node.output[0], f"{node.name}/no_labels/zero_mean"
-        dtype = _TYPES.get(element_type(graph, loss, onnx.TensorProto.FLOAT), numpy.float32)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(graph, loss, onnx.TensorProto.FLOAT))
         new.add("Where", [any_label, node.output[0], new.constant("nan", numpy.nan, dtype)], "mean")
         new.rename_last_output(loss)
         new.insert(position + 1)

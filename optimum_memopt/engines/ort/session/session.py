@@ -24,7 +24,7 @@ from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, vari
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.errors import MemOptError, says_out_of_memory
-from optimum_memopt.logs import Progress, announced, get_logger
+from optimum_memopt.logs import announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
 # A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
@@ -61,7 +61,6 @@ class OrtSession:
         self._config_file = ""
         self._inlined_functions: list[str] = []
         self._index_checks: dict[str, IndexCheck] = {}
-        self._progress = Progress()
         with (
             ortmodule.environment(self._environment),
             internals.register_symbolics(options.ort_opset or ort.ONNX_OPSET_VERSION),
