@@ -44,11 +44,7 @@ class OrtEngine(in_place.InPlaceEngine):
         super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
-        """Select other plans; the next training forward builds a new session with them.
-
-        Raises:
-            ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
-        """
+        """Raises ConfigError for what ONNX Runtime does not support: a count other than -1 and 0, offload."""
         if selection.config is not None:
             check_supported(selection.config)
         super().apply(selection)
@@ -83,11 +79,7 @@ class OrtEngine(in_place.InPlaceEngine):
             self._forget()
 
     def smooth_labels(self, smoothing: Any) -> bool:
-        """Return the smoothed loss from training forwards with labels; needs `--ort_module_with_loss`.
-
-        Args:
-            smoothing: a `LabelSmoothing`; None: the model's own loss.
-        """
+        """Takes a `LabelSmoothing`; needs `--ort_module_with_loss`."""
         if smoothing != self._smoothing:
             self._smoothing = smoothing
             self._forget()
@@ -196,19 +188,15 @@ class OrtEngine(in_place.InPlaceEngine):
     def _drop_outdated_session(self) -> None:
         """Drop a session whose graph has baked in state of the model that has changed since."""
         self._reexports.count_forward()
-        state, autocast = ModuleState(self._model), _autocast(self._model)
-        changes: dict[str, tuple[str, str]] = {}
-        if self._state is not None:
-            if autocast != self._exported_autocast:
-                changes["autocast"] = (str(self._exported_autocast), str(autocast))
-            changes |= self._state.changes(state)
-            if self._fallback_table is not None and changes.keys() <= self._reexports.exceeded:
-                changes = {}
-            if changes:
-                get_logger().info(f"re-exporting the model: {describe_changes(changes)}")
-                self._forget()
-                self._check(self._model)
-        self._state, self._exported_autocast = state, autocast
+        state = ModuleState(self._model)
+        changes = self._state.changes(state) if self._state is not None else {}
+        if self._fallback_table is not None and changes.keys() <= self._reexports.exceeded:
+            changes = {}
+        if changes:
+            get_logger().info(f"re-exporting the model: {describe_changes(changes)}")
+            self._forget()
+            self._check(self._model)
+        self._state = state
         if name := self._reexports.record(changes):
             self._fall_back(
                 f"{name} keeps changing ({' -> '.join(changes[name])}), and each change needs a new export; keep it "
@@ -258,8 +246,3 @@ class OrtEngine(in_place.InPlaceEngine):
             sparse = options.ort_compute_optimizer and options.ort_label_sparse_optimizer is not False
             return_loss_only(module, self._smoothing, sparse)
         return module
-
-
-def _autocast(model: torch.nn.Module) -> Any:
-    device_type = next(model.parameters()).device.type
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -32,12 +32,15 @@ _WINDOW = 16
 
 
 class ModuleState:
-    """A snapshot of a model's Python state; the root's own `forward` is not compared, because wrappers replace it.
+    """A snapshot of a model's Python state, and of autocast on its device; the root's own `forward` is not compared,
+    because wrappers replace it.
 
     A comparison takes 1.6 ms for BERT-base (233 modules, 202 parameters; 1 core).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        device_type = next(model.parameters()).device.type
+        self.autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         self.values = dict(_values(model))
 
     def only_caches_changed(self, now: "ModuleState") -> bool:
@@ -50,7 +53,8 @@ class ModuleState:
         before, after = self.values, now.values
         # As dictionaries compare values: by identity first.
         changed = (name for name in {**before, **after} if [before.get(name, ...)] != [after.get(name, ...)])
-        return {name: (_text(before.get(name, ...)), _text(after.get(name, ...))) for name in changed}
+        autocast = {"autocast": (str(self.autocast), str(now.autocast))} if self.autocast != now.autocast else {}
+        return autocast | {name: (_text(before.get(name, ...)), _text(after.get(name, ...))) for name in changed}
 
 
 class SharedCopy:
