@@ -64,10 +64,7 @@ def fp16_optimizer_callbacks(trainer: Trainer) -> tuple[TrainerCallback, ...]:
 
 
 def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Give a fp16 optimizer ONNX Runtime's methods, in place.
-
-    Args:
-        optimizer: as `accelerator.prepare` or DeepSpeed returned it.
+    """Give a fp16 optimizer, as `accelerator.prepare` or DeepSpeed returned it, ONNX Runtime's methods, in place.
 
     Returns:
         Why ONNX Runtime left the optimizer as it is; empty when it did not.

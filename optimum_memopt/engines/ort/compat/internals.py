@@ -51,12 +51,7 @@ def checkpoint_function(module: torch.nn.Module) -> Any:
 
 
 class SessionInternals:
-    """The training session inside an ORTModule that has not run yet.
-
-    Attributes:
-        options: ORT's `_RuntimeOptions`.
-        module: the one that ORT exports.
-    """
+    """The training session inside an ORTModule that has not run yet; `module` is the one that ORT exports."""
 
     def __init__(self, ort_module: Any) -> None:
         self._manager = ort_module._torch_module._execution_manager(True)
@@ -197,10 +192,8 @@ def export_arguments() -> dict[str, bool]:
 
 @contextlib.contextmanager
 def register_symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
-    """Register ORT's ONNX symbolics inside the context only.
-
-    Every ORTModule() registers them for the whole process, which would leave ATen and com.microsoft operators in a
-    user's own `torch.onnx.export`.
+    """Register ORT's ONNX symbolics inside the context only: every ORTModule() registers them for the whole process,
+    which would leave ATen and com.microsoft operators in a user's own `torch.onnx.export`.
 
     Args:
         custom_functions: also the symbolic for a torch.autograd.Function, which is inlined otherwise.

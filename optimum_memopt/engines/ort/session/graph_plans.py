@@ -249,9 +249,8 @@ def choose_plans(
 
     Args:
         text: ORT's insight text of the graph without plans.
-        combinations: as `to_plans`.
-        dimensions: names of the inputs' dynamic dimensions to their values in the first batch.
-        is_encoder_decoder: names the dimensions.
+        combinations: as in `to_plans`.
+        dimensions: as in `SessionInternals`.
 
     Raises:
         ConfigError: a strict config names a plan that the graph does not have.
