@@ -33,9 +33,9 @@ class Engine(Protocol):
     """
 
     name: str
-    reason: str
-    outputs_read_by: Callable[[], str] | None
-    run: Callable[[], Run] | None
+    reason: str = "asked for"
+    outputs_read_by: Callable[[], str] | None = None
+    run: Callable[[], Run] | None = None
 
     @property
     def selection(self) -> Selection:

@@ -187,7 +187,6 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _drop_outdated_session(self) -> None:
         """Drop a session whose graph has baked in state of the model that has changed since."""
-        self._reexports.count_forward()
         state = ModuleState(self._model)
         changes = self._state.changes(state) if self._state is not None else {}
         if self._fallback_table is not None and changes.keys() <= self._reexports.exceeded:

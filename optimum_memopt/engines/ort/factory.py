@@ -31,7 +31,6 @@ _NEED_ENGINE = (
     "fp16, bf16 on the ort engine",
     "efficient and flash attention, Triton, tuning",
 )
-_PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 
 
 class OrtFactory(EngineFactory[OrtOptions]):
@@ -124,7 +123,8 @@ class OrtFactory(EngineFactory[OrtOptions]):
         variables = {
             f"{name} in the environment": value
             for name, value in os.environ.items()
-            if name.startswith(PREFIX) and name not in _PER_RANK_VARIABLES
+            # Ranks may have caches of their own.
+            if name.startswith(PREFIX) and name != f"{PREFIX}CACHE_DIR"
         }
         return ({f"version of {version[0]}": version[1]} if version else {}) | variables
 

@@ -27,7 +27,6 @@ from optimum_memopt.plans.plan_file import read_json
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")
 NO_SKIP = "SKIP_CHECK_DISABLED"
 # What stays undetected without each check.
 _SKIPS = {
@@ -156,7 +155,7 @@ class OrtOptions(EngineOptions):
     ort_conv_search: str | None = flag(
         None,
         "How cuDNN looks for a convolution's algorithm; ONNX Runtime's default is HEURISTIC. Needs CUDA.",
-        choices=CONV_SEARCHES,
+        choices=("HEURISTIC", "EXHAUSTIVE"),
     )
     ort_zero_stage3: bool = flag(
         False, "ONNX Runtime's support for ZeRO stage 3; needs CUDA and DeepSpeed 0.13.1 or older."

@@ -1,14 +1,13 @@
 """The life cycle of an engine on a model, and which engine a model has."""
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, TrainingForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
@@ -57,15 +56,12 @@ class InPlaceEngine(Engine):
     asked for.
     """
 
-    reason = "asked for"
     keeps_checkpointing = False
 
     def __init__(self, selection: Selection | None = None) -> None:
         self._last_attached: Attached | None = None
         self._is_attached = False
         self._was_called = False
-        self.outputs_read_by: Callable[[], str] | None = None
-        self.run: Callable[[], Run] | None = None
         self.apply(selection or Selection())
 
     @property

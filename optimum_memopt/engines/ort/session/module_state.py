@@ -85,14 +85,15 @@ class ReexportLimit:
         self._forwards = 0
         self._changed: dict[str, deque[int]] = {}
 
-    def count_forward(self) -> None:
-        self._forwards += 1
-
     def record(self, names: Iterable[str]) -> str:
-        """The first of these changed attributes that has reached the limit, empty when none has.
+        """Count a forward and the attributes that have changed before it.
 
         Training modes, modules and tensors do not count.
+
+        Returns:
+            The first attribute that has reached the limit, empty when none has.
         """
+        self._forwards += 1
         first = ""
         for name in names:
             if " " in name or name.endswith(".training"):
