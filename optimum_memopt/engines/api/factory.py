@@ -60,7 +60,7 @@ class EngineFactory(Generic[Options]):
     """Makes an engine, and answers for it before it has a model. The defaults are those of an engine without needs.
 
     Attributes:
-        predicts: has `estimate`, `explain` and `predict_steps`.
+        predicts: has `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps` and `largest_batch`.
         allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
@@ -114,7 +114,7 @@ class EngineFactory(Generic[Options]):
         with_ways: bool = False,
         batch_sizes: Sequence[int] = (),
     ) -> Estimate:
-        """Predict a training step without running it; only where `predicts`.
+        """Predict a training step without running it.
 
         Args:
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
@@ -130,7 +130,7 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def plain_ways(self, workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
-        """Predict steps of plain PyTorch, without and with Trainer's checkpointing; only where `predicts`.
+        """Predict steps of plain PyTorch, without and with Trainer's checkpointing.
 
         Raises:
             MemOptError: an unknown device or optimizer, or a model that cannot be built or reads its tensors' values.
@@ -138,7 +138,7 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def simulator(self, device: str | None) -> "AbstractContextManager[Simulator]":
-        """Runs steps of a user's own, of which nothing but tensors without data is made; only where `predicts`.
+        """Runs steps of a user's own, of which nothing but tensors without data is made.
 
         Args:
             device: whose operators and allocator count, as `h100` or a JSON file; None: this machine's.
@@ -149,12 +149,11 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """Why a training step ran out of memory, whichever engine trained it; only where `predicts`. Allocates next to
-        nothing on the model's device."""
+        """Why a step ran out of memory, whichever engine trained it; next to nothing is allocated on its device."""
         raise NotImplementedError
 
     def predict_steps(self, workload: Workload | ModelOfRun, options: Options, spec: StepSpec) -> StepPredictor:
-        """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
+        """Predict steps with any micro-batch, of a `Workload` under several plans.
 
         Args:
             workload: the model; its batch size counts for nothing.
@@ -167,8 +166,8 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
-        """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
-        `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`."""
+        """The most rows with which a step is predicted to be within a budget, 0 where one is too many; searched from
+        the workload's on. Other arguments and errors are those of `estimate`."""
         raise NotImplementedError
 
     def version_facts(self) -> dict[str, str]:
