@@ -30,8 +30,8 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Of a module without parts: torch's own attributes.
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+# Attributes that every module has, except `training`: torch's own bookkeeping.
+MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
@@ -59,7 +59,7 @@ class Attribute:
     @classmethod
     def containers_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
         for name, value in vars(module).items():
-            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE:
+            if type(value) in _CONTAINERS and name not in MODULE_FIELDS:
                 yield cls(module, name, value, copy.copy(value))
 
     @property

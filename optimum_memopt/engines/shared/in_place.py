@@ -92,8 +92,7 @@ class InPlaceEngine(Engine):
         self._check(model)
         note_engine(model, self)
         place = training_forward(model)
-        last = self._last_attached
-        if last is None or last.model is not model or last.training_forward is not place:
+        if self._last_attached is None or self._last_attached.training_forward is not place:
             self._forget()
         self._was_called = False
         self._last_attached, self._is_attached = Attached(model, place, Checkpointing(model)), True

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from optimum_memopt.engines.ort.compat.ortmodule import ORTMODULE, TORCHSCRIPT, moved_torch_names
 from optimum_memopt.errors import UnsupportedModelError
 
-# Attributes that every module has, except `training`: torch's own bookkeeping.
-MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 # Of a module: its hooks, and how they are called.
 MODULE_HOOKS = (
     "_forward_hooks",

@@ -17,6 +17,7 @@ import torch
 
 from optimum_memopt.compat import own_parameters, writes_to
 from optimum_memopt.engines.ort.compat import internals
+from optimum_memopt.engines.shared.forward_patch import MODULE_FIELDS
 
 # What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
 # the dtypes of the parameters are compared separately.
@@ -68,11 +69,7 @@ class SharedCopy:
     def write_back_attributes(self) -> None:
         """Copy attributes that the traced forward has set on the copy to the model."""
         for name, value in vars(self.module).items():
-            if (
-                name not in internals.MODULE_FIELDS
-                and isinstance(value, _PLAIN)
-                and self._fields.get(name, self) is not value
-            ):
+            if name not in MODULE_FIELDS and isinstance(value, _PLAIN) and self._fields.get(name, self) is not value:
                 self._fields[name] = value
                 vars(self._model)[name] = value
 
@@ -119,7 +116,7 @@ def _values(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
         yield f"class of {name or 'the model'}", type(module)
         for field, value in vars(module).items():
-            if field in internals.MODULE_FIELDS or (field == "forward" and not name):
+            if field in MODULE_FIELDS or (field == "forward" and not name):
                 continue
             yield from _compared(prefix + field, value)
             if (field == "config" or field.endswith("_config")) and hasattr(value, "__dict__"):
