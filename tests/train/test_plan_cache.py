@@ -12,8 +12,7 @@ import torch
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.memory import footprint
-from optimum_memopt.engines.compile.predict import plan_cache
-from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan
+from optimum_memopt.engines.compile.predict.planner import SWITCH, CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import parse_budget
@@ -48,7 +47,7 @@ class Starts:
 
     def __post_init__(self) -> None:
         self.patch.setenv("XDG_CACHE_HOME", str(self.cache))
-        self.patch.setenv(plan_cache.SWITCH, "1")
+        self.patch.setenv(SWITCH, "1")
         for module in (footprint, traced_forward):
             self.patch.setattr(module, "held_bytes", lambda device: self.held)
         self.patch.setattr(footprint, "room_to_grow", lambda *given: 2**16)
@@ -153,7 +152,7 @@ def test_an_entry_that_does_not_serve_is_replaced(starts, damage) -> None:
 @pytest.mark.nightly
 def test_it_can_be_switched_off(starts) -> None:
     run = starts()
-    run.patch.setenv(plan_cache.SWITCH, "0")
+    run.patch.setenv(SWITCH, "0")
     run.again()
     assert not (run.cache / "optimum_memopt" / "plans").exists()
 

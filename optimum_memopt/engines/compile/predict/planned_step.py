@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.memory.footprint import StepContext, step_ar
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
+from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
@@ -35,7 +35,6 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
 
 
@@ -54,23 +53,15 @@ class TracedStep:
     run: Run
 
     @property
-    def predictor(self) -> StepMemoryPredictor | None:
-        return self.shown.predictor
-
-    @property
-    def plan_file(self) -> PlanFile:
-        return self.shown.plan_file
-
-    @property
     def predicted(self) -> StepMemoryPredictor:
         """The predictor.
 
         Raises:
             MemOptError: nothing is predicted.
         """
-        if self.predictor is None:
+        if self.shown.predictor is None:
             raise MemOptError("; ".join(self.shown.table.header))
-        return self.predictor
+        return self.shown.predictor
 
 
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -171,27 +162,19 @@ class PlannedStep:
                 self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
             )
             run = self._run_of(model)
-            planner: Planner[TracedStep] = Planner(
-                model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target)
-            )
-
+            planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose)
             if file is not None:
                 capture.keep_masks(KeptMasks.of(file))
 
-            def attempt() -> TracedStep:
+            def attempt() -> Attempt[TracedStep]:
                 graphs = capture.run(costs, compared)
                 partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
                 resident = planner.resident(held_bytes(self.here))
-                return TracedStep(
-                    model,
-                    batch,
-                    graphs,
-                    show(
-                        model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, capture.masks, run
-                    ),
-                    run,
+                shown = show(
+                    model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, capture.masks, run
                 )
+                return Attempt(TracedStep(model, batch, graphs, shown, run), shown.predictor, shown.plan_file)
 
             try:
                 traced = planner.plan(attempt, capture.choose_again)

@@ -1,18 +1,25 @@
-"""Plans the graphs of a training forward: what is chosen for each in its step, until what was made of it fits."""
+"""Plans the graphs of a training forward: what is chosen for each in its step, until what was made of it fits.
 
+Plans that a budget was solved for are kept for the next start of the same run: from a checkpoint, for another seed. An
+entry of this cache is a plan file. Nothing rests on its key: a plan for another graph is told by its signatures, and
+where its step is over the budget in this process, another one is solved for.
+"""
+
+import hashlib
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from optimum_memopt.compat import of_all_ranks
+from optimum_memopt.compat import of_all_ranks, software
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.costs.times import costs_of
+from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of, written_whole
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
@@ -22,7 +29,6 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
-from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, entry_path
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -35,6 +41,10 @@ from optimum_memopt.sizes import AUTO, gib_text
 _MOST_COMPILES = 3
 # The share of a budget that a process may hold less than the one that a plan was solved in.
 _LESS_HELD = 0.02
+# The environment variable that switches the cache of plans off.
+SWITCH = "OPTIMUM_MEMOPT_PLAN_CACHE"
+# The field of `PlanFile.solved_for` with the bytes that the process held beside the step, by the plan's prediction.
+_CONSTANT = "constant_bytes"
 
 
 @dataclass(frozen=True)
@@ -56,23 +66,55 @@ class PlannerSpec:
     options: str = ""
 
 
-class Planned(Protocol):
-    """The result of planning a forward."""
+@dataclass(frozen=True)
+class CachedPlan:
+    """A plan of an earlier start.
 
-    @property
-    def predictor(self) -> StepMemoryPredictor | None:
-        """Predicts its steps; None where nothing is predicted."""
+    Attributes:
+        constant: bytes that the process held beside the step then.
+    """
 
-    @property
-    def plan_file(self) -> PlanFile | None:
-        """Its plan; None where it has none."""
+    file: PlanFile
+    constant: int
+
+    @classmethod
+    def read(cls, path: Path) -> "CachedPlan | None":
+        """The entry at a path; None where there is none, or a damaged one."""
+        # Not `Path.exists`, which raises where the folder cannot be entered.
+        if not os.path.exists(path):
+            return None
+        try:
+            file = PlanFile.load(path)
+        except MemOptError as error:
+            get_logger().debug(f"replaced: {error}")
+            return None
+        constant = file.solved_for.get(_CONSTANT)
+        return cls(file, constant) if type(constant) is int else None
+
+    def write(self, path: Path) -> None:
+        """Keep it for the next start, where the folder can be written to."""
+        kept = replace(self.file, solved_for={**self.file.solved_for, _CONSTANT: self.constant})
+        written_whole(path, kept.to_json())
 
 
-_P = TypeVar("_P", bound=Planned)
 _T = TypeVar("_T")
 
 
-class Planner(Generic[_P]):
+@dataclass(frozen=True)
+class Attempt(Generic[_T]):
+    """A forward that has run under a plan.
+
+    Attributes:
+        predictor: of its steps; None where nothing is predicted.
+        plan_file: None where there is no plan.
+    """
+
+    outputs: _T
+    predictor: StepMemoryPredictor | None
+    plan_file: PlanFile | None
+
+
+class Planner:
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
 
     A forward of one graph is solved when that is partitioned. torch compiles and runs each of several graphs before it
@@ -107,9 +149,9 @@ class Planner(Generic[_P]):
         self._cached: CachedPlan | None = None
         self._cached_nodes: dict[tuple[str, str, int], SavedNodes] = {}
 
-    def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
+    def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner":
         """A planner within the same bytes."""
-        planner: Planner[_P] = Planner(self._model, spec)
+        planner = Planner(self._model, spec)
         planner.largest, planner._limit, planner._margin = largest, self._limit, self._margin
         planner._first_constant = self._first_constant
         return planner
@@ -124,9 +166,9 @@ class Planner(Generic[_P]):
         return self._spec.producer.bound is not None
 
     def plan(
-        self, attempt: Callable[[], _P], again: Callable[[], None], inputs: Mapping[str, object] | None = None
-    ) -> _P:
-        """Plan until all graphs of the forward are known, and its step is within the budget.
+        self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None], inputs: Mapping[str, object] | None = None
+    ) -> _T:
+        """The forward's outputs, planned until all graphs of the forward are known, and its step is within the budget.
 
         Args:
             attempt: runs the forward, whose graphs ask `choose`.
@@ -142,7 +184,7 @@ class Planner(Generic[_P]):
                 del planned
                 again()
                 planned = attempt()
-            return planned
+            return planned.outputs
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             largest = self._spec.run().largest_batch()
@@ -154,7 +196,7 @@ class Planner(Generic[_P]):
             raise unpredicted(why)
         first = planned.predictor
         if first is not None and self._is_within_by_cache(first):
-            return planned
+            return planned.outputs
         if self.solved is None and first is not None:
             # It holds what the forward has saved.
             del planned
@@ -183,17 +225,32 @@ class Planner(Generic[_P]):
             self._solve_again()
             planned = attempt()
             number += 1
-        return planned
+        return planned.outputs
 
     def _entry(self, inputs: Mapping[str, object]) -> Path | None:
-        """The path of this run's plan in the cache; None where none is to be kept, as what is free when it starts
-        changes."""
-        bound, run = self._spec.producer.bound, self._spec.run()
-        if bound is None or bound.text == AUTO or not self._spec.options:
+        """The path of this run's plan in the cache; None where it is switched off, or none is to be kept, as what is
+        free when it starts changes."""
+        bound, run, model = self._spec.producer.bound, self._spec.run(), self._model
+        if bound is None or bound.text == AUTO or not self._spec.options or os.environ.get(SWITCH) == "0":
             return None
         optimizer = type(run.optimizer).__name__
-        options = f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}"
-        return entry_path(self._model, inputs, options)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        facts = [
+            f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}",
+            cache_path(next(model.parameters()).device).name,
+            *map(str, software().items()),
+            f"{model!r} {getattr(model, 'config', None)}",
+            *(
+                f"{name} {each.dtype} {each.device} {list(each.shape)} {each.requires_grad}"
+                for name, each in tensors.items()
+            ),
+            *(
+                f"{name} {value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{name} {value!r}"
+                for name, value in sorted(inputs.items())
+            ),
+        ]
+        digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        return cache_folder() / "plans" / f"{digest}.json"
 
     def _is_within_by_cache(self, predictor: StepMemoryPredictor) -> bool:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""

@@ -117,9 +117,6 @@ class CompileEngine(in_place.InPlaceEngine):
     def plans(self) -> PlanTable | None:
         return self._planned.table if self._planned is not None else None
 
-    def insight(self) -> str:
-        return ""
-
     def plan_file(self) -> PlanFile | None:
         return self._planned.plan_file if self._planned is not None else None
 
@@ -189,7 +186,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._forget()
             raise
         except DoesNotFitError as error:
-            is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.has_regions
+            is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
             if not is_layered or self._is_sharded:
                 raise
             get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
-from optimum_memopt.engines.compile.predict.planner import Planner
+from optimum_memopt.engines.compile.predict.planner import Attempt, Planner
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import mismatch_line, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
@@ -129,13 +129,6 @@ def _as_tensor(name: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    outputs: Any
-    predictor: StepMemoryPredictor | None
-    plan_file: PlanFile | None
-
-
 class PlannedForward:
     """Compiles at its first call, under a budget until the step is within it, and again for arguments of another kind.
 
@@ -147,9 +140,7 @@ class PlannedForward:
         predictors: None before the first call, and where nothing is predicted.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, traced: TracedForward, planner: Planner["_Attempt"], purpose: str = ""
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, traced: TracedForward, planner: Planner, purpose: str = "") -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
         self._recompiles = Recompiles()
         self._is_plain = False
@@ -168,11 +159,6 @@ class PlannedForward:
         return self.table is not None
 
     @property
-    def has_regions(self) -> bool:
-        """True where layers are compiled by themselves."""
-        return self.traced.has_regions
-
-    @property
     def predictor(self) -> StepMemoryPredictor | None:
         """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None
@@ -188,18 +174,18 @@ class PlannedForward:
             return self._run(call)
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
-        def attempt() -> _Attempt:
+        def attempt() -> Attempt[Any]:
             if (largest := self.planner.largest) is not None:
                 self.traced.expect(largest)
             with process.fewer_collections():
-                return _Attempt(self._run(call), self.predictor, self.plan_file)
+                return Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
             self._reset()
             before.restore(self._model)
             forget()
 
-        outputs = self.planner.plan(attempt, again, call.inputs).outputs
+        outputs = self.planner.plan(attempt, again, call.inputs)
         for remark in self._remarks:
             get_logger().warning(remark)
         return outputs
