@@ -9,8 +9,6 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.explanations import FORWARD, FailedStep, place_of
 from optimum_memopt.engines.api.predictions import SAVED
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.loss.decide import LossMode
-from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict.explain import explain
 from optimum_memopt.engines.compile.predict.reconstruction import capture_failed, step_of
@@ -100,7 +98,7 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     model, batch = BrokenLoop(12), {"x": torch.randn(512, 64, requires_grad=frozen)}
     model.requires_grad_(not frozen)
     failed, limited = run_out_with(model, batch, 0.95, rows=512)
-    graphs = capture_failed(failed, TorchDefault(), LossMode("plain"), "aot_eager", no_costs)
+    graphs = capture_failed(failed, TorchDefault(), "plain")
     assert max(graph.runs for graph in graphs) >= 11
     with LimitedTensors() as free:
         step(model, batch)
@@ -162,7 +160,7 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
         raise TimeIsUpError
         yield
 
-    monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain.within_budget", takes_too_long)
+    monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain.Search.within_budget", takes_too_long)
     partial = explain(failed)
     assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
     assert partial.suggestions and set(partial.suggestions) <= set(complete.suggestions)

@@ -1,20 +1,14 @@
 """Why a training step ran out of memory: what it held, and what would have fit."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from operator import itemgetter
 
 import torch
 
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Explanation, FailedStep, Moment, Part, Suggestion
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture.backend import default_compiler
-from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.costs.times import costs_of
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     StepContext,
@@ -32,10 +26,10 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.reconstruction import (
     Reconstruction,
     capture_failed,
+    live_run,
     of_graphs,
     of_plain_pytorch,
     step_of,
-    with_variables,
 )
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
@@ -46,25 +40,38 @@ from optimum_memopt.sizes import gib_text
 
 # Of what was held: another run of the same step holds a little more or less.
 _MARGIN = 0.02
+# Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
+# MiB (activations of 180 MiB grew a process by 300).
+_WASTE = {False: 0.1, True: 1.0}
+# Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
+_UNKNOWN = 2.0
+# After which no part of the search begins: the error waits meanwhile, and is to be held back for 20 at most, unless a
+# single trace takes longer.
+_SECONDS = 15.0
+_NAME = "compile"
 
 
 @dataclass(frozen=True)
-class FailedRun:
-    """The run that failed.
+class Search:
+    """The search for what would have fit.
 
     Attributes:
+        ran: the step that failed.
+        graphs: returns the graphs as the compile engine would run them, and is called once something is asked of them.
         step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
             failed.
+        plain: of what ran.
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
-        is_exact: the graphs are all that the step holds; else a budget's plan may take more than it is predicted to.
     """
 
+    ran: Reconstruction
+    graphs: Callable[[], Sequence[CapturedGraph]]
+    deadline: Deadline
     step: StepContext
     plain: Footprint
     rows: int
     accumulation: int
     waste: float
-    is_exact: bool
 
     @property
     def budget(self) -> int:
@@ -76,62 +83,133 @@ class FailedRun:
         """Bytes that a step may be predicted to take."""
         return int(self.step.limit * (1 - _MARGIN))
 
+    @cached_property
+    def solver(self) -> ForwardSolver:
+        """The solver for the run's largest batch."""
+        return forward_solver(self.graphs(), self.step, largest=self.step.largest)
 
-def suggestions(
-    planned: Callable[[], Sequence[CapturedGraph]], ran: Reconstruction, run: FailedRun, deadline: Deadline
-) -> Iterator[tuple[int, Suggestion]]:
-    """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found; none
-    where not even one row fits.
+    def suggestions(self) -> Iterator[tuple[int, Suggestion]]:
+        """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found;
+        none where not even one row fits.
 
-    Raises:
-        TimeIsUpError: some are not known in time.
-    """
-    solver = cache(lambda: solver_of(planned(), run))
-    budget, smaller = (0, 1) if run.is_exact else (1, 0)
-    is_any = False
-    for place, search in (
-        (smaller, lambda: _smaller(ran, run)),
-        (2, lambda: _loss(planned(), ran, run)),
-        (3, lambda: _level(solver(), run)),
-        (budget, lambda: within_budget(solver(), run)),
-    ):
-        deadline.check()
-        for suggestion in search():
-            is_any = True
-            yield place, suggestion
-    if not is_any:
-        for suggestion in _smaller_within_budget(planned(), run, deadline):
-            yield 0, suggestion
+        Raises:
+            TimeIsUpError: some are not known in time.
+        """
+        # Where the graphs are not all that the step holds, a budget's plan may take more than it is predicted to.
+        budget, smaller = (0, 1) if self.ran.is_exact else (1, 0)
+        is_any = False
+        for place, search in (
+            (smaller, self._smaller),
+            (2, self._chunked_loss),
+            (3, self._level),
+            (budget, self.within_budget),
+        ):
+            self.deadline.check()
+            for suggestion in search():
+                is_any = True
+                yield place, suggestion
+        if not is_any:
+            for suggestion in self._smaller_within_budget():
+                yield 0, suggestion
 
+    def within_budget(self) -> Iterator[Suggestion]:
+        """A budget; none where nothing fits."""
+        allowed = self.step.fixed.activations_within(self.budget << 20)
+        if (plan := self._within(self.solver, allowed)) is None:
+            return
+        peak = self.step.footprint(plan.peak).peak
+        if peak <= self.allowed:
+            flags = f"--memory_opt_budget {self.budget}MiB"
+            yield Suggestion(flags, peak, _share(plan), f"{_words(plan)} with which every step fits")
 
-def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun) -> ForwardSolver:
-    """To be solved for the run's largest batch."""
-    return forward_solver(graphs, run.step, largest=run.step.largest)
+    def _within(self, graphs: ForwardSolver, allowed: int) -> Plan | None:
+        """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
+        less = allowed - int(self.step.limit * _MARGIN)
+        # Without a host no long search for recompute that is below the lowest plan.
+        if graphs.lowest > less and not (self.step.link and graphs.fits(less)):
+            return None
+        try:
+            return graphs.cheapest(allowed)
+        except Infeasible:
+            return None
 
+    def _smaller(self) -> Iterator[Suggestion]:
+        for times in self._parts(self.ran.rows):
+            activations = self.ran.activations(times)
+            peak = _micro(self.plain, activations, times).peak
+            if peak + self.waste * activations <= self.allowed:
+                yield Suggestion(self._micro_flags(times), peak, None, "as many rows in an optimizer step")
+                return
 
-def within_budget(graphs: ForwardSolver, run: FailedRun) -> Iterator[Suggestion]:
-    """A budget; none where nothing fits."""
-    allowed = run.step.fixed.activations_within(run.budget << 20)
-    if (plan := _within(graphs, allowed, run)) is None:
-        return
-    peak = replace(run.step.fixed, activations=plan.peak).peak
-    if peak > run.allowed:
-        return
-    yield Suggestion(
-        f"--memory_opt_budget {run.budget}MiB", peak, _share(plan), f"{_words(plan)} with which every step fits"
-    )
+    def _chunked_loss(self) -> Iterator[Suggestion]:
+        graphs = self.graphs()
+        if self.ran.chunks_loss or not any(graph.chunks_loss for graph in graphs):
+            return
+        # Without a plan it is torch's own partition that runs.
+        activations = step_of(graphs, 1, self.step.largest, self.step.fixed.accumulated > 0).peak()
+        peak = self.step.footprint(activations).peak
+        if peak <= self.allowed:
+            flags = "--memory_opt_engine compile --memory_opt_loss chunked"
+            yield Suggestion(flags, peak, None, "a loss that never holds its logits")
 
+    def _level(self) -> Iterator[Suggestion]:
+        plan = self.solver.solver.plan(self.solver.solver.layers_recomputed)
+        peak = self.step.footprint(plan.peak).peak
+        if peak <= self.allowed:
+            flags = "--memory_opt_engine compile --memory_opt_level 1"
+            yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
 
-def _within(graphs: ForwardSolver, allowed: int, run: FailedRun) -> Plan | None:
-    """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
-    less = allowed - int(run.step.limit * _MARGIN)
-    # Without a host no long search for recompute that is below the lowest plan.
-    if graphs.lowest > less and not (run.step.link and graphs.fits(less)):
-        return None
-    try:
-        return graphs.cheapest(allowed)
-    except Infeasible:
-        return None
+    def _smaller_within_budget(self) -> Iterator[Suggestion]:
+        graphs = self.graphs()
+        for times in self._parts([size for graph in graphs for size in graph.rows_with(self.step.largest)]):
+            self.deadline.check()
+            micro = replace(self.step, fixed=_micro(self.step.fixed, 0, times))
+            solver = forward_solver(graphs, micro, times, micro.largest)
+            if (plan := self._within(solver, micro.fixed.activations_within(self.budget << 20))) is None:
+                continue
+            peak = micro.footprint(plan.peak).peak
+            if peak <= self.allowed:
+                flags = f"{self._micro_flags(times)} --memory_opt_budget {self.budget}MiB"
+                what = f"as many rows in an optimizer step, with {_words(plan)}"
+                yield Suggestion(flags, peak, _share(plan), what)
+                return
+
+    def _micro_flags(self, times: int) -> str:
+        rows, accumulation = self.rows // times, self.accumulation * times
+        return f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {accumulation}"
+
+    def _parts(self, rows: Sequence[int]) -> Iterator[int]:
+        """Numbers of equal parts that the rows can be cut into; `rows` are the sizes that are rows."""
+        for times in range(2, self.rows + 1) if rows else ():
+            if self.rows % times == 0 and all(size % times == 0 for size in rows):
+                yield times
+
+    def other_optimizers(self, model: torch.nn.Module, same: str) -> Iterator[Suggestion]:
+        """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
+
+        Args:
+            same: Trainer's name of the one that computes what the run's own does; empty: none does.
+
+        Raises:
+            TimeIsUpError: some are not known in time.
+        """
+        is_cuda, trainable = next(model.parameters()).is_cuda, trainable_of(model, self.ran.untrained)
+        for name in smaller_optimizers(is_cuda):
+            self.deadline.check()
+            optimizer = PlannedOptimizer(name, is_cuda, embeddings_of(model))
+            states, temporary = sum(optimizer.state_sizes(trainable)), optimizer.step_bytes(trainable)
+            plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (self.plain, self.step.fixed))
+            what = f"states and temporaries of {gib_text(states + temporary)}, " + (
+                "the same update" if name == same else "another update: the run trains differently"
+            )
+            peak = replace(plain, activations=self.ran.activations(1)).peak
+            # What an allocator wastes is in what was held: forward and backward had run.
+            if peak <= self.allowed:
+                yield Suggestion(f"--optim {name}", peak, None, what)
+                continue
+            other = replace(self, plain=plain, step=replace(self.step, fixed=fixed))
+            for found in other.within_budget():
+                yield replace(found, flags=f"--optim {name} {found.flags}", what=f"{what}; {found.what}")
 
 
 def _words(plan: Plan) -> str:
@@ -144,84 +222,9 @@ def _share(plan: Plan) -> float | None:
     return plan.extra_seconds / plan.seconds if plan.seconds else None
 
 
-def _smaller(ran: Reconstruction, run: FailedRun) -> Iterator[Suggestion]:
-    for times in _parts(ran.rows, run):
-        activations = ran.activations(times)
-        peak = _micro(run.plain, activations, times).peak
-        if peak + run.waste * activations <= run.allowed:
-            yield Suggestion(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
-            return
-
-
-def _loss(planned: Sequence[CapturedGraph], ran: Reconstruction, run: FailedRun) -> Iterator[Suggestion]:
-    if ran.chunks_loss or not any(graph.chunks_loss for graph in planned):
-        return
-    # Without a plan it is torch's own partition that runs.
-    activations = step_of(planned, 1, run.step.largest, run.step.fixed.accumulated > 0).peak()
-    peak = replace(run.step.fixed, activations=activations).peak
-    if peak <= run.allowed:
-        yield Suggestion(
-            "--memory_opt_engine compile --memory_opt_loss chunked", peak, None, "a loss that never holds its logits"
-        )
-
-
-def _level(graphs: ForwardSolver, run: FailedRun) -> Iterator[Suggestion]:
-    plan = graphs.solver.plan(graphs.solver.layers_recomputed)
-    peak = replace(run.step.fixed, activations=plan.peak).peak
-    if peak > run.allowed:
-        return
-    flags = "--memory_opt_engine compile --memory_opt_level 1"
-    yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
-
-
-def _smaller_within_budget(
-    planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline
-) -> Iterator[Suggestion]:
-    for times in _parts([size for graph in planned for size in graph.rows_with(run.step.largest)], run):
-        deadline.check()
-        micro = replace(run.step, fixed=_micro(run.step.fixed, 0, times))
-        solver = forward_solver(planned, micro, times, micro.largest)
-        if (plan := _within(solver, micro.fixed.activations_within(run.budget << 20), run)) is None:
-            continue
-        peak = micro.footprint(plan.peak).peak
-        if peak > run.allowed:
-            continue
-        yield Suggestion(
-            f"{_micro_flags(run, times)} --memory_opt_budget {run.budget}MiB",
-            peak,
-            _share(plan),
-            f"as many rows in an optimizer step, with {_words(plan)}",
-        )
-        return
-
-
 def _micro(outside: Footprint, activations: int, times: int) -> Footprint:
     """The footprint of a micro-batch: gradients of the earlier ones are there while a later one runs."""
     return replace(outside, activations=activations, batch=outside.batch // times, accumulated=outside.gradients)
-
-
-def _micro_flags(run: FailedRun, times: int) -> str:
-    return (
-        f"--per_device_train_batch_size {run.rows // times} --gradient_accumulation_steps {run.accumulation * times}"
-    )
-
-
-def _parts(rows: Sequence[int], run: FailedRun) -> Iterator[int]:
-    """Numbers of equal parts that the rows can be cut into; `rows` are the sizes that are rows."""
-    for times in range(2, run.rows + 1) if rows else ():
-        if run.rows % times == 0 and all(size % times == 0 for size in rows):
-            yield times
-
-
-# Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
-# MiB (activations of 180 MiB grew a process by 300).
-_WASTE = {False: 0.1, True: 1.0}
-# Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
-_UNKNOWN = 2.0
-# After which no part of the search begins: the error waits meanwhile, and is to be held back for 20 at most, unless a
-# single trace takes longer.
-_SECONDS = 15.0
-_NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def explain(failed: FailedStep) -> Explanation:
             ran = of_plain_pytorch(failed)
         else:
             progress.stage = "tracing"
-            ran = of_graphs(_captured(failed, planned.producer, planned.loss, planned.unit), failed)
+            ran = of_graphs(capture_failed(failed, planned.producer, planned.loss, planned.unit), failed)
         moment, parts = _held(failed, ran, is_plain=planned is None)
         if not all(graph.partitioned and graph.partitioned.is_all_of_forward for graph in ran.graphs):
             count = sum(graph.runs for graph in ran.graphs)
@@ -272,16 +275,6 @@ def explain(failed: FailedStep) -> Explanation:
     return Explanation(moment, parts, tuple(suggestion for _, suggestion in ranked), remarks)
 
 
-def _captured(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> tuple[CapturedGraph, ...]:
-    device = next(failed.model.parameters()).device
-    compiler = default_compiler(device.type)[0]
-
-    def measured(graph: AnalyzedGraph) -> Costs:
-        return costs_of(graph, device, compiler == "inductor", most=failed.held)
-
-    return capture_failed(failed, producer, LossMode(loss), compiler, measured, unit)
-
-
 def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Moment, tuple[Part, ...]]:
     """Where the allocation failed, and what was held then; nothing in the optimizer's step, when activations are
     free."""
@@ -290,40 +283,54 @@ def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Mome
     made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
     moment, point = ran.moment(failed.place, max(0, failed.held - made_before), failed.requested)
     if is_plain:
-        ran = replace(ran, step=with_variables(failed, ran.begin + point.index))
+        ran = replace(ran, step=live_run(failed, inspect_at=ran.begin + point.index).micro_batch)
     return moment, tuple(ran.parts(point))
 
 
 def _suggestions(
     failed: FailedStep, ran: Reconstruction, planned: _Ran | None, progress: Progress, deadline: Deadline
 ) -> Iterator[tuple[int, Suggestion]]:
-    """Each with its place, the recommended one's the lowest.
+    """Suggestions, see `Search.suggestions`."""
 
-    Raises:
-        TimeIsUpError: some are not known in time.
-    """
-
-    @functools.cache
+    @cache
     def graphs() -> tuple[CapturedGraph, ...]:
         """The graphs as the compile engine would run them, which take as long as the first where they are others."""
         if planned is not None and planned.loss != PLAIN:
             return ran.graphs
         deadline.check(needed=deadline.elapsed)
         progress.stage = "tracing"
-        traced = _captured(failed, TorchDefault(), AUTO if planned is None else CHUNKED)
+        traced = capture_failed(failed, TorchDefault(), AUTO if planned is None else CHUNKED)
         progress.stage = "searching for suggestions"
         return traced
 
-    model, device = failed.model, next(failed.model.parameters()).device
-    run = _failed_run(failed, planned is not None, ran)
+    model, run = failed.model, failed.run
+    device = next(model.parameters()).device
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
+    # After tracing, which the compile engine does too.
+    now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
+    constant = max(failed.outside, now)
+    constant += room_to_grow(device, constant)
+    around = {"batch": batch, "constant": failed.outside}
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=ran.untrained)
+    link, host = link_of(device)
+    fixed, largest = replace(plain, constant=constant), run.largest_batch()
+    search = Search(
+        ran,
+        graphs,
+        deadline,
+        StepContext(failed.held, fixed, largest=largest, link=link, host=host),
+        plain,
+        failed.rows,
+        failed.accumulation,
+        waste=(0.0 if planned is not None else _WASTE[device.type == "cpu"]) if ran.is_exact else _UNKNOWN,
+    )
     if failed.place.phase != OPTIMIZER_STEP:
-        yield from suggestions(graphs, ran, run, deadline)
+        yield from search.suggestions()
         return
-    trainable = trainable_of(model, ran.untrained)
-    runs = {name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")}
     # accelerate's wraps the run's own.
-    is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
-    yield from enumerate(other_optimizers(graphs, ran, runs, DEFAULT if is_adamw else "", deadline))
+    is_adamw = isinstance(getattr(run.optimizer, "optimizer", run.optimizer), torch.optim.AdamW)
+    yield from enumerate(search.other_optimizers(model, DEFAULT if is_adamw else ""))
 
 
 def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:
@@ -351,65 +358,3 @@ def _tensors_of(failed: FailedStep) -> int:
         states = footprint_of(model, run.optimizer).optimizer
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
-
-
-def _failed_run(failed: FailedStep, is_planned: bool, ran: Reconstruction) -> FailedRun:
-    model, run = failed.model, failed.run
-    device = next(model.parameters()).device
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
-    # After tracing, which the compile engine does too.
-    now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
-    constant = max(failed.outside, now)
-    constant += room_to_grow(device, constant)
-    around = {"batch": batch, "constant": failed.outside}
-    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=ran.untrained)
-    link, host = link_of(device)
-    return FailedRun(
-        step=StepContext(
-            failed.held, replace(plain, constant=constant), largest=run.largest_batch(), link=link, host=host
-        ),
-        plain=plain,
-        rows=failed.rows,
-        accumulation=failed.accumulation,
-        waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if ran.is_exact else _UNKNOWN,
-        is_exact=ran.is_exact,
-    )
-
-
-def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str) -> FailedRun:
-    optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
-    states, temporary = sum(optimizer.state_sizes(trainable)), optimizer.step_bytes(trainable)
-    plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (run.plain, run.step.fixed))
-    return replace(run, plain=plain, step=replace(run.step, fixed=fixed))
-
-
-def other_optimizers(
-    planned: Callable[[], Sequence[CapturedGraph]],
-    ran: Reconstruction,
-    runs: Mapping[str, FailedRun],
-    same: str,
-    deadline: Deadline,
-) -> Iterator[Suggestion]:
-    """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
-
-    Args:
-        runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
-        same: name of the one that computes what the run's own does; empty: none does.
-
-    Raises:
-        TimeIsUpError: some are not known in time.
-    """
-    for name, run in runs.items():
-        deadline.check()
-        states = run.plain.optimizer + run.plain.step
-        what = f"states and temporaries of {gib_text(states)}, " + (
-            "the same update" if name == same else "another update: the run trains differently"
-        )
-        peak = replace(run.plain, activations=ran.activations(1)).peak
-        # What an allocator wastes is in what was held: forward and backward had run.
-        if peak <= run.allowed:
-            yield Suggestion(f"--optim {name}", peak, None, what)
-            continue
-        for suggestion in within_budget(solver_of(planned(), run), run):
-            yield replace(suggestion, flags=f"--optim {name} {suggestion.flags}", what=f"{what}; {suggestion.what}")

@@ -12,9 +12,11 @@ import torch
 from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike, Tensors
 from optimum_memopt.engines.api.predictions import CATEGORIES, Training
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
@@ -140,7 +142,7 @@ def of_plain_pytorch(failed: FailedStep) -> Reconstruction:
     Raises:
         MemOptError: the model reads values of its tensors.
     """
-    run = live_run(failed, accumulated=_accumulated(failed))
+    run = live_run(failed)
     trained, largest = run.trained, failed.run.largest_batch()
 
     def activations(times: int) -> int:
@@ -160,22 +162,11 @@ def of_plain_pytorch(failed: FailedStep) -> Reconstruction:
     )
 
 
-def with_variables(failed: FailedStep, inspect_at: int) -> StepEvents:
-    """The step of plain PyTorch once more, in which variables of Python that hold tensors during an event have names;
-    see `LiveRecorder`."""
-    return live_run(failed, accumulated=_accumulated(failed), inspect_at=inspect_at).micro_batch
-
-
-def _accumulated(failed: FailedStep) -> frozenset[str]:
-    """Names of the parameters with gradients of earlier micro-batches, to which those of this one are added."""
-    return frozenset(name for name, parameter in failed.model.named_parameters() if parameter.grad is not None)
-
-
 def live_run(
     failed: FailedStep,
     largest: LargestBatch | None = None,
     times: int = 1,
-    accumulated: Collection[str] = (),
+    accumulated: Collection[str] | None = None,
     inspect_at: int = -1,
 ) -> LiveRun:
     """A forward and backward of plain PyTorch.
@@ -183,10 +174,13 @@ def live_run(
     Args:
         largest: a batch whose sizes count where they are larger.
         times: n: with an n-th of the rows.
-        accumulated: names of the parameters that have gradients.
+        accumulated: names of the parameters that have gradients of earlier micro-batches; None: as in the step that
+            failed.
         inspect_at: see `LiveRecorder`.
     """
     mode, fake = fake_tensors.fake_model(failed.model)
+    if accumulated is None:
+        accumulated = {name for name, parameter in failed.model.named_parameters() if parameter.grad is not None}
     sizes = _sizes(failed, largest)
     cuda = kernels.multiprocessors_of(next(failed.model.parameters()).device)
     kwargs = {
@@ -217,22 +211,20 @@ def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) 
     return replace(like, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
-def capture_failed(
-    failed: FailedStep,
-    producer: Producer,
-    loss: LossMode,
-    compiler: str,
-    costs: Callable[[AnalyzedGraph], Costs],
-    unit: str = AUTO,
-) -> tuple[CapturedGraph, ...]:
+def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
     mode, fake = fake_tensors.fake_model(failed.model)
-    device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
+    device, autocast = next(failed.model.parameters()).device, failed.autocast
+    compiler, _ = default_compiler(device.type)
     # What a plan lacks in this graph is no mistake of the user's here.
-    spec = TraceSpec(compiler, loss=loss, strict=False, unit=unit)
+    spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit)
+
+    def costs(graph: AnalyzedGraph) -> Costs:
+        return costs_of(graph, device, compiler == "inductor", most=failed.held)
+
     with (
         only_warnings(),
-        torch.autocast(device_type, autocast, enabled=autocast is not None),
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
         torch.enable_grad(),
         mode,
     ):
