@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
+from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
@@ -110,23 +110,9 @@ class _Release:
         self._release()
 
 
-class _Part(NamedTuple):
-    """A graph of a forward."""
-
-    graph: PartitionedGraph
-    schedule: Schedule
-
-
 class _Noted(NamedTuple):
     predictor: "StepMemoryPredictor"
     forward: Forward
-
-
-class _Shared(NamedTuple):
-    """State that the predictors of a model share."""
-
-    pending: Pending
-    constant: int
 
 
 class StepMemoryPredictor:
@@ -139,9 +125,11 @@ class StepMemoryPredictor:
         runs_before: of the tape's, how many had run by then; -1: the forward was over.
         names: of the graphs' symbols, as in the plan table.
         tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
-        shared: with a predictor from other graphs of the model.
+        pending: forwards of other predictors of the model, too.
+        constant: of another predictor of the model; None: by what is resident.
 
     Attributes:
+        graphs: those of the tape's calls.
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
     """
 
@@ -156,32 +144,28 @@ class StepMemoryPredictor:
         *,
         tape: Tape | None = None,
         runs_before: int = 0,
-        shared: "_Shared | None" = None,
+        pending: Pending | None = None,
+        constant: int | None = None,
     ) -> None:
         self.run, self._names = run or Run(), names
         self._programs_caveat = ""
         # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
         self._last: dict[object, StepEvents] = {}
         self._model = weakref.ref(model)
-        self._parts = [
-            _Part(graph, graph.timeline) for graph in graphs if graph.timeline is not None and graph.prediction
-        ]
-        self.tape = tape or Tape(tuple(map(Call, range(len(self._parts)))))
+        self.graphs = tuple(graph for graph in graphs if graph.timeline is not None and graph.prediction)
+        self._schedules = [graph.timeline for graph in self.graphs if graph.timeline is not None]
+        self.tape = tape or Tape(tuple(map(Call, range(len(self.graphs)))))
         # Of batches that have run: in several graphs not all sizes follow from those of the first.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
-        self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
+        self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        self._pending, self._constant = shared or _Shared(
-            Pending(), constant_of(model, self._batch, resident, self._left(runs_before))
-        )
-
-    @property
-    def graphs(self) -> tuple[PartitionedGraph, ...]:
-        """Those of the tape's calls."""
-        return tuple(part.graph for part in self._parts)
+        self._pending = pending or Pending()
+        if constant is None:
+            constant = constant_of(model, self._batch, resident, self._left(runs_before))
+        self._constant = constant
 
     def _left(self, runs: int) -> int:
         """Bytes that the first runs of the forward leave; -1: it has ended."""
@@ -194,7 +178,7 @@ class StepMemoryPredictor:
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
-        graphs, count, runs = [part.graph for part in self._parts], len(self._parts), len(self.tape.calls)
+        graphs, count, runs = self.graphs, len(self.graphs), len(self.tape.calls)
         reasons = [self._programs_caveat]
         is_told = self.tape.sharding.tells_outside
         if not is_told and not all(graph.is_all_of_forward for graph in graphs):
@@ -237,7 +221,7 @@ class StepMemoryPredictor:
         Args:
             outputs: what it returned; its backward has run once their autograd graph has.
         """
-        places = {part.graph: place for place, part in enumerate(self._parts)}
+        places = {graph: place for place, graph in enumerate(self.graphs)}
         if len(tape.calls) > 1 and len(self._tapes) < _MOST_TAPES and places.keys() == set(graphs):
             calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
             self._tapes.setdefault(frozenset(self.sizes_of(inputs).items()), replace(tape, calls=calls))
@@ -258,8 +242,10 @@ class StepMemoryPredictor:
         if model is None or not all(graph.prediction for graph in graphs):
             return None
         names = SymbolNames.of(graphs, is_encoder_decoder(model))
-        shared = _Shared(self._pending, self._constant)
-        return StepMemoryPredictor(model, graphs, inputs, 0, names, self.run, tape=tape, shared=shared)
+        pending, constant = self._pending, self._constant
+        return StepMemoryPredictor(
+            model, graphs, inputs, 0, names, self.run, tape=tape, pending=pending, constant=constant
+        )
 
     def with_sharding(self, sharding: AnySharding) -> "StepMemoryPredictor":
         """Predicts the same graphs with something else around them."""
@@ -328,7 +314,7 @@ class StepMemoryPredictor:
         sizes = {**self.first, **forward.sizes}
         step = self._step(sizes, around.accumulated > 0)
         gradients = around.gradients if forward.is_followed else 0
-        is_compiled = any(part.graph.programs.both for part in self._parts) and not self._programs_caveat
+        is_compiled = any(graph.programs.both for graph in self.graphs) and not self._programs_caveat
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
     def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
@@ -387,7 +373,7 @@ class StepMemoryPredictor:
         return model
 
     def _step(self, sizes: BatchSizes, accumulates: bool = False) -> StepEvents:
-        key = frozenset(sizes.items()), accumulates, tuple(graph.programs.both is None for graph, _ in self._parts)
+        key = frozenset(sizes.items()), accumulates, tuple(graph.programs.both is None for graph in self.graphs)
         if key not in self._last:
             # That of a first micro-batch, and of later ones.
             self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), accumulates)}
@@ -395,24 +381,24 @@ class StepMemoryPredictor:
 
     def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:
         """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""
-        schedules = [part.schedule for part in self._parts]
-        first = [part.graph.sizes for part in self._parts]
         tape = self._tapes.get(frozenset(sizes.items()), self.tape)
         canonical = self._names.canonical.items()
         tape = tape.at({name: sizes[shown] for name, shown in canonical if shown in sizes})
-        tape, values = resized(tape, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
+        first, named = [graph.sizes for graph in self.graphs], [self._named(graph, sizes) for graph in self.graphs]
+        tape, values = resized(tape, self._schedules, first, named)
         events_by_call: dict[object, GraphEvents] = {}
         runs: list[GraphEvents] = []
         for call, of_call in zip(tape.calls, values, strict=True):
-            key, part = (call.graph, *of_call.values()), self._parts[call.graph]
+            key = (call.graph, *of_call.values())
             if key not in events_by_call:
-                events = part.schedule.at(of_call)
-                events_by_call[key] = self._compiled(part, events, of_call) if compiled else events
+                events = self._schedules[call.graph].at(of_call)
+                graph = self.graphs[call.graph]
+                events_by_call[key] = self._compiled(graph, events, of_call) if compiled else events
             runs.append(events_by_call[key])
         return tape, runs
 
-    def _compiled(self, part: _Part, events: GraphEvents, values: SymbolValues) -> GraphEvents:
-        if (programs := part.graph.programs.both) is None:
+    def _compiled(self, graph: PartitionedGraph, events: GraphEvents, values: SymbolValues) -> GraphEvents:
+        if (programs := graph.programs.both) is None:
             return events
         try:
             return program_events(*programs, events, values)
