@@ -102,7 +102,7 @@ Runner = tuple[str, bool, int]
 def print_advice(folder: Path, name: str) -> None:
     """The advice within each budget."""
     from optimum_memopt.engines.api.run import StepSpec
-    from optimum_memopt.engines.compile.predict.steps import of_workload
+    from optimum_memopt.engines.compile.predict.micro_batches import of_workload
     from optimum_memopt.predict.advise import advise, to_dict
     from optimum_memopt.sizes import parse_budget
 

@@ -17,7 +17,7 @@ from shared import fill, to_markdown
 from transformers import ElectraConfig, GPT2Config, PretrainedConfig, RobertaConfig
 
 from optimum_memopt.engines.api.run import StepSpec
-from optimum_memopt.engines.compile.predict.steps import of_workload
+from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
 

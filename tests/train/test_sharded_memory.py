@@ -33,7 +33,7 @@ from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.capture import check_model
 from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.predict.estimate import estimate
-from optimum_memopt.engines.compile.predict.steps import of_workload
+from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.workload import Workload

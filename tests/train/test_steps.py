@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.live_step import plain_step
-from optimum_memopt.engines.compile.predict.steps import of_workload
+from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload

@@ -108,21 +108,20 @@ class CompileFactory(EngineFactory[CompileOptions]):
         return explain(failed)
 
     def predict_steps(self, workload: Workload | ModelOfRun, options: CompileOptions, spec: StepSpec) -> StepPredictor:
-        from optimum_memopt.engines.compile.predict.steps import of_model, of_workload
+        from optimum_memopt.engines.compile.predict.micro_batches import of_model, of_workload
 
         budget = options.budget
         assert budget is not None
         spec = replace(spec, unit=options.memory_opt_unit)
         if isinstance(workload, ModelOfRun):
             may_chunk = options.memory_opt_loss != PLAIN and not workload.reads_logits
-            return of_model(workload.model, workload.make_batch, budget, spec, workload.tokens, may_chunk)
+            return of_model(workload, budget, spec, may_chunk)
         return of_workload(workload, budget, spec)
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         from optimum_memopt.engines.compile.predict.estimate import largest_batch
-        from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
-        return largest_batch(PlannedStep(workload, selection, spec), budget)
+        return largest_batch(workload, selection, spec, budget)
 
 
 def _report() -> Report:

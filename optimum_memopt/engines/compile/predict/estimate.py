@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.partition.captured_forward import forward_so
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_model
+from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.predict.reconstruction import step_of
@@ -58,10 +58,10 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
     plain = Training(keeps_outputs=spec.keeps_outputs)
-    with plain_model(workload, spec) as model:
-        step = model.step(plain)
+    with plain_steps(workload, spec) as run:
+        step = run(plain)
         try:
-            checkpointing = model.step(replace(plain, checkpoints=1))
+            checkpointing = run(replace(plain, checkpoints=1))
         except MemOptError as error:
             return _way(_PLAIN, step), Way(_CHECKPOINTING, note=str(error))
     return _way(_PLAIN, step), _way(_CHECKPOINTING, checkpointing)
@@ -251,14 +251,14 @@ _MOST_ROWS = 2**24
 _BLOCKS = 0.005
 
 
-def largest_batch(step: PlannedStep, budget: Budget) -> int:
+def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
     """The most rows with which a step's peak is within a budget.
 
     A config, a level or a plan file is traced once, with symbols for its sizes. Where a budget chooses the plan, each
     number of rows may have a plan of its own.
 
     Args:
-        step: its workload's batch is where the search begins.
+        workload: its batch is where the search begins.
 
     Returns:
         0 where one row is too many.
@@ -267,13 +267,13 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
         MemOptError: as for `estimate`, or a batch whose rows are no symbol of the graph.
     """
     # A single row would be a constant of the graph.
-    step = replace(step, workload=step.workload.with_rows(max(2, step.workload.batch_size)))
+    start = max(2, workload.batch_size)
+    is_chosen = selection.budget is not None
+    step = PlannedStep(workload.with_rows(start), Selection() if is_chosen else selection, spec)
     allowed = budget.on_device(step.capacity.total, step.capacity.available)
-    start = step.workload.batch_size
-    if step.selection.budget is None:
+    if not is_chosen:
         predictor = step.trace(dynamic=True).predicted
         return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
-    step = replace(step, selection=Selection())
     traced = step.trace(True, step.costs_of)
     predictor, context = traced.predicted, step.context(traced, budget)
 

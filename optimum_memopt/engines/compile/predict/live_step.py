@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -72,8 +72,15 @@ class LiveStep:
 
     @cached_property
     def whole(self) -> LiveRun:
-        """The run with the optimizer."""
-        return with_optimizer(self.run, self.states, self.update)
+        """The run with the states of the optimizer, and its step."""
+        states = (Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(self.states))
+        step = Event("optimizer step", "optimizer step", workspace=self.update)
+        return replace(
+            self.run,
+            events=(Event("", allocates=tuple(states)), *self.run.events, step),
+            phases=(FORWARD, *self.run.phases, OPTIMIZER_STEP),
+            modules=("", *self.run.modules, ""),
+        )
 
     @property
     def peak(self) -> int:
@@ -94,30 +101,20 @@ class LiveStep:
         return allocator_peak(always, events, self.states, self.update)
 
 
-def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:
-    """The run with the states of an optimizer, in bytes, and its step."""
-    given = Event("", allocates=tuple(Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(states)))
-    step = Event("optimizer step", "optimizer step", workspace=update)
-    return replace(
-        run,
-        events=(given, *run.events, step),
-        phases=(FORWARD, *run.phases, OPTIMIZER_STEP),
-        modules=("", *run.modules, ""),
-    )
-
-
 def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveStep:
-    """Run a step of a workload as plain PyTorch does; errors as of `plain_model` and `PlainModel.step`."""
-    with plain_model(workload, spec) as model:
-        return model.step(training)
+    """Run a step of a workload as plain PyTorch does; errors as of `plain_steps`."""
+    with plain_steps(workload, spec) as step:
+        return step(training)
 
 
 @contextlib.contextmanager
-def plain_model(workload: Workload, spec: StepSpec) -> Iterator["PlainModel"]:
-    """A workload's model on fake tensors, whose mode the caller is in.
+def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[Training], LiveStep]]:
+    """A function that runs a step of a workload on fake tensors, whose mode the caller is in. What checkpoints
+    activations stays on for later steps.
 
     Raises:
-        MemOptError: an unknown device or optimizer, or a model that cannot be built.
+        MemOptError: an unknown device or optimizer, or a model that cannot be built, reads values of its tensors, or
+            fails.
     """
     planned = PlannedStep(workload, Selection(), spec)
     # Real ones: torch computes with them.
@@ -129,46 +126,34 @@ def plain_model(workload: Workload, spec: StepSpec) -> Iterator["PlainModel"]:
         model, batch = build(workload, planned.here)
         for name in values.keys() & batch.keys():
             fake_tensors.with_values(batch[name], values[name])
-        yield PlainModel(planned, model, batch)
+        yield partial(_plain_step, planned, model, batch)
 
 
-@dataclass(frozen=True)
-class PlainModel:
-    """A model without an engine, and its batch."""
-
-    _planned: PlannedStep
-    _model: torch.nn.Module
-    _batch: Mapping[str, Any]
-
-    def step(self, training: Training) -> LiveStep:
-        """Run a step. What checkpoints activations stays on for later ones.
-
-        Raises:
-            MemOptError: the model reads values of its tensors, or fails.
-        """
-        here, target, spec = self._planned.here, self._planned.target, self._planned.spec
-        cuda = multiprocessors(target, here)
-        count = 2 if spec.gradient_accumulation_steps > 1 else 1
-        autocast = self._planned.autocast_dtype
-        run = run_micro_batches(
-            self._model, self._batch, autocast, training, cuda, count, records_work=target is not None
-        )
-        trained = [parameter for name, parameter in self._model.named_parameters() if name in run.trained]
-        is_on_cuda = here.type == "cuda" or cuda is not None
-        optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(self._model))
-        seconds = None
-        if target is not None:
-            update = times.update_times(trained, optimizer, here, target)
-            seconds = update.step(seconds_by_bound(run.calls, target), spec.gradient_accumulation_steps)
-        return LiveStep(
-            run,
-            tuple(optimizer.state_sizes(trained)),
-            optimizer.step_bytes(trained),
-            target.libraries if target is not None else held_bytes(here),
-            input_sizes(self._batch),
-            is_on_cuda,
-            seconds,
-        )
+def _plain_step(
+    planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], training: Training
+) -> LiveStep:
+    here, target, spec = planned.here, planned.target, planned.spec
+    cuda = multiprocessors(target, here)
+    count = 2 if spec.gradient_accumulation_steps > 1 else 1
+    run = run_micro_batches(
+        model, batch, planned.autocast_dtype, training, cuda, count, records_work=target is not None
+    )
+    trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
+    is_on_cuda = here.type == "cuda" or cuda is not None
+    optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
+    seconds = None
+    if target is not None:
+        update = times.update_times(trained, optimizer, here, target)
+        seconds = update.step(seconds_by_bound(run.calls, target), spec.gradient_accumulation_steps)
+    return LiveStep(
+        run,
+        tuple(optimizer.state_sizes(trained)),
+        optimizer.step_bytes(trained),
+        target.libraries if target is not None else held_bytes(here),
+        input_sizes(batch),
+        is_on_cuda,
+        seconds,
+    )
 
 
 def run_micro_batches(
@@ -292,7 +277,8 @@ class FakeSimulator:
             return fake_tensors.fake_copy(value, self._mode, self._here.type, keeps_values=True)
         # Whatever an object holds may refuse.
         except Exception as error:
-            raise MemOptError(f"{_name_of(value)} cannot be copied ({line_of(error)})") from error
+            name = "an argument" if isinstance(value, tuple | list) else type(value).__name__
+            raise MemOptError(f"{name} cannot be copied ({line_of(error)})") from error
 
     def replace(self, holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> None:
         if self._target is None:
@@ -356,7 +342,24 @@ class FakeSimulator:
 
 def _hold(recorder: LiveRecorder, held: object) -> None:
     """Tensors that were there before. Keeps none of them alive: a step may free its gradients first."""
-    for category, tensors in _given(list(fake_tensors.reachable(held))).items():
+    objects = list(fake_tensors.reachable(held))
+    model = _model_of(objects)
+    parameters = dict(model.named_parameters())
+    states = (
+        value
+        for optimizer in objects
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    given: Mapping[str, Mapping[str, torch.Tensor]] = {
+        PARAMETERS: {**parameters, **dict(model.named_buffers())},
+        GRADIENTS: {name: value.grad for name, value in parameters.items() if value.grad is not None},
+        OPTIMIZER: {f"state {place}": state for place, state in enumerate(states)},
+        BATCH: {f"tensor {place}": found for place, found in enumerate(objects) if isinstance(found, torch.Tensor)},
+    }
+    for category, tensors in given.items():
         recorder.hold(category, tensors)
 
 
@@ -370,32 +373,8 @@ def _model_of(objects: Sequence[object]) -> torch.nn.Module:
     return torch.nn.ModuleDict({f"{type(module).__name__}_{place}": module for place, module in enumerate(outer)})
 
 
-def _given(objects: Sequence[object]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """Tensors by category and name."""
-    model = _model_of(objects)
-    parameters = dict(model.named_parameters())
-    states = (
-        value
-        for optimizer in objects
-        if isinstance(optimizer, torch.optim.Optimizer)
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    return {
-        PARAMETERS: {**parameters, **dict(model.named_buffers())},
-        GRADIENTS: {name: value.grad for name, value in parameters.items() if value.grad is not None},
-        OPTIMIZER: {f"state {place}": state for place, state in enumerate(states)},
-        BATCH: {f"tensor {place}": found for place, found in enumerate(objects) if isinstance(found, torch.Tensor)},
-    }
-
-
 def _failure(error: Exception) -> str:
     where = dynamo.place_of(error)
     if "convert all Tensors to FakeTensors" in str(error):
         return f"the step uses a tensor that is none of its arguments{where}; give it, or its module, as an argument"
     return f"the step cannot be run on tensors without data ({line_of(error)}{where})"
-
-
-def _name_of(value: Any) -> str:
-    return type(value).__name__ if not isinstance(value, tuple | list) else "an argument"

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique, Training, Workload
+from optimum_memopt.engines.api.predictions import (
+    COPIES,
+    LAUNCHES,
+    ModelOfRun,
+    PredictedStep,
+    Technique,
+    Training,
+    Workload,
+)
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
@@ -69,9 +77,6 @@ _ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
 _FEW = _ROWS[PLAIN][0]
 # Rows of the batches that are run without a compiler.
 _TWO_BATCHES = (2, 6)
-
-# A fake mode, and a model and a batch of n rows, of its tensors.
-_MakeFake = Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,7 @@ def _checkpointed(problem: Problem, every: int) -> Simulation:
 
 
 @dataclass(frozen=True, eq=False)
-class ModelStepPredictor:
+class MicroBatchPredictor:
     """A `StepPredictor`.
 
     Attributes:
@@ -276,7 +281,7 @@ class ModelStepPredictor:
     ranks: int = 1
     remarks: tuple[str, ...] = ()
 
-    def within(self, budget: int) -> "ModelStepPredictor":
+    def within(self, budget: int) -> "MicroBatchPredictor":
         """The same model with another budget, in bytes, from the same traces."""
         graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
         return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
@@ -314,10 +319,12 @@ class _Case:
     """Where and how a model trains.
 
     Attributes:
+        make: returns a fake mode, and a model and a batch of n rows, of its tensors.
         target: the device that steps are predicted for; None: where the model lies.
         values_at: `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
+    make: Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
     spec: StepSpec
     compiler: str
     target: Device | None
@@ -329,7 +336,7 @@ class _Case:
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
-def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStepPredictor:
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatchPredictor:
     """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
 
     Raises:
@@ -337,16 +344,6 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
             for any batch.
     """
     planned = PlannedStep(workload, Selection(), spec)
-
-    case = _Case(
-        spec,
-        planned.compiled_by,
-        planned.target,
-        planned.cast_to,
-        budget,
-        workload.tokens,
-        values_at=lambda rows: workload.with_rows(rows).values,
-    )
     with planned_ranks(spec.fsdp, planned.here.type) as mesh:
 
         def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
@@ -356,18 +353,21 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStep
                     shard(model, mesh, planned.autocast_dtype)
                 return fake, model, batch
 
+        case = _Case(
+            make,
+            spec,
+            planned.compiled_by,
+            planned.target,
+            planned.cast_to,
+            budget,
+            workload.tokens,
+            values_at=lambda rows: workload.with_rows(rows).values,
+        )
         _, model, batch = make(_FEW)
-        return _predictor(case, model, batch, make)
+        return _predictor(case, model, batch)
 
 
-def of_model(
-    model: torch.nn.Module,
-    make_batch: Callable[[int], Mapping[str, Any]],
-    budget: Budget,
-    spec: StepSpec,
-    tokens: int,
-    may_chunk: bool,
-) -> ModelStepPredictor:
+def of_model(run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool) -> MicroBatchPredictor:
     """Steps of a model that is about to train, where it is; it is left as it is.
 
     Args:
@@ -377,21 +377,21 @@ def of_model(
     Raises:
         MemOptError: it cannot be traced without data, or not for any batch.
     """
-    compiled_by = spec.compiler or default_compiler(next(model.parameters()).device.type)[0]
+    compiled_by = spec.compiler or default_compiler(next(run.model.parameters()).device.type)[0]
     spec = spec if is_known(spec.optim) else replace(spec, optim=DEFAULT)
     autocast = getattr(torch, spec.autocast) if spec.autocast else None
 
     def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
-        fake, copied = fake_tensors.fake_model(model)
-        return fake, copied.train(), fake_tensors.fake_copy(dict(make_batch(rows)), fake)
+        fake, copied = fake_tensors.fake_model(run.model)
+        return fake, copied.train(), fake_tensors.fake_copy(dict(run.make_batch(rows)), fake)
 
-    case = _Case(spec, compiled_by, None, autocast, budget, tokens, may_chunk, compares=False)
-    return _predictor(case, model, make_batch(_FEW), make)
+    case = _Case(make, spec, compiled_by, None, autocast, budget, run.tokens, may_chunk, compares=False)
+    return _predictor(case, run.model, run.make_batch(_FEW))
 
 
-def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> ModelStepPredictor:
+def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) -> MicroBatchPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
-    traced = [_captured(case, make, loss) for loss in losses]
+    traced = [_captured(case, loss) for loss in losses]
     captured = [graphs for _, graphs in traced]
     if case.spec.fsdp > 1:
         # FSDP2 knows the types that a parameter is gathered and reduced in once the model has run.
@@ -403,7 +403,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     # On a CPU a process holds more once it has traced a model, as in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
-    plain = _plain_steps(case, make)
+    plain = _plain_steps(case)
     graphs = {
         any(graph.chunks_loss for graph in forward): ForwardSteps(
             forward, step, case.tokens, cache(_times(case, forward, device, step)), plain
@@ -411,7 +411,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         for forward in captured
     }
     trained = trainable_of(model, untrained)
-    return ModelStepPredictor(
+    return MicroBatchPredictor(
         type(model).__name__,
         " and ".join(weights_by_dtype(model)),
         device.type if target is None else target.name,
@@ -439,7 +439,7 @@ class _PlainStep:
     seconds: Mapping[str, float] | None
 
 
-def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _PlainStep]:
+def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
     """Returns what tells a step of plain PyTorch: with Trainer's checkpointing of every nth layer (0: of none), for a
     batch of n rows, without and with gradients of earlier micro-batches.
 
@@ -448,7 +448,7 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
 
     @cache
     def run(every: int, rows: int, accumulated: frozenset[str]) -> LiveRun:
-        fake, model, batch = make(rows)
+        fake, model, batch = case.make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
         training = Training(every, case.spec.keeps_outputs)
@@ -484,11 +484,11 @@ def _plain_steps(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], _Pl
     return plain_step
 
 
-def _captured(case: _Case, make: _MakeFake, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGraph, ...]]:
+def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGraph, ...]]:
     rows, other_rows = _ROWS[loss]
-    fake, model, batch = make(rows)
+    fake, model, batch = case.make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
-        fake, model, batch = make(other_rows)
+        fake, model, batch = case.make(other_rows)
     name = type(model).__name__
     spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.spec.unit)
     try:
@@ -543,15 +543,16 @@ def _times(
     # A budget may be more than there is.
     most = step.limit if case.target is not None else min(step.limit, capacity(device).available)
     fused = case.compiler == "inductor"
-    of_graphs: list[Callable[[int], OperatorTimes]] = []
-    for number, graph in enumerate(graphs):
+
+    def of_graph(number: int, graph: CapturedGraph) -> Callable[[int], OperatorTimes]:
         assert graph.analyzed is not None
 
-        def sizes(rows: int, number: int = number) -> SymbolValues:
+        def sizes(rows: int) -> SymbolValues:
             return first_sizes(rows)[number]
 
         if case.target is not None:
-            of_graphs.append(times.estimated(graph.analyzed, sizes, case.target, fused))
-        else:
-            of_graphs.append(times.measured_times(graph.analyzed, sizes, device, fused, most, peak))
-    return lambda rows: [of_graph(rows) for of_graph in of_graphs]
+            return times.estimated(graph.analyzed, sizes, case.target, fused)
+        return times.measured_times(graph.analyzed, sizes, device, fused, most, peak)
+
+    of_graphs = [of_graph(number, graph) for number, graph in enumerate(graphs)]
+    return lambda rows: [times_of(rows) for times_of in of_graphs]
