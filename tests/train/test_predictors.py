@@ -42,6 +42,13 @@ class Blocks(OneLayer):
         return SequenceClassifierOutput(loss=self.layer(x).square().sum() * blocks.sum())
 
 
+class Nested(OneLayer):
+    """Is given its inputs in a dict."""
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> SequenceClassifierOutput:
+        return SequenceClassifierOutput(loss=self.layer(inputs["x"]).square().sum())
+
+
 def attached(model: torch.nn.Module, dynamic: bool = True) -> CompileEngine:
     engine = CompileEngine(selection("Gelu+:1:-1"), "aot_eager", dynamic=dynamic)
     engine.outputs_read_by = lambda: ""
@@ -69,6 +76,13 @@ def test_the_highest_peak_of_a_run_is_that_of_the_largest_batch(dynamic: bool) -
     grown = batch(6, 40)["x"].nbytes - batch(4, 8)["x"].nbytes
     assert first < second < third == last
     assert third - first == pytest.approx(large - small + grown, **EXACT)
+
+
+def test_sizes_of_inputs_in_a_dict_count() -> None:
+    model = Nested()
+    engine = attached(model)
+    model(inputs=batch(4, 8)).loss.backward()
+    assert engine.predictor.sizes_of({"inputs": batch(6, 40)}) == {"inputs_x_dim0": 6, "inputs_x_dim1": 40}
 
 
 @pytest.mark.parametrize("lengths", [(8, 40), (40, 8)])

@@ -21,7 +21,7 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.costs.times import update_times
-from optimum_memopt.engines.compile.graph.symbols import plain_sizes
+from optimum_memopt.engines.compile.graph.symbols import input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.footprint import StepContext, trainable_of
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver, problem_of, solver_for_rows
@@ -235,8 +235,7 @@ def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoin
 
 def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_decoder: bool) -> PlanTable:
     """A table without formulas, since sizes are fixed; symbols are named after the batch."""
-    shapes = {name: getattr(value, "shape", ()) for name, value in batch.items()}
-    sizes = {f"{name}_dim{dim}": size for name, shape in shapes.items() for dim, size in enumerate(shape)}
+    sizes = input_sizes(batch)
     canonical = canonical_symbols(sizes, is_encoder_decoder)
     return replace(
         table,

@@ -204,14 +204,8 @@ class StepMemoryPredictor:
 
     def sizes_of(self, inputs: Mapping[str, object]) -> BatchSizes:
         """Sizes of a batch by the plan table's names; those that its keyword arguments lack are of the first batch."""
-        sizes = {
-            self._names.canonical[f"{name}_dim{index}"]: size
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor)
-            for index, size in enumerate(value.shape)
-            if f"{name}_dim{index}" in self._names.canonical
-        }
-        return {**self.first, **sizes}
+        canonical = self._names.canonical
+        return {**self.first, **{canonical[n]: size for n, size in input_sizes(inputs).items() if n in canonical}}
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
