@@ -122,13 +122,11 @@ class Advice:
         rows: each plan that fits at its best micro-batch.
         too_large: plans under which not even a micro-batch of one row fits, with its peak in bytes.
         recommended: of the package's plans the one with the smallest micro-batch that is as good as the best.
-        best: the most samples a second under a plan of the package.
     """
 
     rows: tuple[Row, ...]
     too_large: tuple[tuple[Technique, int], ...]
     recommended: Row
-    best: float
 
     @property
     def pays(self) -> str:
@@ -168,8 +166,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
             f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states",
             lowest,
         )
-    best = max(search.speed(search.best) for search in own)
-    least = (1 - AS_GOOD) * best
+    least = (1 - AS_GOOD) * max(search.speed(search.best) for search in own)
     as_good = [search.row(least) for search in own if search.speed(search.best) >= least]
     # Of equal ones the first plan, which is the simplest.
     recommended = min(as_good, key=lambda row: row.rows)
@@ -179,7 +176,6 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
             (search.plan, predictor.lowest(search.plan, rows != 1)) for search in searches if not search.sizes
         ),
         recommended=recommended,
-        best=best,
     )
 
 

@@ -229,7 +229,7 @@ class Estimate:
         timeline = self._found.timeline
         assert timeline is not None
         held = {_NAMES.get(category, category): sizes[timeline.peak_at] for category, sizes in timeline.held.items()}
-        return {**held, "allocator": self.peak - self._requested}
+        return {**held, "allocator": self.peak - round(self._found.peak_mib * MIB)}
 
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:
@@ -302,10 +302,6 @@ class Estimate:
         grid = tabulate([*rows, ("peak", gib_text(self.peak))], tablefmt="html", disable_numparse=True)
         title = html.escape(f"Predicted peak of a step: {gib_text(self.peak)}")
         return f"<div><p><b>{title}</b></p>{grid}{self.table._repr_html_()}</div>"
-
-    @property
-    def _requested(self) -> int:
-        return round(self._found.peak_mib * MIB)
 
     def _ask(self, selection: Selection, with_curve: bool = False, with_ways: bool = False) -> predictions.Estimate:
         return factory(self._engine).estimate(

@@ -17,14 +17,13 @@ from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
-from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
@@ -239,20 +238,6 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
         note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
         applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
     )
-
-
-def mismatch_line(choice: Choice, refuses: bool) -> str:
-    """A line about a graph that a plan file was not made for; empty where it was.
-
-    Raises:
-        MemOptError: `refuses`, and there is a difference.
-    """
-    if not choice.mismatch:
-        return ""
-    line = f"--memory_opt_plan: the file was made for another graph: {choice.mismatch}"
-    if refuses:
-        raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
-    return f"{line}; applied where it fits"
 
 
 def plan_file_of(

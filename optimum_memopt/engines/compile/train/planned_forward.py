@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
-from optimum_memopt.engines.compile.predict.table import mismatch_line, show
+from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -252,8 +252,11 @@ class PlannedForward:
         refuses = self.table is None and self.traced.spec.strict
         if refuses and state.is_all:
             choice.matched.check()
-        if line := mismatch_line(choice, refuses):
-            self.traced.say(line)
+        if choice.mismatch:
+            line = f"--memory_opt_plan: the file was made for another graph: {choice.mismatch}"
+            if refuses:
+                raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
+            self.traced.say(f"{line}; applied where it fits")
         return choice
 
     def _run(self, call: ForwardArgs) -> Any:
