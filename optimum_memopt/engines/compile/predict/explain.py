@@ -56,7 +56,7 @@ class Search:
     """The search for what would have fit.
 
     Attributes:
-        ran: the step that failed.
+        ran: the step that failed, as it would have run with enough memory.
         graphs: returns the graphs as the compile engine would run them, and is called once something is asked of them.
         step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
             failed.
@@ -64,13 +64,12 @@ class Search:
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
     """
 
+    failed: FailedStep
     ran: Reconstruction
     graphs: Callable[[], Sequence[CapturedGraph]]
     deadline: Deadline
     step: StepContext
     plain: Footprint
-    rows: int
-    accumulation: int
     waste: float
 
     @property
@@ -175,32 +174,32 @@ class Search:
                 return
 
     def _micro_flags(self, times: int) -> str:
-        rows, accumulation = self.rows // times, self.accumulation * times
+        rows, accumulation = self.failed.rows // times, self.failed.accumulation * times
         return f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {accumulation}"
 
     def _parts(self, rows: Sequence[int]) -> Iterator[int]:
         """Numbers of equal parts that the rows can be cut into; `rows` are the sizes that are rows."""
-        for times in range(2, self.rows + 1) if rows else ():
-            if self.rows % times == 0 and all(size % times == 0 for size in rows):
+        for times in range(2, self.failed.rows + 1) if rows else ():
+            if self.failed.rows % times == 0 and all(size % times == 0 for size in rows):
                 yield times
 
-    def other_optimizers(self, model: torch.nn.Module, same: str) -> Iterator[Suggestion]:
+    def other_optimizers(self) -> Iterator[Suggestion]:
         """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
-
-        Args:
-            same: Trainer's name of the one that computes what the run's own does; empty: none does.
 
         Raises:
             TimeIsUpError: some are not known in time.
         """
+        model, optimizer = self.failed.model, self.failed.run.optimizer
+        # accelerate's wraps the run's own.
+        is_adamw = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
         is_cuda, trainable = next(model.parameters()).is_cuda, trainable_of(model, self.ran.untrained)
         for name in smaller_optimizers(is_cuda):
             self.deadline.check()
-            optimizer = PlannedOptimizer(name, is_cuda, embeddings_of(model))
-            states, temporary = sum(optimizer.state_sizes(trainable)), optimizer.step_bytes(trainable)
+            planned = PlannedOptimizer(name, is_cuda, embeddings_of(model))
+            states, temporary = sum(planned.state_sizes(trainable)), planned.step_bytes(trainable)
             plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (self.plain, self.step.fixed))
             what = f"states and temporaries of {gib_text(states + temporary)}, " + (
-                "the same update" if name == same else "another update: the run trains differently"
+                "the same update" if is_adamw and name == DEFAULT else "another update: the run trains differently"
             )
             peak = replace(plain, activations=self.ran.activations(1)).peak
             # What an allocator wastes is in what was held: forward and backward had run.
@@ -316,21 +315,18 @@ def _suggestions(
     link, host = link_of(device)
     fixed, largest = replace(plain, constant=constant), run.largest_batch()
     search = Search(
+        failed,
         ran,
         graphs,
         deadline,
         StepContext(failed.held, fixed, largest=largest, link=link, host=host),
         plain,
-        failed.rows,
-        failed.accumulation,
         waste=(0.0 if planned is not None else _WASTE[device.type == "cpu"]) if ran.is_exact else _UNKNOWN,
     )
-    if failed.place.phase != OPTIMIZER_STEP:
+    if failed.place.phase == OPTIMIZER_STEP:
+        yield from enumerate(search.other_optimizers())
+    else:
         yield from search.suggestions()
-        return
-    # accelerate's wraps the run's own.
-    is_adamw = isinstance(getattr(run.optimizer, "optimizer", run.optimizer), torch.optim.AdamW)
-    yield from enumerate(search.other_optimizers(model, DEFAULT if is_adamw else ""))
 
 
 def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:

@@ -44,7 +44,6 @@ from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
-from optimum_memopt.memory.optimizers import PlannedOptimizer, embeddings_of
 from optimum_memopt.memory.peak_monitor import held_bytes
 
 
@@ -133,15 +132,11 @@ def _plain_step(
     planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], training: Training
 ) -> LiveStep:
     here, target, spec = planned.here, planned.target, planned.spec
-    cuda = multiprocessors(target, here)
     count = 2 if spec.gradient_accumulation_steps > 1 else 1
-    run = run_micro_batches(
-        model, batch, planned.autocast_dtype, training, cuda, count, records_work=target is not None
-    )
+    cuda, records_work = multiprocessors(target, here), target is not None
+    run = run_micro_batches(model, batch, planned.autocast_dtype, training, cuda, count, records_work=records_work)
     trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
-    is_on_cuda = here.type == "cuda" or cuda is not None
-    optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
-    seconds = None
+    optimizer, seconds = planned.optimizer_of(model), None
     if target is not None:
         update = times.update_times(trained, optimizer, here, target)
         seconds = update.step(seconds_by_bound(run.calls, target), spec.gradient_accumulation_steps)
@@ -151,7 +146,7 @@ def _plain_step(
         optimizer.step_bytes(trained),
         target.libraries if target is not None else held_bytes(here),
         input_sizes(batch),
-        is_on_cuda,
+        planned.is_on_cuda,
         seconds,
     )
 

@@ -161,7 +161,7 @@ class PlannedStep:
             spec = TraceSpec(
                 self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
             )
-            run = self._run_of(model)
+            run = Run(self.optimizer_of(model), self.spec.gradient_accumulation_steps > 1)
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose)
             if file is not None:
@@ -197,7 +197,9 @@ class PlannedStep:
         get_logger().info(f"activation checkpointing of {type(model).__name__} counts as level 1")
         return replace(plain, level=1)
 
-    def _run_of(self, model: torch.nn.Module) -> Run:
-        is_on_cuda = self.here.type == "cuda" or (self.target is not None and self.target.cuda is not None)
-        optimizer = PlannedOptimizer(self.spec.optim, is_on_cuda, embeddings_of(model))
-        return Run(optimizer, self.spec.gradient_accumulation_steps > 1)
+    @property
+    def is_on_cuda(self) -> bool:
+        return self.here.type == "cuda" or (self.target is not None and self.target.cuda is not None)
+
+    def optimizer_of(self, model: torch.nn.Module) -> PlannedOptimizer:
+        return PlannedOptimizer(self.spec.optim, self.is_on_cuda, embeddings_of(model))
