@@ -294,17 +294,14 @@ def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
     row = advice.recommended
     tokens = f", {row.rows * predictor.tokens:,} tokens" if predictor.tokens else ""
     chosen = f"{row.plan.name}, {_loss(row)} loss, micro-batches of {row.rows} rows{tokens}"
+    on_host = f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
     return (
         "",
         f"Recommended: {chosen}: {row.samples:.1f} samples a second, predicted peak {gib_text(row.step.peak)}"
-        f"{_on_host(row)}.",
+        f"{on_host}.",
         *filter(None, (advice.pays, advice.faster_without)),
         " ".join(flags(row)),
     )
-
-
-def _on_host(row: Row) -> str:
-    return f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
 
 
 def _loss(row: Row) -> str:
