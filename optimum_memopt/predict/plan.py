@@ -15,7 +15,7 @@ from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Way
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.shared.registry import engine_names, factory
+from optimum_memopt.engines.shared.registry import factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.memory import optimizers
 from optimum_memopt.memory.peak_monitor import MIB
@@ -104,7 +104,7 @@ def plan(
         "has_padding": checked("padding", padding, bool),
     }
     workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable), given)
-    engine = next(name for name in engine_names() if factory(name).predicts)
+    engine = predicting_engine()
     options = MemOptOptions(
         memory_opt_engine=engine,
         memory_opt_budget=budget,
@@ -234,7 +234,8 @@ class Estimate:
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:
         """Plans of budgets, from the smallest possible to no plan; traces the model once more at the first call."""
-        return tuple(self._ask(Selection(), with_curve=True).curve)
+        frontier = self._ask(Selection(), with_curve=True).frontier
+        return frontier.points if frontier is not None else ()
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:

@@ -254,11 +254,9 @@ class Estimate:
         peak_mib: of the bytes that tensors ask for.
         attention: transformers' name of the assumed attention implementation.
         assumes: what the prediction assumes, and how exact it is.
-        curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
-        costs: where the curve's times are from, as `roofline H100`.
+        frontier: of budgets, with the plan; None where nobody asked.
         batches: steps of other batch sizes; empty where nobody asked.
         ways: steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked.
-        chosen: the plan's place on the curve, where that is known.
         allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
         reserved: bytes that it takes of the device; None where it is not known.
     """
@@ -271,11 +269,9 @@ class Estimate:
     attention: str
     assumes: str = field(repr=False)
     plan: PlanFile | None = field(default=None, repr=False)
-    curve: tuple[CurvePoint, ...] = ()
-    costs: str = ""
+    frontier: Frontier | None = None
     batches: tuple[BatchPoint, ...] = ()
     ways: "tuple[Way, ...]" = field(default=(), repr=False)
-    chosen: CurvePoint | None = None
     timeline: StepTimeline | None = field(default=None, repr=False)
     allocated: int | None = None
     reserved: int | None = None
@@ -286,23 +282,19 @@ class Estimate:
         """Bytes that a budget bounds: what tensors ask for, or the allocator's blocks where they are more."""
         return max(round(self.peak_mib * MIB), self.allocated or 0)
 
-    @property
-    def frontier(self) -> Frontier | None:
-        """The curve with the plan; None where nobody asked."""
-        return Frontier(self.curve, self.costs, self.chosen) if self.curve else None
-
     def to_text(self) -> str:
         """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
-        curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
+        curve = f"\n\n{_curve_text(self.frontier)}\n" if self.frontier else ""
         table = f"{self.table.header[0]}\n{_batches_text(self.batches)}" if self.batches else self.table.to_text()
         return f"{table}{curve}\n{self.assumes}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=()))
-        for name in ("assumes", "plan", "timeline", "chosen", "capacity", "ways"):
+        entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=(), frontier=None))
+        for name in ("assumes", "plan", "timeline", "frontier", "capacity", "ways"):
             del entries[name]
-        return entries
+        frontier = self.frontier or Frontier((), "")
+        return {**entries, "curve": [asdict(point) for point in frontier.points], "costs": frontier.costs}
 
 
 def _batches_text(points: Sequence[BatchPoint]) -> str:
@@ -318,13 +310,13 @@ def _batches_text(points: Sequence[BatchPoint]) -> str:
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
 
 
-def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
+def _curve_text(frontier: Frontier) -> str:
     rows = [
         {"budget": gib_text(point.budget), "predicted peak": gib_text(point.peak), "time": f"{point.extra_time:+.1%}"}
-        for point in reversed(points)
+        for point in reversed(frontier.points)
     ]
     grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
-    return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
+    return f"What budgets cost ({frontier.costs} costs; a step's forward and backward)\n{grid}"
 
 
 # What bounds an operator, or a step.

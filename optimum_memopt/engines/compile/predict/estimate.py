@@ -180,7 +180,6 @@ def estimate(
     if not symbolic:
         table = _without_formulas(table, traced.batch, is_encoder_decoder(traced.model))
     batches = tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else ()
-    frontier = _frontier(traced, step) if with_curve else Frontier((), "")
     sizes = {"sizes": dict(table.symbols), "device": step.device_name}
     plan = traced.shown.plan_file
     attention = attention_implementation(getattr(traced.model, "config", None)) or "eager"
@@ -194,11 +193,9 @@ def estimate(
         assumes=f"Predicted, not run: attention is {attention}, with the kernel that torch takes on "
         f"{step.device_name}; other devices may take another one. {_EXACT[step.compiled_by]}",
         plan=replace(plan, solved_for={**plan.solved_for, **sizes}),
-        curve=frontier.points,
-        costs=frontier.costs,
+        frontier=_frontier(traced, step) if with_curve else None,
         batches=batches,
         ways=engine_ways(step, traced) if with_ways else (),
-        chosen=frontier.chosen,
         timeline=predictor.timeline(),
         allocated=blocks.allocated if blocks is not None else None,
         reserved=blocks.reserved if blocks is not None else None,
