@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.compile.graph.candidates import recompute_chain
 from optimum_memopt.engines.compile.graph.naming import (
     CUT_ELSEWHERE,
     LAYOUTS,
@@ -14,7 +15,6 @@ from optimum_memopt.engines.compile.graph.naming import (
     cluster_id,
     translate,
 )
-from optimum_memopt.engines.compile.graph.saved_activations import recompute_chain
 from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse

@@ -9,10 +9,9 @@ from torch import fx
 from torch._functorch import partitioners
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import layer_boundaries, nodes_to_save
-from optimum_memopt.engines.compile.graph.joint import is_tensor, is_view, root
+from optimum_memopt.engines.compile.graph.joint import is_output, is_tensor, is_view, root
 from optimum_memopt.engines.compile.graph.saved_activations import (
     is_generator_state,
-    is_output,
     is_statistic,
     layer_of,
     operator_name,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from optimum_memopt.engines.compile.graph.candidates import recompute_chain
 from optimum_memopt.engines.compile.graph.joint import is_view, root
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import (
@@ -13,7 +14,6 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     layer_of,
     module_path,
     operator_name,
-    recompute_chain,
 )
 from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.captured import Captured, capture

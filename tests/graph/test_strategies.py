@@ -1,10 +1,10 @@
 import pytest
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition import strategies
-from optimum_memopt.engines.compile.partition.strategies import offload, registered, strategy_of
+from optimum_memopt.engines.compile.partition.partitioned_graph import SymbolNames
+from optimum_memopt.engines.compile.partition.strategies import offload, strategy_of
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.grammar import Strategy
 
@@ -32,7 +32,7 @@ class Halve(offload.Offload):
 
 
 def test_every_strategy_of_the_grammar_is_registered_once():
-    numbers = [number for strategy in registered() for number in strategy.numbers]
+    numbers = [number for strategy in strategies._strategies for number in strategy.numbers]
     assert numbers == [Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE, Strategy.OFFLOAD]
     assert set(numbers) == set(Strategy) - {Strategy.NONE}
     assert all(number in strategy_of(number).numbers for number in numbers)

@@ -2,8 +2,8 @@ import pytest
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
+from optimum_memopt.engines.compile.partition.partitioned_graph import SymbolNames
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.table import PlanTable
 from tests.captured import Parts

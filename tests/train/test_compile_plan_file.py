@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
+from optimum_memopt.engines.compile.partition.partitioned_graph import SymbolNames
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.engines.compile.train.engine import CompileEngine

@@ -13,8 +13,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import JointGraph, first_input, is_tensor, is_view, root, tensor_value
-from optimum_memopt.engines.compile.graph.saved_activations import is_output
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    first_input,
+    is_output,
+    is_tensor,
+    is_view,
+    root,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
 # Sums over so many elements a row find in no cache what they have read before.

@@ -8,7 +8,6 @@ much longer depends on its size, so on the rows of the batch.
 import contextlib
 import hashlib
 import json
-import operator
 import os
 import statistics
 import tempfile
@@ -43,7 +42,7 @@ from optimum_memopt.engines.compile.costs.costs import (
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.joint import is_view
+from optimum_memopt.engines.compile.graph.joint import is_output, is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.memory import process
 from optimum_memopt.memory.optimizers import PlannedOptimizer
@@ -301,7 +300,7 @@ def measured_times(
     does_work = works(graph.joint, sizes(1))
     # A larger batch takes no less: what says so is noise.
     of_nodes = np.maximum.accumulate([cost.seconds for cost in costs]).T.tolist()
-    is_called = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
+    is_called = [is_view(node) and not is_output(node) for node in graph.joint.nodes]
 
     def of_node(rows: int, number: int) -> tuple[float, str]:
         work = does_work[number]

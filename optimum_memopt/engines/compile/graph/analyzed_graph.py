@@ -10,11 +10,18 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, is_view, root, tensor_value
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    is_number,
+    is_output,
+    is_tensor,
+    is_view,
+    root,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import (
     ATTENTION_KERNELS,
     SavedActivation,
-    is_output,
     is_statistic,
     layer_of,
     module_path,

@@ -1,28 +1,96 @@
-"""Candidates: which saved activations a strategy can take out of memory, and what each saves.
+"""Candidates: which saved activations a strategy can take out of memory, how each is recomputed, and what it saves.
 
 Pure; a joint graph is read, not changed.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, tensor_value
-from optimum_memopt.engines.compile.graph.naming import cluster_id, dropout_of
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    first_input,
+    is_number,
+    is_output,
+    is_tensor,
+    root,
+    storage_bytes,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import (
-    RecomputeChain,
     SavedActivation,
     is_generator_state,
     is_negligible,
     is_statistic,
-    producing_operator,
-    recompute_chain,
 )
-from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.plans.grammar import ALL, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeChain:
+    """The operators that compute a saved activation from what is there anyway.
+
+    Attributes:
+        nodes: the operators to run again, in graph order; the last allocates the activation.
+        reads: storages that are there anyway: inputs and other saved activations.
+        extra_saved: nodes that have to be saved in exchange, since they must not run again.
+    """
+
+    activation: SavedActivation
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    extra_saved: tuple[fx.Node, ...]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        """Bytes of the activation less those saved in exchange."""
+        return sympy.expand(self.activation.bytes - sum(self._exchanged))
+
+    @property
+    def is_compromise(self) -> bool:
+        return bool(self._exchanged)
+
+    @property
+    def _exchanged(self) -> list[sympy.Expr]:
+        """Bytes saved in exchange; neither what is negligible nor a generator's state is counted."""
+        sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
+        return [size for size in sizes if not is_negligible(size)]
+
+
+def producing_operator(activation: SavedActivation) -> RecomputeChain:
+    """The operator alone that computes an activation: what names one that cannot be recomputed."""
+    operator = [first_input(activation.root)] if is_output(activation.root) else []
+    return RecomputeChain(activation, (*operator, activation.root), (), ())
+
+
+def recompute_chain(
+    joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
+) -> RecomputeChain | None:
+    """The way back from an activation to inputs and `available` roots; None where it must not be recomputed."""
+    if joint.is_impure(activation.root) or is_statistic(activation.root):
+        return None
+    nodes = {activation.root}
+    reads: dict[fx.Node, None] = {}
+    extra_saved: dict[fx.Node, None] = {}
+    todo = [activation.root]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node in nodes or is_number(node):
+                continue
+            storage = root(node) if is_tensor(node) else node
+            if storage is not activation.root and (storage.op == "placeholder" or storage in available):
+                reads[storage] = None
+                if node is storage:
+                    continue
+            elif joint.is_impure(node):
+                extra_saved[node] = None
+                continue
+            nodes.add(node)
+            todo.append(node)
+    ordered = tuple(sorted(nodes, key=joint.order.__getitem__))
+    return RecomputeChain(activation, ordered, tuple(reads), tuple(extra_saved))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,44 +123,6 @@ class Candidate:
         return self.planned_for or tensor_value(self.activation.root).device.type
 
 
-class FindsCandidate(Protocol):
-    """A strategy as the analysis uses it; the strategies themselves are in `strategies/`."""
-
-    def candidate(
-        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
-    ) -> Candidate | None:
-        """The activation's candidate, None where it saves nothing; without a chain it must not be recomputed."""
-
-
-def find_candidates(
-    joint: JointGraph,
-    activations: Sequence[SavedActivation],
-    size_hints: SymbolValues,
-    strategies: Iterable[FindsCandidate],
-    constants: Collection[fx.Node] = (),
-) -> tuple[Candidate, ...]:
-    """All candidates of a graph: those of the first strategy in graph order, then those of the next.
-
-    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves in the first batch,
-    what the forward returns, since its caller holds it, small storages that do not grow with the batch, and constants,
-    which no plan by name saves.
-    """
-    available = {activation.root for activation in activations}
-    eligible = []
-    for activation in activations:
-        root, producer = activation.root, producing_operator(activation)
-        if activation.is_returned or is_negligible(activation.bytes) or root in constants:
-            continue
-        # A loss that is chunked computes gradients early: each lives on as the backward's result.
-        if is_statistic(root) or is_generator_state(root) or is_chunked_loss(producer.nodes[0]):
-            continue
-        chain = recompute_chain(joint, activation, available)
-        name = _name(joint, chain, available) if chain else cluster_id(producer)
-        eligible.append((activation, chain, name))
-    candidates = (strategy.candidate(*arguments, size_hints) for strategy in strategies for arguments in eligible)
-    return tuple(candidate for candidate in candidates if candidate is not None)
-
-
 def recomputed(candidates: Iterable[Candidate], saved: Collection[fx.Node]) -> tuple[Candidate, ...]:
     """Candidates of recompute whose activation is not among the nodes that are saved."""
     return tuple(c for c in candidates if c.chain is not None and c.activation.root not in saved)
@@ -109,10 +139,3 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     for candidate in candidates:
         rows.setdefault(candidate.row, []).append(candidate)
     return rows
-
-
-def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
-    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
-    output = dropout_of(chain.activation.root)
-    activation = replace(chain.activation, root=output, reads=(output,)) if output else None
-    return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)

@@ -53,11 +53,16 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(value(node), dynamo.SymbolicNumber)
 
 
+def is_output(node: fx.Node) -> bool:
+    """True where this picks one output of an operator that has several."""
+    return node.target is operator.getitem
+
+
 def is_view(node: fx.Node) -> bool:
     """True for an operator that returns memory of its first argument."""
     if node.op != "call_function":
         return False
-    if node.target is operator.getitem:
+    if is_output(node):
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     schema = getattr(node.target, "_schema", None)
     if schema is None or not node.args or not isinstance(node.args[0], fx.Node):
@@ -85,7 +90,7 @@ def is_chunked_loss(node: fx.Node) -> bool:
 
 def is_loss_gradient(node: fx.Node) -> bool:
     """True for an output of the chunked loss behind the first."""
-    return node.target is operator.getitem and is_chunked_loss(first_input(node)) and cast(int, node.args[1]) > 0
+    return is_output(node) and is_chunked_loss(first_input(node)) and cast(int, node.args[1]) > 0
 
 
 def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
@@ -184,7 +189,7 @@ class JointGraph:
     def is_impure(self, node: fx.Node) -> bool:
         """True where it must not run twice: it draws random numbers, reads an input that is written to in the meantime
         (running statistics), or is a loss that computes its own gradients, three products with all classes."""
-        if node.target is operator.getitem:
+        if is_output(node):
             node = first_input(node)
         if fx_graph.is_random(node) or is_chunked_loss(node):
             return True

@@ -7,11 +7,18 @@ from typing import cast
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, is_view, root, tensor_value, value
+from optimum_memopt.engines.compile.graph.candidates import RecomputeChain
+from optimum_memopt.engines.compile.graph.joint import (
+    first_input,
+    is_output,
+    is_tensor,
+    is_view,
+    root,
+    tensor_value,
+    value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import (
     ATTENTION_KERNELS,
-    RecomputeChain,
-    is_output,
     layer_of,
     module_stack,
     operator_name,

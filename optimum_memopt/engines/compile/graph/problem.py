@@ -1,6 +1,5 @@
 """A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     is_loss_gradient,
     is_number,
+    is_output,
     is_scaling,
     is_tensor,
     is_view,
@@ -243,7 +243,7 @@ def problems_of(
         is_tensor=tuple(map(is_tensor, nodes)),
         is_number=tuple(map(is_number, nodes)),
         is_view=tuple(node in scaled or is_view(node) for node in nodes),
-        picks=tuple(number[node.all_input_nodes[0]] if node.target is operator.getitem else None for node in nodes),
+        picks=tuple(number[node.all_input_nodes[0]] if is_output(node) else None for node in nodes),
         is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),
         is_statistic=tuple(node.op == "call_function" and is_statistic(node) for node in nodes),
         forward_outputs=all_of(joint.forward_outputs),

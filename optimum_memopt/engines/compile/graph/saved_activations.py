@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -14,7 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     first_input,
-    is_number,
+    is_output,
     is_tensor,
     is_view,
     root,
@@ -41,11 +40,6 @@ _NORMS = ("_fused_rms_norm", "native_batch_norm", "native_group_norm", "native_l
 # Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
 _WITH_STATISTICS = frozenset({*ATTENTION_KERNELS, *_NORMS})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
-
-
-def is_output(node: fx.Node) -> bool:
-    """True where this picks one output of an operator that has several."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def operator_name(node: fx.Node) -> str:
@@ -165,71 +159,6 @@ def is_statistic(node: fx.Node) -> bool:
     if is_output(node) and operator_name(node) in _WITH_STATISTICS:
         return cast(int, node.args[1]) > 0
     return is_tensor(node) and operator_name(node) in _STATISTICS
-
-
-@dataclass(frozen=True, eq=False)
-class RecomputeChain:
-    """The operators that compute a saved activation from what is there anyway.
-
-    Attributes:
-        nodes: the operators to run again, in graph order; the last allocates the activation.
-        reads: storages that are there anyway: inputs and other saved activations.
-        extra_saved: nodes that have to be saved in exchange, since they must not run again.
-    """
-
-    activation: SavedActivation
-    nodes: tuple[fx.Node, ...]
-    reads: tuple[fx.Node, ...]
-    extra_saved: tuple[fx.Node, ...]
-
-    @property
-    def saving(self) -> sympy.Expr:
-        """Bytes of the activation less those saved in exchange."""
-        return sympy.expand(self.activation.bytes - sum(self._exchanged))
-
-    @property
-    def is_compromise(self) -> bool:
-        return bool(self._exchanged)
-
-    @property
-    def _exchanged(self) -> list[sympy.Expr]:
-        """Bytes saved in exchange; neither what is negligible nor a generator's state is counted."""
-        sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
-        return [size for size in sizes if not is_negligible(size)]
-
-
-def producing_operator(activation: SavedActivation) -> RecomputeChain:
-    """The operator alone that computes an activation: what names one that cannot be recomputed."""
-    operator = [first_input(activation.root)] if is_output(activation.root) else []
-    return RecomputeChain(activation, (*operator, activation.root), (), ())
-
-
-def recompute_chain(
-    joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
-) -> RecomputeChain | None:
-    """The way back from an activation to inputs and `available` roots; None where it must not be recomputed."""
-    if joint.is_impure(activation.root) or is_statistic(activation.root):
-        return None
-    nodes = {activation.root}
-    reads: dict[fx.Node, None] = {}
-    extra_saved: dict[fx.Node, None] = {}
-    todo = [activation.root]
-    while todo:
-        for node in todo.pop().all_input_nodes:
-            if node in nodes or is_number(node):
-                continue
-            storage = root(node) if is_tensor(node) else node
-            if storage is not activation.root and (storage.op == "placeholder" or storage in available):
-                reads[storage] = None
-                if node is storage:
-                    continue
-            elif joint.is_impure(node):
-                extra_saved[node] = None
-                continue
-            nodes.add(node)
-            todo.append(node)
-    ordered = tuple(sorted(nodes, key=joint.order.__getitem__))
-    return RecomputeChain(activation, ordered, tuple(reads), tuple(extra_saved))
 
 
 _TRACED = re.compile(r"^L\['self'\]")

@@ -4,16 +4,14 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import sympy
 import torch
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.plans.table import canonical_symbols
 
 SymbolValues = Mapping[sympy.Symbol, int]
 
@@ -138,41 +136,6 @@ def _name(of: str, dim: int) -> str:
 
 def _rank(of: tuple[str, int]) -> tuple[int, str]:
     return _RANK.get(of[0], 1), of[0]
-
-
-class _Graph(Protocol):
-    """The symbols of a `PartitionedGraph`."""
-
-    @property
-    def names(self) -> Mapping[sympy.Symbol, str]: ...
-
-    @property
-    def sizes(self) -> Mapping[sympy.Symbol, int]: ...
-
-
-@dataclass(frozen=True)
-class SymbolNames:
-    """For all graphs of one forward.
-
-    Attributes:
-        canonical: the name that is shown, `inputs_input_ids_dim0`, of a graph's own, `attention_mask_dim0`.
-        first: each canonical name's value in the first batch.
-    """
-
-    canonical: Mapping[str, str] = field(default_factory=dict)
-    first: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, graphs: Iterable[_Graph], is_encoder_decoder: bool) -> "SymbolNames":
-        """The names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
-        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
-        values = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
-        canonical = canonical_symbols(values, is_encoder_decoder)
-        return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
-
-    def of_symbols(self, graph: _Graph) -> dict[sympy.Symbol, str]:
-        """The canonical names of a graph's symbols."""
-        return {symbol: self.canonical.get(name, name) for symbol, name in graph.names.items()}
 
 
 # Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.

@@ -1,7 +1,6 @@
 """Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
 
-import operator
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +19,16 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
     node_paths,
     signature_of,
 )
-from optimum_memopt.engines.compile.graph.candidates import Candidate, find_candidates, offloads
-from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
+from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    is_number,
+    is_output,
+    is_tensor,
+    root,
+    tensor_value,
+    value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
@@ -36,6 +43,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
+from optimum_memopt.plans.table import canonical_symbols
 
 
 def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
@@ -100,6 +108,31 @@ class PartitionedGraph:
         return any(loss.is_chunked for loss in self.losses)
 
 
+@dataclass(frozen=True)
+class SymbolNames:
+    """For all graphs of one forward.
+
+    Attributes:
+        canonical: the name that is shown, `inputs_input_ids_dim0`, of a graph's own, `attention_mask_dim0`.
+        first: each canonical name's value in the first batch.
+    """
+
+    canonical: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graphs: Iterable[PartitionedGraph], is_encoder_decoder: bool) -> "SymbolNames":
+        """The names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
+        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        values = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
+        canonical = canonical_symbols(values, is_encoder_decoder)
+        return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
+
+    def of_symbols(self, graph: PartitionedGraph) -> dict[sympy.Symbol, str]:
+        """The canonical names of a graph's symbols."""
+        return {symbol: self.canonical.get(name, name) for symbol, name in graph.names.items()}
+
+
 def analyze(
     module: fx.GraphModule,
     inputs: Any,
@@ -128,7 +161,7 @@ def analyze(
     # Parameters and buffers, which stay where they are from step to step.
     parameters = tuple(joint.inputs[index] for index in options.get("static_lifetime_input_indices") or ())
     constants = find_constants(joint, parameters)
-    candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
+    candidates = strategies.find_candidates(joint, activations, sizes, constants)
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
@@ -189,7 +222,7 @@ def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
     is_data_dependent = bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
     if node.op != "call_function" or is_data_dependent or joint.is_impure(node):
         return False
-    if is_number(node) or node.target is operator.getitem:
+    if is_number(node) or is_output(node):
         return True
     # Operators without a schema run graphs of their own.
     is_pure = (schema := getattr(node.target, "_schema", None)) is not None and not schema.is_mutable
@@ -231,7 +264,7 @@ def partitioned(
     forward, sizes = graph.joint.forward, graph.size_hints
     timeline, prediction, bound = None, None, frozenset[sympy.Symbol]()
     with best_effort("the predicted peak"):
-        timeline = _timeline(graph, modules)
+        timeline = timeline_of(graph, modules)
         prediction = timeline.predict(sizes)
     with best_effort("the sizes that a graph is bound to"):
         bound = bound_symbols(dynamo.size_guards(), sizes)
@@ -266,13 +299,14 @@ def _remove_dead_code(joint: JointGraph, modules: Modules) -> None:
 
 def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
     with best_effort("where copies to the host are placed"):
-        prediction = _timeline(graph, modules).predict(graph.size_hints)
+        prediction = timeline_of(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
         seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
         place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
-def _timeline(graph: AnalyzedGraph, modules: Modules) -> Schedule:
+def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
+    """What the two partitions of a graph hold, for any values of the symbols."""
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
     return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows)

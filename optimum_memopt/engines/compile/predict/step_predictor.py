@@ -15,7 +15,7 @@ from optimum_memopt.compat import is_encoder_decoder, is_sharded_by_deepspeed
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
@@ -32,7 +32,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.sharding import AnySharding
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import local
 from optimum_memopt.errors import MemOptError

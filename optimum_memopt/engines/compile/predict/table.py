@@ -11,14 +11,14 @@ from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
+from optimum_memopt.engines.compile.graph.symbols import compile_sizes
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of

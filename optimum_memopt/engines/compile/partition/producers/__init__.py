@@ -1,4 +1,4 @@
-"""Who makes a choice. A producer is a class here and a place in `PRODUCERS`."""
+"""Who makes a choice. A producer is a class here and a line in `producer_for`."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,6 @@ from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromConfig, FromLevel, FromPlanFile
 from optimum_memopt.plans.matching import Matched
-
-# The first that has something to do with what the user asked for makes the choices.
-PRODUCERS: tuple[type[Producer], ...] = (FromPlanFile, FromBudget, FromLevel, FromConfig, TorchDefault)
 
 __all__ = ["Producer", "matched_in", "producer_for"]
 
@@ -28,4 +25,10 @@ def matched_in(producer: Producer, runs: Sequence[PartitionedGraph]) -> Matched:
 
 def producer_for(selection: Selection) -> Producer:
     """The producer of what the user asked for."""
-    return next(producer for kind in PRODUCERS if (producer := kind.of(selection)) is not None)
+    if selection.plan is not None:
+        return FromPlanFile(selection.plan)
+    if selection.budget is not None:
+        return FromBudget(selection.budget)
+    if selection.level:
+        return FromLevel(selection.level)
+    return TorchDefault() if selection.config is None else FromConfig(selection.config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optimum_memopt.engines.api.predictions import Frontier
-from optimum_memopt.engines.api.run import LargestBatch, Selection
+from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
@@ -21,7 +21,8 @@ from optimum_memopt.engines.compile.partition.captured_forward import (
 )
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward, torchs_own
+from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward, torchs_choice
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved
@@ -37,10 +38,6 @@ class FromBudget(Producer):
     """The producer of `--memory_opt_budget`."""
 
     budget: Budget
-
-    @classmethod
-    def of(cls, selection: Selection) -> "FromBudget | None":
-        return None if selection.budget is None else cls(selection.budget)
 
     @property
     def bound(self) -> Budget:
@@ -211,7 +208,9 @@ def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> floa
     for graph in graphs:
         if graph.analyzed is None or fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
             return math.inf
-        own.append(torchs_own(graph.analyzed)[1])
+        modules = torchs_choice(graph.analyzed).torchs_graphs
+        assert modules is not None
+        own.append(timeline_of(graph.analyzed, modules))
     tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
     return compose(tape.with_all_held(), runs, step.fixed.accumulated > 0).peak()

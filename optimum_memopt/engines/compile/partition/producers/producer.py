@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from optimum_memopt.engines.api.predictions import Frontier
-from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
-from optimum_memopt.engines.compile.memory.events import Schedule, schedule
 from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
@@ -66,11 +64,6 @@ class Producer:
         """The budget of a step; None for a producer that is not told what operators cost and what the step holds."""
         return None
 
-    @classmethod
-    def of(cls, selection: Selection) -> "Producer | None":
-        """The producer of what the user asked for; None where that is another one's."""
-        raise NotImplementedError
-
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """The rows that are asked for by name."""
         return Matched()
@@ -117,10 +110,6 @@ class Producer:
 class TorchDefault(Producer):
     """No plan: torch's own partition, and what it recomputes by itself."""
 
-    @classmethod
-    def of(cls, selection: Selection) -> "TorchDefault":
-        return cls()
-
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         return replace(torchs_choice(graph), is_for_all_runs=True)
 
@@ -139,11 +128,3 @@ def torchs_choice(graph: AnalyzedGraph) -> Choice:
         auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
         torchs_graphs=(forward, backward),
     )
-
-
-def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Schedule]:
-    """torch's own partition, and what its two graphs hold."""
-    choice = torchs_choice(graph)
-    assert choice.torchs_graphs is not None
-    parameters = frozenset(node.name for node in graph.static_inputs)
-    return choice, schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, parameters, graph.cuda)

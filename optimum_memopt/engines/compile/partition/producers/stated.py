@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, offloads, recomputed
 from optimum_memopt.engines.compile.graph.naming import translate
@@ -43,10 +42,6 @@ class FromConfig(Producer):
     config: PlanConfig
     rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def of(cls, selection: Selection) -> "FromConfig | None":
-        return None if selection.config is None else cls(selection.config)
-
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """Each request with the row that it means; a count of more than there are means all, with a remark."""
         frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
@@ -82,10 +77,6 @@ class FromConfig(Producer):
 @dataclass(frozen=True)
 class FromLevel(Producer):
     level: int
-
-    @classmethod
-    def of(cls, selection: Selection) -> "FromLevel | None":
-        return cls(selection.level) if selection.level else None
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """The rows of the level's strategies, whether or not any of their candidates lie in a layer."""
@@ -179,10 +170,6 @@ def _recomputed_at_peak(problem: Problem, simulation: Simulation) -> str:
 @dataclass(frozen=True)
 class FromPlanFile(Producer):
     file: PlanFile
-
-    @classmethod
-    def of(cls, selection: Selection) -> "FromPlanFile | None":
-        return None if selection.plan is None else cls(selection.plan)
 
     def refusal(self, why: str) -> MemOptError | None:
         text = f"--memory_opt_plan: {why}, so that the file cannot be applied"

@@ -1,21 +1,43 @@
-"""The protocol of strategies. A new one is a new file that registers itself and its number in the plan grammar."""
+"""The protocol of strategies, and their candidates in a joint graph. A new one is a new file that registers itself and
+its number in the plan grammar."""
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from torch import fx
+
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate, FindsCandidate
+from optimum_memopt.engines.compile.graph.candidates import (
+    Candidate,
+    RecomputeChain,
+    producing_operator,
+    recompute_chain,
+)
+from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss
+from optimum_memopt.engines.compile.graph.naming import cluster_id, dropout_of
+from optimum_memopt.engines.compile.graph.saved_activations import (
+    SavedActivation,
+    is_generator_state,
+    is_negligible,
+    is_statistic,
+)
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Prediction
 from optimum_memopt.plans.grammar import Strategy
 
 
-class MemoryStrategy(FindsCandidate, Protocol):
+class MemoryStrategy(Protocol):
     """Carries out one or several strategies of the plan grammar."""
 
     numbers: tuple[Strategy, ...]
+
+    def candidate(
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
+    ) -> Candidate | None:
+        """The activation's candidate, None where it saves nothing; without a chain it must not be recomputed."""
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
         """Change the partitioned forward and backward graphs in place; there may be no candidates that are on."""
@@ -41,6 +63,7 @@ class MemoryStrategy(FindsCandidate, Protocol):
         return True
 
 
+# By number, which is the order of candidates and of rewrites.
 _strategies: list[MemoryStrategy] = []
 
 
@@ -50,14 +73,43 @@ def register_strategy(strategy: MemoryStrategy) -> None:
     _strategies.sort(key=lambda strategy: strategy.numbers)
 
 
-def registered() -> tuple[MemoryStrategy, ...]:
-    """All strategies by number, which is the order of candidates and of rewrites."""
-    return tuple(_strategies)
-
-
 def strategy_of(number: Strategy) -> MemoryStrategy:
     """The strategy that carries out a number of the plan grammar."""
     return next(strategy for strategy in _strategies if number in strategy.numbers)
+
+
+def find_candidates(
+    joint: JointGraph,
+    activations: Sequence[SavedActivation],
+    size_hints: SymbolValues,
+    constants: Collection[fx.Node] = (),
+) -> tuple[Candidate, ...]:
+    """All candidates of a graph: those of the first strategy in graph order, then those of the next.
+
+    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves in the first batch,
+    what the forward returns, since its caller holds it, small storages that do not grow with the batch, and constants,
+    which no plan by name saves.
+    """
+    available = {activation.root for activation in activations}
+    eligible = []
+    for activation in activations:
+        root, producer = activation.root, producing_operator(activation)
+        if activation.is_returned or is_negligible(activation.bytes) or root in constants:
+            continue
+        # A loss that is chunked computes gradients early: each lives on as the backward's result.
+        if is_statistic(root) or is_generator_state(root) or is_chunked_loss(producer.nodes[0]):
+            continue
+        chain = recompute_chain(joint, activation, available)
+        eligible.append((activation, chain, _name(joint, chain, available) if chain else cluster_id(producer)))
+    candidates = (strategy.candidate(*arguments, size_hints) for strategy in _strategies for arguments in eligible)
+    return tuple(candidate for candidate in candidates if candidate is not None)
+
+
+def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
+    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
+    output = dropout_of(chain.activation.root)
+    activation = replace(chain.activation, root=output, reads=(output,)) if output else None
+    return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)
 
 
 def rewrite(modules: Modules, candidates: Iterable[Candidate]) -> None:

@@ -7,12 +7,11 @@ outputs of multi-output operators and non-contiguous tensors. Here the storage i
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-import sympy
 import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain
 from optimum_memopt.engines.compile.graph.joint import (
     ON_HOST,
     is_on_host,
@@ -22,7 +21,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
     value,
 )
-from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
+from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.events import Prediction, Run
 from optimum_memopt.engines.compile.partition import host_copies
@@ -40,11 +39,7 @@ class Offload(MemoryStrategy):
     numbers = (Strategy.OFFLOAD,)
 
     def candidate(
-        self,
-        activation: SavedActivation,
-        chain: RecomputeChain | None,
-        cluster_id: str,
-        size_hints: Mapping[sympy.Symbol, int],
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
         return Candidate(activation, Strategy.OFFLOAD, cluster_id, activation.bytes)
 

@@ -10,16 +10,14 @@ that also reads what the backward has computed so far (`jax.lax.optimization_bar
 reason, around `jax.checkpoint`).
 """
 
-from collections.abc import Mapping
-
-import sympy
 import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain
 from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, is_view, root, value
-from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation, layer_of
+from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, layer_of
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.plans.grammar import Strategy
@@ -41,11 +39,7 @@ class Recompute(MemoryStrategy):
     numbers = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 
     def candidate(
-        self,
-        activation: SavedActivation,
-        chain: RecomputeChain | None,
-        cluster_id: str,
-        size_hints: Mapping[sympy.Symbol, int],
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
         if chain is None or chain.saving.subs(size_hints) <= 0:
             return None
