@@ -165,7 +165,7 @@ def test_plans_of_several_budgets_are_as_good_as_those_of_each(one_layer: Captur
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
-    program, _ = dynamic_programs(problem, blocks_of(problem))
+    program, _ = dynamic_programs(blocks_of(problem))
     low, high = program.lowest().peak, program.everything.peak
     for budget in range(low, high, (high - low) // 8):
         # No plan is far from where the dynamic program expects it.
@@ -208,7 +208,7 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: 
     solver = Solver(problem)
     lowest = solver.lowest.peak
     # Below that of blocks, each of which is recomputed from what leaves the one before.
-    programs = dynamic_programs(problem, blocks_of(problem))
+    programs = dynamic_programs(blocks_of(problem))
     assert lowest <= share * min(program.lowest().peak for program in programs)
     assert solver.solve(lowest).peak == lowest
     for budget in (1, lowest - 1, *(int(share * lowest) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):

@@ -212,7 +212,7 @@ def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequenc
 def solver_for_rows(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> ForwardSolver:
     """The solver for a batch of n rows, and the time that they take."""
     before = max((size for graph in graphs for size in graph.row_symbols.values()), default=rows)
-    solver = solver_at(graphs, step, [{**g.sizes, **dict.fromkeys(g.row_symbols, rows)} for g in graphs])
+    solver = solver_at(graphs, step, [graph.sizes_of(rows, 0) for graph in graphs])
     seconds = tuple(seconds * rows / before for seconds in solver.forward.problem.seconds)
     return replace(solver, forward=replace(solver.forward, problem=replace(solver.forward.problem, seconds=seconds)))
 

@@ -20,8 +20,6 @@ _HULL, _BETWEEN = 24, 16
 _HIGHEST = 1e6
 # By the number of a run.
 PlansOfRun = Callable[[int], Iterable[frozenset[int]]]
-# The sets of roots that each block may save.
-SetsByBlock = dict[int, tuple[frozenset[int], ...]]
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,8 @@ class Blocks:
         blocks = (-1 if view else layers.get(layer, runs.get(run, -1)) for layer, view, run in columns)
         return np.fromiter(blocks, dtype=np.intp)
 
-    @cached_property
-    def with_borders(self) -> SetsByBlock:
-        """From all activations to as few as possible, all with what leaves the block; for each representative."""
-        return {index: self._with_borders(self.all[index]) for index in self.representatives.values()}
-
-    @cached_property
-    def without_borders(self) -> SetsByBlock:
-        """The same where what leaves the block may be recomputed too, such as a sum from its operands."""
-        return {index: self._without_borders(self.all[index]) for index in self.representatives.values()}
-
-    def _with_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+    def with_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+        """The sets of roots that a block may save, from all activations to few, all with what leaves the block."""
         problem, leaving = self.problem, self.leaving & block.members
         activations = (problem.activations & block.members) - leaving
         statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
@@ -123,7 +112,8 @@ class Blocks:
             sets.setdefault(leaving | (saved & block.members))
         return tuple(sets)
 
-    def _without_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+    def without_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+        """The same where what leaves the block may be recomputed too, such as a sum from its operands."""
         cut = cut_of(self.problem, block.nodes, wanted=self.leaving & block.members)
         of_run = (saved & block.members for saved in self.of_run(self.problem.runs[block.nodes[0]]))
         return () if cut is None else tuple(dict.fromkeys((*map(cut.saved, _hull(cut)), *of_run)))
@@ -134,32 +124,16 @@ def no_plans(run: int) -> Iterable[frozenset[int]]:
     return ()
 
 
-def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans) -> Blocks:
-    """Layers, and what stands between them."""
+def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans, *, are_runs: bool = False) -> Blocks:
+    """Layers, and what stands between them; or the runs of a tape."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     layer = ""
-    for node in _nodes(problem):
-        own = problem.layers[node]
-        layer = own or layer
-        groups.setdefault((own, layer, problem.runs[node]), []).append(node)
-    return _blocks(problem, tuple(Block(own, tuple(nodes)) for (own, *_), nodes in groups.items()), of_run)
-
-
-def runs_as_blocks(problem: Problem, of_run: PlansOfRun) -> Blocks:
-    """The runs of a tape."""
-    groups: dict[int, list[int]] = {}
-    for node in _nodes(problem):
-        groups.setdefault(problem.runs[node], []).append(node)
-    return _blocks(problem, tuple(Block("", tuple(nodes)) for nodes in groups.values()), of_run)
-
-
-def _nodes(problem: Problem) -> Iterator[int]:
     for node, is_forward in enumerate(problem.is_forward):
         if is_forward and not problem.is_number[node]:
-            yield node
-
-
-def _blocks(problem: Problem, blocks: tuple[Block, ...], of_run: PlansOfRun) -> Blocks:
+            own = "" if are_runs else problem.layers[node]
+            layer = own or layer
+            groups.setdefault((own, layer, problem.runs[node]), []).append(node)
+    blocks = tuple(Block(own, tuple(nodes)) for (own, *_), nodes in groups.items())
     block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
     leaving: set[int] = set()
     for node, index in block_of.items():

@@ -4,16 +4,15 @@ What leaves a block is saved where it is needed, so each block's plan changes th
 that it leaves to all later blocks of the forward, and by how high its own part of forward and backward rises. Pure.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
-from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.solver.blocks import Blocks, SetsByBlock
+from optimum_memopt.engines.compile.solver.blocks import Block, Blocks
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
@@ -171,16 +170,16 @@ def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray
     return best
 
 
-def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
+def dynamic_programs(blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
     """A dynamic program in which all that leaves a block is saved, and one with further points, which recompute it.
 
     A point is measured alone. If many blocks recompute what leaves them, it is there for all of them when the backward
     begins, which only the simulation of the result shows.
     """
-    everything = simulate(problem, problem.closure(blocks.leaving | problem.activations))
+    everything = simulate(blocks.problem, blocks.problem.closure(blocks.leaving | blocks.problem.activations))
     tops = _tops(blocks, everything)
-    with_borders = _measured(problem, blocks, everything, tops, blocks.with_borders)
-    further = _measured(problem, blocks, everything, tops, blocks.without_borders)
+    kinds = blocks.with_borders, blocks.without_borders
+    with_borders, further = (_measured(blocks, everything, tops, sets_of) for sets_of in kinds)
     without_borders = {index: reduce(_with, further[index], points) for index, points in with_borders.items()}
 
     def program(measured: Mapping[int, _Frontier]) -> DynamicProgram:
@@ -196,12 +195,17 @@ def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, 
 
 
 def _measured(
-    problem: Problem, blocks: Blocks, everything: Simulation, tops: Sequence[_Tops], sets: SetsByBlock
+    blocks: Blocks,
+    everything: Simulation,
+    tops: Sequence[_Tops],
+    sets_of: Callable[[Block], tuple[frozenset[int], ...]],
 ) -> dict[int, _Frontier]:
-    """The frontiers of the blocks of `sets`, what each point saves, without points that another one is as good as.
+    """The frontier of the representative of each class, without points that another one is as good as.
 
     A simulation measures one point of each block, while all other blocks save everything.
     """
+    problem = blocks.problem
+    sets = {index: sets_of(blocks.all[index]) for index in blocks.representatives.values()}
     elsewhere = (blocks.leaving | problem.activations).difference(*(blocks.all[index].members for index in sets))
     base = _recompute_seconds(blocks, everything)
     frontiers: dict[int, _Frontier] = dict.fromkeys(sets, ())

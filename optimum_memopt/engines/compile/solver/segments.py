@@ -10,9 +10,8 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.composition import compose
@@ -112,26 +111,19 @@ def segments_within(
         return of(tuple(fixed)) if fixed and set(fixed) <= set(links) else None
     places = _places(links)
 
-    def segments(size: int, count: int) -> Segments:
-        """The first links that are not at the begin of a segment."""
-        return of(tuple(link for link, place in zip(links, places, strict=True) if place % size)[:count])
+    def segments(size: int) -> Segments:
+        """The links that are not at the begin of a segment: the first of them, as many as it takes to fit, or all."""
+        inner = tuple(link for link, place in zip(links, places, strict=True) if place % size)
+        if (whole := of(inner)).peak > allowed:
+            return whole
+        counts = range(len(inner))
+        return of(inner[: bisect.bisect_left(counts, True, key=lambda count: of(inner[:count]).peak <= allowed)])
 
-    found: list[Segments] = []
-    for size in (size for size in _SIZES if size <= len(links) + 1):
-        whole = segments(size, len(links))
-        if whole.peak <= allowed:
-            counts = range(len(whole.links))
-            fits = partial(_fits, partial(segments, size), allowed)
-            whole = segments(size, bisect.bisect_left(counts, True, key=fits))
-        found.append(whole)
+    found = [segments(size) for size in _SIZES if size <= len(links) + 1]
     fitting = [each for each in found if each.peak <= allowed]
     if fitting:
         return min(fitting, key=lambda each: (each.seconds, each.peak))
     return min(found, key=lambda each: each.peak)
-
-
-def _fits(segments: Callable[[int], Segments], allowed: int, count: int) -> bool:
-    return segments(count).peak <= allowed
 
 
 def _places(links: Iterable[Link]) -> list[int]:

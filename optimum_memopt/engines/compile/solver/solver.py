@@ -9,8 +9,14 @@ import numpy as np
 from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at_peak, operator_of, simulate
-from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans, runs_as_blocks
+from optimum_memopt.engines.compile.memory.simulation import (
+    Simulation,
+    held_at_peak,
+    operator_of,
+    simulate,
+    simulate_everything_saved,
+)
+from optimum_memopt.engines.compile.solver.blocks import PlansOfRun, blocks_of, no_plans
 from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
 from optimum_memopt.engines.compile.solver.segments import Link
@@ -67,7 +73,7 @@ class Solver:
 
     @cached_property
     def everything(self) -> Simulation:
-        return simulate(self.problem, self.problem.closure(self.problem.activations))
+        return simulate_everything_saved(self.problem)
 
     @cached_property
     def layers_recomputed(self) -> Simulation:
@@ -167,9 +173,9 @@ class Solver:
         """Those of layers and what is between them, and where these are parts of a tape's runs, of the runs."""
         kinds = [blocks_of(self.problem, self.of_run)]
         if max(self.problem.runs) > 0:
-            runs = runs_as_blocks(self.problem, self.of_run)
+            runs = blocks_of(self.problem, self.of_run, are_runs=True)
             kinds += [runs] if len(runs.all) < len(kinds[0].all) else []
-        return [dynamic_programs(self.problem, blocks) for blocks in kinds]
+        return list(map(dynamic_programs, kinds))
 
 
 def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int], ...]:
