@@ -18,8 +18,8 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 from optimum_memopt.engines.compile.capture.traced_graph import Choose, GraphChoices, GraphInForward
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph, no_costs
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph, no_costs
+from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks

@@ -123,9 +123,17 @@ class Candidate:
         return self.planned_for or tensor_value(self.activation.root).device.type
 
 
-def recomputed(candidates: Iterable[Candidate], saved: Collection[fx.Node]) -> tuple[Candidate, ...]:
-    """Candidates of recompute whose activation is not among the nodes that are saved."""
-    return tuple(c for c in candidates if c.chain is not None and c.activation.root not in saved)
+def applied(
+    candidates: Iterable[Candidate], saved: Collection[fx.Node], offloaded: Collection[fx.Node] = ()
+) -> tuple[Candidate, ...]:
+    """The candidates that are on where the forward saves these nodes, some of them on the host."""
+
+    def is_on(candidate: Candidate) -> bool:
+        root = candidate.activation.root
+        is_offload = candidate.strategy is Strategy.OFFLOAD
+        return root in offloaded if is_offload else candidate.chain is not None and root not in saved
+
+    return tuple(filter(is_on, candidates))
 
 
 def offloads(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

@@ -15,34 +15,8 @@ from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-
-
-@dataclass(frozen=True)
-class SavedNodes:
-    """The saved and offloaded nodes of a choice, by their numbers in the joint graph.
-
-    Attributes:
-        saved: for the backward, offloaded ones included.
-        inputs: of the run.
-    """
-
-    saved: tuple[int, ...]
-    offloaded: frozenset[int] = frozenset()
-    is_by_torch: bool = False
-    inputs: InputsPlan = field(default_factory=InputsPlan)
-
-    @classmethod
-    def of(cls, graph: AnalyzedGraph, choice: Choice) -> "SavedNodes":
-        order = graph.joint.order
-        offloaded = frozenset(order[candidate.activation.root] for candidate in offloads(choice.candidates))
-        return cls(
-            tuple(order[node] for node in choice.nodes_to_save),
-            offloaded,
-            choice.torchs_graphs is not None,
-            choice.inputs,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +63,8 @@ class CapturedGraph:
 
     def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
         """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
-        of_rows = dict.fromkeys(self.row_symbols, rows)
-        of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
-        return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in self.sizes.items()}
+        of_tokens = [symbol for symbol in self.sizes if tokens and is_length(self.names.get(symbol, ""))]
+        return {**self.sizes, **dict.fromkeys(of_tokens, tokens), **dict.fromkeys(self.row_symbols, rows)}
 
     def simulated(self, problem: Problem) -> Simulation:
         """The run of the choice that was applied; `problem` is of this graph."""

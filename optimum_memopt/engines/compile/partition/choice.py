@@ -1,4 +1,4 @@
-"""The choice for a joint graph. A producer makes it, everything downstream reads only it."""
+"""The choice for a joint graph, as numbers too. A producer makes it, everything downstream reads only it."""
 
 import re
 from collections.abc import Iterable
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
+from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, offloads
+from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
@@ -82,15 +83,56 @@ class Choice:
     inputs: InputsPlan = field(default_factory=InputsPlan)
 
     @property
-    def recomputed(self) -> tuple[Candidate, ...]:
-        return tuple(candidate for candidate in self.candidates if candidate.chain is not None)
-
-    @property
     def key(self) -> str:
         """The same text for the same partition in every process, whatever text asked for it."""
         saved = (node.name for node in self.nodes_to_save)
         chosen = (f"{int(candidate.strategy)}:{candidate.activation.root.name}" for candidate in self.candidates)
         return f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
+
+
+def torchs_choice(graph: AnalyzedGraph) -> Choice:
+    """torch's own partition, which takes seconds for a large graph."""
+    forward, backward = graph.partition_by_torch()
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
+    # By name: torch's partitioner has copied the graph.
+    names, roots = {node.name for node in saved}, {root(node).name for node in saved}
+    nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
+    return Choice(
+        nodes_to_save=tuple(node for node in nodes if node.name in names),
+        why="no plan: torch's own partition",
+        auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
+        torchs_graphs=(forward, backward),
+    )
+
+
+@dataclass(frozen=True)
+class SavedNodes:
+    """The saved and offloaded nodes of a choice, by their numbers in the joint graph.
+
+    Attributes:
+        saved: for the backward, offloaded ones included.
+        inputs: of the run.
+    """
+
+    saved: tuple[int, ...]
+    offloaded: frozenset[int] = frozenset()
+    is_by_torch: bool = False
+    inputs: InputsPlan = field(default_factory=InputsPlan)
+
+    @classmethod
+    def of(cls, graph: AnalyzedGraph, choice: Choice) -> "SavedNodes":
+        order = graph.joint.order
+        saved = tuple(order[node] for node in choice.nodes_to_save)
+        offloaded = frozenset(order[candidate.activation.root] for candidate in offloads(choice.candidates))
+        return cls(saved, offloaded, choice.torchs_graphs is not None, choice.inputs)
+
+    def choice(self, graph: AnalyzedGraph, why: str) -> Choice:
+        """The choice for a trace of the graph."""
+        if self.is_by_torch:
+            return replace(torchs_choice(graph), why=why)
+        saved, offloaded = ([graph.joint.nodes[number] for number in nodes] for nodes in (self.saved, self.offloaded))
+        return Choice(tuple(saved), why, applied(graph.candidates, set(saved), set(offloaded)), inputs=self.inputs)
 
 
 def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:

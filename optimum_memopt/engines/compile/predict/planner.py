@@ -24,8 +24,8 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
+from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile

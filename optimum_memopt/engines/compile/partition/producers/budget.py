@@ -19,10 +19,10 @@ from optimum_memopt.engines.compile.partition.captured_forward import (
     problem_of,
     sizes_of_runs,
 )
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes, torchs_choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward, torchs_choice
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved

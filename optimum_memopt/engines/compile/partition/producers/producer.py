@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
-from optimum_memopt.engines.compile.graph.joint import is_tensor, root
+from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes, torchs_choice
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError
@@ -44,16 +41,7 @@ class SolvedForward:
     def choice(self, graph: AnalyzedGraph) -> Choice | None:
         """The choice for a graph; None for one that was not solved."""
         saved = self.saved.get((graph.digest, graph.layer, graph.turn))
-        if saved is None:
-            return None
-        if saved.is_by_torch:
-            return replace(torchs_choice(graph), why=self.why)
-        nodes = tuple(graph.joint.nodes[number] for number in saved.saved)
-        offloaded = frozenset(graph.joint.nodes[number] for number in saved.offloaded)
-        chosen = {*recomputed(graph.candidates, frozenset(nodes))}
-        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
-        candidates = tuple(candidate for candidate in graph.candidates if candidate in chosen)
-        return Choice(nodes, self.why, candidates, inputs=saved.inputs)
+        return None if saved is None else saved.choice(graph, self.why)
 
 
 class Producer:
@@ -112,19 +100,3 @@ class TorchDefault(Producer):
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         return replace(torchs_choice(graph), is_for_all_runs=True)
-
-
-def torchs_choice(graph: AnalyzedGraph) -> Choice:
-    """torch's own partition, which takes seconds for a large graph."""
-    forward, backward = graph.partition_by_torch()
-    (output,) = forward.graph.find_nodes(op="output")
-    saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
-    # By name: torch's partitioner has copied the graph.
-    names, roots = {node.name for node in saved}, {root(node).name for node in saved}
-    nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
-    return Choice(
-        nodes_to_save=tuple(node for node in nodes if node.name in names),
-        why="no plan: torch's own partition",
-        auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
-        torchs_graphs=(forward, backward),
-    )

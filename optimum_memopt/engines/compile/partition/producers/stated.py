@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, offloads, recomputed
+from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, by_row, offloads
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
@@ -14,8 +14,8 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, torchs_choice
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, torchs_choice
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
@@ -148,7 +148,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
         level,
         nodes_to_save=saved,
         why=f"{level.why}, less what would raise the peak in {named}",
-        candidates=recomputed(graph.candidates, frozenset(saved)),
+        candidates=applied(graph.candidates, frozenset(saved)),
     )
 
 
@@ -198,7 +198,7 @@ class FromPlanFile(Producer):
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
-        offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
+        offloadable = {candidate.activation.root for candidate in offloads(graph.candidates)}
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
         wrong = [
             (kind, path)
@@ -215,12 +215,10 @@ class FromPlanFile(Producer):
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         # All but what it recomputes, constants that a budget has saved too.
         saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
-        chosen = {*recomputed(graph.candidates, frozenset(saved))}
-        chosen |= {offloadable[node] for node in present["offload"] if node in offloadable and node in saved}
         return Choice(
             nodes_to_save=saved,
             why=why,
-            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
+            candidates=applied(graph.candidates, frozenset(saved), present["offload"].intersection(saved)),
             mismatch=mismatch,
             inputs=inputs,
         )
