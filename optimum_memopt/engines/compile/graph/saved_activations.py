@@ -60,9 +60,7 @@ def layer_of(node: fx.Node) -> str:
     A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
     """
     stack = module_stack(node)
-    path: str = node.meta.get(LAYER, "")
-    if not path and stack and (match := _LAYER.search(stack[-1][1])):
-        path = stack[-1][1][: match.end()]
+    path: str = node.meta.get(LAYER, "") or (layer_in(stack[-1][1]) if stack else "")
     calls = (_CALL.search(key) for key, outer, _ in stack if path.startswith(outer)) if path else ()
     # A group of layers and the layer in it are called equally often.
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))

@@ -28,7 +28,7 @@ class CapturedGraph:
         rows: of the plan table, by the name of the node that makes an activation.
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
         digest: of the joint graph.
-        analyzed: None once only numbers are kept.
+        analyzed: with the sizes of its first batch.
     """
 
     digest: str
@@ -40,9 +40,9 @@ class CapturedGraph:
     rows: Mapping[str, str]
     modules: Mapping[str, str]
     chunks_loss: bool
+    analyzed: AnalyzedGraph
     plans: tuple[SavedNodes, ...] = ()
     partitioned: PartitionedGraph | None = None
-    analyzed: AnalyzedGraph | None = None
     runs: int = 1
     tape: Tape = field(default_factory=Tape.of_one)
     untrained: frozenset[str] = frozenset()

@@ -84,11 +84,7 @@ def _read(call: Call, events: GraphEvents) -> set[int]:
 
 
 def segments_within(
-    forward: TapeProblem,
-    saved: Sequence[frozenset[int]],
-    allowed: int,
-    fixed: Collection[Link] = (),
-    gather_rate: float = 0.0,
+    forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int, fixed: Collection[Link], gather_rate: float
 ) -> Segments | None:
     """The segments that take least time of those whose peak fits; else those with the lowest peak; None where no layer
     hands anything on.
@@ -143,7 +139,7 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
     return replace(tape, calls=tuple(calls))
 
 
-def seconds_again(forward: TapeProblem, tape: Tape, gather_rate: float = 0.0) -> float:
+def seconds_again(forward: TapeProblem, tape: Tape, gather_rate: float) -> float:
     """Seconds of the runs that the tape has run again, and of the gathers of their parameters, which nothing runs
     beside; `gather_rate` as in `StepContext`."""
     seconds = math.fsum(map(_forward_seconds, itertools.compress(forward.runs, tape.repeated)))

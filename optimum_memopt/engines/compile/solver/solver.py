@@ -89,7 +89,7 @@ class Solver:
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
         # Within a thousandth of where the search ends.
         for step in _STEPS:
-            while (lower := self._whole_graph().solve(int(step * lowest.peak), lowest, _ANY)) is not None:
+            while (lower := self._as_program(int(step * lowest.peak), lowest, [], _ANY)) is not None:
                 lowest = lower
         return lowest
 
@@ -113,7 +113,7 @@ class Solver:
         Raises:
             Infeasible: no plan fits.
         """
-        best = self._best(budget, is_final, self._whole_graph())
+        best = self._best(budget, is_final, [])
         if best is None:
             raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
         is_improved = is_final and best is not self.everything
@@ -122,12 +122,9 @@ class Solver:
     def plans(self, budgets: Iterable[int]) -> tuple[Plan, ...]:
         """Those found for the budgets that are met, as by `solve` without the last small changes. Together they take
         half as long as one by one, and are as good in the mean (layers of Llama and RoBERTa)."""
-        whole = self._whole_graph()
-        found = (self._best(budget, is_final=False, whole=whole) for budget in budgets)
+        limits: list[_Limit] = []
+        found = (self._best(budget, is_final=False, limits=limits) for budget in budgets)
         return tuple(self.plan(best) for best in found if best is not None)
-
-    def _whole_graph(self) -> "_WholeGraph":
-        return _WholeGraph(self.problem, self._cut)
 
     @cached_property
     def _cut(self) -> Cut | None:
@@ -139,13 +136,13 @@ class Solver:
         cut = cut_of(self.problem, [node for node, is_one in forward if is_one and not self.problem.is_number[node]])
         return None if cut is None or len(cut.microseconds) > _LARGEST else cut
 
-    def _best(self, budget: int, is_final: bool, whole: "_WholeGraph") -> Simulation | None:
+    def _best(self, budget: int, is_final: bool, limits: "list[_Limit]") -> Simulation | None:
         if self.everything.peak <= budget:
             return self.everything
-        fitting = [candidate for candidate in self._candidates(budget, is_final, whole) if candidate.peak <= budget]
+        fitting = [candidate for candidate in self._candidates(budget, is_final, limits) if candidate.peak <= budget]
         return min(fitting, key=lambda one: (one.extra_seconds(self.problem), one.peak), default=None)
 
-    def _candidates(self, budget: int, is_final: bool, whole: "_WholeGraph") -> Iterator[Simulation]:
+    def _candidates(self, budget: int, is_final: bool, limits: "list[_Limit]") -> Iterator[Simulation]:
         (with_borders, without_borders), *of_runs = self._programs
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
@@ -161,8 +158,34 @@ class Solver:
         # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
         is_worth_it = sum(self.problem.is_forward) < _SMALL or (best is None and is_final)
         start = best or self.everything
-        if is_worth_it and (solved := whole.solve(budget, start)) is not None:
+        if is_worth_it and (solved := self._as_program(budget, start, limits)) is not None:
             yield solved
+
+    def _as_program(
+        self, budget: int, start: Simulation, limits: "list[_Limit]", gap: float = GAP
+    ) -> Simulation | None:
+        """The first plan within the budget that the program of the whole graph has, which is the fastest; None where
+        none was found.
+
+        No linear limit of bytes can express a peak, so its limits come from simulations of its solutions.
+
+        Args:
+            start: whose limits come first.
+            limits: those found for other budgets, to which this one's are added.
+        """
+        cut, plan = self._cut, start
+        if cut is None:
+            return None
+        for _ in range(_ROUNDS):
+            limits += [_limit(self.problem, cut, plan, in_backward) for in_backward in (True, False)]
+            rows, taken = zip(*limits, strict=True)
+            solution = cut.within(matrix(rows, len(cut.microseconds)), (budget - np.array(taken)) / MEGA, gap)
+            if solution is None:
+                break
+            plan = simulate(self.problem, self.problem.closure(cut.saved(solution)))
+            if plan.peak <= budget:
+                return plan
+        return None
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
@@ -223,42 +246,11 @@ def _changes(problem: Problem, plan: Simulation) -> Iterator[frozenset[int]]:
     yield from (plan.saved - {node} for node in saved)
 
 
-class _WholeGraph:
-    """A whole graph as an integer program.
-
-    No linear limit of bytes can express a peak, so its limits come from simulations of its solutions. Those found for
-    one budget stay for the next.
-
-    Args:
-        cut: the program without limits; None: there is none.
-    """
-
-    def __init__(self, problem: Problem, cut: Cut | None) -> None:
-        self._problem, self._cut = problem, cut
-        self._limits: list[tuple[dict[int, float], int]] = []
-
-    def solve(self, budget: int, start: Simulation, gap: float = GAP) -> Simulation | None:
-        """The first plan found whose simulated peak is within the budget, which is the fastest; None where none was.
-
-        Args:
-            start: whose limits come first.
-        """
-        cut, plan = self._cut, start
-        if cut is None:
-            return None
-        for _ in range(_ROUNDS):
-            self._limits += [_limit(self._problem, cut, plan, in_backward) for in_backward in (True, False)]
-            rows, taken = zip(*self._limits, strict=True)
-            solution = cut.within(matrix(rows, len(cut.microseconds)), (budget - np.array(taken)) / MEGA, gap)
-            if solution is None:
-                break
-            plan = simulate(self._problem, self._problem.closure(cut.saved(solution)))
-            if plan.peak <= budget:
-                return plan
-        return None
+# Megabytes of the program's variables, by their columns, and bytes that are held beside them.
+_Limit = tuple[dict[int, float], int]
 
 
-def _limit(problem: Problem, cut: Cut, plan: Simulation, in_backward: bool) -> tuple[dict[int, float], int]:
+def _limit(problem: Problem, cut: Cut, plan: Simulation, in_backward: bool) -> _Limit:
     """Megabytes of the program's variables held at the highest point of a run, and bytes that are held there beside
     them, for the workspace too.
 

@@ -206,7 +206,7 @@ def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> floa
     not known."""
     own: list[Schedule] = []
     for graph in graphs:
-        if graph.analyzed is None or fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
+        if fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
             return math.inf
         modules = torchs_choice(graph.analyzed).torchs_graphs
         assert modules is not None

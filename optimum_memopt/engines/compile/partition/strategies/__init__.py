@@ -79,10 +79,7 @@ def strategy_of(number: Strategy) -> MemoryStrategy:
 
 
 def find_candidates(
-    joint: JointGraph,
-    activations: Sequence[SavedActivation],
-    size_hints: SymbolValues,
-    constants: Collection[fx.Node] = (),
+    joint: JointGraph, activations: Sequence[SavedActivation], size_hints: SymbolValues, constants: Collection[fx.Node]
 ) -> tuple[Candidate, ...]:
     """All candidates of a graph: those of the first strategy in graph order, then those of the next.
 
