@@ -37,14 +37,10 @@ _WORTH_NAMING = 2**20
 class FromBudget(Producer):
     """The producer of `--memory_opt_budget`."""
 
-    budget: Budget
-
-    @property
-    def bound(self) -> Budget:
-        return self.budget
+    bound: Budget
 
     def refusal(self, why: str) -> MemOptError | None:
-        text = f"--memory_opt_budget {self.budget.text}: {why}, so that nothing can be planned"
+        text = f"--memory_opt_budget {self.bound.text}: {why}, so that nothing can be planned"
         return UnsupportedModelError(text, f"without a budget {INSTEAD}")
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
@@ -113,7 +109,7 @@ class FromBudget(Producer):
         batch = f" with a batch of {step.largest}, {_longest(step.largest)}" if step.largest is not None else ""
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
-            f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
+            f"--memory_opt_budget {self.bound.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )

@@ -45,12 +45,13 @@ class SolvedForward:
 
 
 class Producer:
-    """Makes a choice for each joint graph of a training forward. Pure."""
+    """Makes a choice for each joint graph of a training forward. Pure.
 
-    @property
-    def bound(self) -> Budget | None:
-        """The budget of a step; None for a producer that is not told what operators cost and what the step holds."""
-        return None
+    Attributes:
+        bound: the budget of a step; None for a producer that is not told what operators cost and what the step holds.
+    """
+
+    bound: Budget | None = None
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """The rows that are asked for by name."""
