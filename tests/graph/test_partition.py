@@ -39,11 +39,7 @@ def is_noted(node: fx.Node) -> bool:
 def check(captured: Captured, parts: Parts) -> None:
     """The plan's activations are recomputed by their own operators, constants too; every other one is saved, once."""
     joint, nodes = captured.joint, by_name(captured)
-    chosen = {
-        candidate.activation.root.name: candidate.chain
-        for candidate in parts.graph.choice.candidates
-        if candidate.chain
-    }
+    chosen = {candidate.activation.root.name: candidate.chain for candidate in parts.graph.choice.recomputed}
     saved = [root(node).name for node in parts.saved_for_backward if is_tensor(node)]
     constants = {node.name for node in captured.graph.constants}
     expected = {activation.root.name for activation in captured.activations} - constants - set(chosen)
@@ -86,7 +82,7 @@ def test_any_rows_together_are_recomputed_and_nothing_else(roberta, albert, seed
     asked = {config: 1 + index if index % 3 else captured.configs[config] for index, config in enumerate(chosen)}
     assert taken == {config: min(count, captured.configs[config]) for config, count in asked.items()}
     # Several together reach further back: the chain of one leads through another.
-    dropped = {candidate.activation.root.name for candidate in parts.graph.choice.candidates if candidate.chain}
+    dropped = {candidate.activation.root.name for candidate in parts.graph.choice.recomputed}
     assert dropped <= set(parts.recomputed(captured.joint))
     assert not any(is_random(node) for node in parts.backward.graph.nodes)
     saved = {root(node).name for node in parts.saved_for_backward if is_tensor(node)}

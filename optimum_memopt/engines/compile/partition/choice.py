@@ -83,6 +83,10 @@ class Choice:
     inputs: InputsPlan = field(default_factory=InputsPlan)
 
     @property
+    def recomputed(self) -> tuple[Candidate, ...]:
+        return tuple(candidate for candidate in self.candidates if candidate.chain is not None)
+
+    @property
     def key(self) -> str:
         """The same text for the same partition in every process, whatever text asked for it."""
         saved = (node.name for node in self.nodes_to_save)
