@@ -98,7 +98,7 @@ def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
     """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
     composition = _Composition(tape, runs)
     events = [event for index in range(count) for event in composition.forward(index)]
-    events += itertools.chain(*composition.collectives.before[count : count + 1])
+    events += itertools.chain(*(run.before for run in composition.collectives.runs[count : count + 1]))
     return bytes_during(events)[1]
 
 
@@ -147,6 +147,7 @@ class _Composition:
         self._passed: list[str] = []
         returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
         self.collectives = tape.collectives(returned)
+        self._around = self.collectives.runs
         # Gradients that go when a group's are reduced, and those of them that a backward was given.
         self._sharded: dict[str, ShardedGroup] = {}
         self._lent: set[str] = set()
@@ -182,7 +183,7 @@ class _Composition:
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
         graph, names = self._graphs[index], self._names[index]
-        yield from self.collectives.before[index]
+        yield from self._around[index].before
         given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
         if not index:
             yield from self._saved_outside(-1)
@@ -198,7 +199,7 @@ class _Composition:
         returned = [self._name(index, name) for name in graph.returned]
         self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
         yield from self._saved_outside(index)
-        yield from self.collectives.after[index]
+        yield from self._around[index].after
         if index < len(self._calls) - 1:
             passed = set(names.values())
             # What the caller does not get was written back to an input.
@@ -222,13 +223,13 @@ class _Composition:
 
     def backward(self, index: int) -> Iterator[Event]:
         """The events of a run's backward; before it gradients that no graph returns, behind it what is summed."""
-        graph, call = self._graphs[index], self._calls[index]
+        graph, call, around = self._graphs[index], self._calls[index], self._around[index]
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
         names |= {name: storage.name for name, storage in self._later[index].items()}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
         behind = [entry for entry in self._outside if entry[1].call == index]
-        outside = [*self._backward_outside(behind), *self.collectives.outside[index]]
+        outside = [*self._backward_outside(behind), *around.outside]
         if outside:
             yield Event("")
             yield from outside
@@ -241,7 +242,7 @@ class _Composition:
             else:
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
-            if (group := self.collectives.given[index]) is not None:
+            if (group := around.given) is not None:
                 self._sharded[names[storage.name]] = group
                 self._waiting[names[storage.name]] += 1
                 self._lent.add(names[storage.name])
@@ -249,10 +250,10 @@ class _Composition:
         given = Counter(names[storage.name] for _, storage in graph.tangents)
         yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
-        yield from self.collectives.before_backward[index]
+        yield from around.before_backward
         yield from self._reloaded(index)
         for at in self._repeats[index]:
-            yield from (*self.collectives.before_again[at], *self._again(at), *self.collectives.after_again[at])
+            yield from (*self._around[at].before_again, *self._again(at), *self._around[at].after_again)
         for event in graph.backward:
             allocates = tuple(
                 storage._replace(name=f"{index} {storage.name}", layer=self._layer(index, storage.layer))
@@ -270,7 +271,7 @@ class _Composition:
         frees = [name for name in unread if self._is_last(index, name)]
         if frees := [*frees, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
-        yield from self.reduced(self.collectives.reduced[index])
+        yield from self.reduced(around.reduced)
 
     def _reloaded(self, index: int) -> Iterator[Event]:
         """The reloads of what a run's backward reads, and of what the one behind it will."""
@@ -348,7 +349,7 @@ class _Composition:
             if not local:
                 continue
             name = names.get(local, f"{index} {local}")
-            owner = None if position is None else self.collectives.owners[index].get(position)
+            owner = None if position is None else self._around[index].owners.get(position)
             if number is None and self._accumulates and owner is None:
                 yield name
             if number is None:

@@ -39,6 +39,78 @@ class GraphRun(NamedTuple):
     again: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
+
+    Attributes:
+        group: whose.
+    """
+
+    group: ShardedGroup
+    before: Event
+    copied: Event
+    after: Event
+
+
+@dataclass
+class AroundRun:
+    """The events around a run of a graph.
+
+    Attributes:
+        before: its forward.
+        after: behind it.
+        before_backward: once that is given its gradients.
+        before_again: its forward, where a backward runs it once more.
+        after_again: behind that.
+        outside: what runs in no graph, before its backward is given its gradients.
+        reduced: behind its backward.
+        owners: by the position of an argument that is a sharded parameter, its group.
+        given: the group with whose gradients those go that its backward is given; None: with none.
+    """
+
+    before: tuple[Event, ...] = ()
+    after: tuple[Event, ...] = ()
+    before_backward: tuple[Event, ...] = ()
+    before_again: tuple[Event, ...] = ()
+    after_again: tuple[Event, ...] = ()
+    outside: tuple[Event, ...] = ()
+    reduced: tuple[Reduced, ...] = ()
+    owners: Mapping[int, ShardedGroup] = field(default_factory=dict)
+    given: ShardedGroup | None = None
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The events around the calls of a tape.
+
+    Attributes:
+        runs: by call.
+        end_of_forward: behind the last forward.
+        prefetched: at the begin of the backward.
+        last: behind the backward of the first call.
+        end: of the backward.
+    """
+
+    runs: tuple[AroundRun, ...]
+    end_of_forward: tuple[Event, ...]
+    prefetched: tuple[Event, ...]
+    last: tuple[Reduced, ...]
+    end: tuple[Event, ...]
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
+        events = [*self.prefetched, *(reduced.copied for reduced in self.last)]
+        for run in self.runs:
+            events += (*run.before, *run.before_backward, *run.before_again)
+            events += (reduced.copied for reduced in run.reduced)
+        sizes = Counter[str]()
+        for storage in itertools.chain(*(event.allocates for event in events)):
+            sizes[storage.kind] += storage.bytes if storage.category == TEMPORARY else 0
+        return sizes[_GATHER], sizes[_REDUCE]
+
+
 class AnySharding(Protocol):
     """A description of a step whose parameters several ranks share.
 
@@ -70,7 +142,7 @@ class AnySharding(Protocol):
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
 
-    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
+    def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
         """The events around the runs of a forward's graphs."""
 
 
@@ -101,9 +173,6 @@ class Sharding:
     def at(self, sizes: Mapping[str, int]) -> "Sharding":
         return self
 
-    def collectives(self, runs: Sequence[GraphRun]) -> "Collectives":
-        return _collectives(self, runs)
-
     @property
     def is_sharded(self) -> bool:
         return bool(self.groups) or self.root is not None
@@ -124,6 +193,56 @@ class Sharding:
         ]
         return max(holders, key=lambda holder: holder[0])[1] if holders else self.root
 
+    def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
+        step, count = _Step(), len(runs)
+        owners = [self.of_module(run.layer) if run.layer else None for run in runs]
+        opened = [group for group in self.groups if group.is_open]
+        # Runs with which a closed module's forward begins, and ends.
+        begins = [
+            owner is not None and (not index or owners[index - 1] is not owner) for index, owner in enumerate(owners)
+        ]
+        ends = [owner is not None and owners[index + 1 : index + 2] != [owner] for index, owner in enumerate(owners)]
+        around: list[AroundRun] = []
+        for index, owner in enumerate(owners):
+            before: list[Event] = []
+            if not index:
+                before += step.gather(self.root, is_forward=True) if self.root is not None else ()
+                for group in opened:
+                    before += step.gather(group, is_forward=False)
+            if owner is not None and begins[index]:
+                before += step.gather(owner, is_forward=True)
+            after = step.reshard(owner) if owner is not None and ends[index] and owner.reshards else ()
+            around.append(AroundRun(tuple(before), after, owners=self._owners(owner, runs[index].parameters)))
+        end_of_forward = step.end_of_forward()
+        order = [owner for owner, is_end in zip(owners, ends, strict=True) if is_end]
+        # The first hook of the loss is that of an open module, or the model's own.
+        has_hook = bool(opened) or self.root is not None
+        prefetched = step.prefetch(order[-1]) if order and has_hook else ()
+        last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
+        deferred: list[ShardedGroup] = []
+        for index in reversed(range(count)):
+            owner = owners[index]
+            if owner is not None and ends[index]:
+                order.pop()
+                around[index].before_backward = step.pre_backward(owner, order[-1] if order else None)
+            for at in runs[index].again:
+                if (repeated := owners[at]) is not None:
+                    around[at].before_again, around[at].after_again = step.around_again(repeated)
+            ended = [owner] if owner is not None and begins[index] else []
+            if owner is not None and not set(runs[index].gradients) - runs[index].parameters.keys():
+                deferred += ended
+                ended = []
+            if index == last_closed + 1:
+                ended += [group for group in opened if group.reads_gradients]
+            around[index].reduced = tuple(map(step.post_backward, ended))
+        rest = [*deferred, *(group for group in opened if not group.reads_gradients), *filter(None, [self.root])]
+        last = tuple(map(step.post_backward, rest))
+        return Collectives(tuple(around), end_of_forward, prefetched, last, step.end_of_backward())
+
+    def _owners(self, own: ShardedGroup | None, names: Mapping[int, str]) -> dict[int, ShardedGroup]:
+        groups = {at: own or self.of_parameter(name) for at, name in names.items() if name not in self.whole}
+        return {at: group for at, group in groups.items() if group is not None}
+
 
 def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
     """That of a model that has run.
@@ -143,138 +262,6 @@ def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
     inner = tuple(group for group in groups if "" not in group.modules)
     whole = frozenset(dict(model.named_parameters())) - fully_shard.shards(model).keys() if groups else frozenset()
     return Sharding(inner, next((group for group in groups if "" in group.modules), None), whole)
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
-
-    Attributes:
-        group: whose.
-    """
-
-    group: ShardedGroup
-    before: Event
-    copied: Event
-    after: Event
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """The events around the calls of a tape.
-
-    Attributes:
-        before: the forward of each call.
-        after: behind it.
-        end_of_forward: behind that of the last.
-        prefetched: at the begin of the backward.
-        before_backward: before that of each call.
-        before_again: the forward of each call, where a backward runs it once more.
-        after_again: behind that.
-        outside: what runs in no graph, before the backward of each call is given its gradients.
-        reduced: behind the backward of each call.
-        last: behind that of the first.
-        end: of the backward.
-        owners: of each call, by the position of an argument that is a sharded parameter, its group.
-        given: of each call the group with whose gradients those go that its backward is given; None: with none.
-    """
-
-    before: tuple[tuple[Event, ...], ...]
-    after: tuple[tuple[Event, ...], ...]
-    end_of_forward: tuple[Event, ...]
-    prefetched: tuple[Event, ...]
-    before_backward: tuple[tuple[Event, ...], ...]
-    before_again: tuple[tuple[Event, ...], ...]
-    after_again: tuple[tuple[Event, ...], ...]
-    outside: tuple[tuple[Event, ...], ...]
-    reduced: tuple[tuple[Reduced, ...], ...]
-    last: tuple[Reduced, ...]
-    end: tuple[Event, ...]
-    owners: tuple[Mapping[int, ShardedGroup], ...]
-    given: tuple[ShardedGroup | None, ...]
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
-        reduced = (each.copied for each in (*itertools.chain(*self.reduced), *self.last))
-        gathered = itertools.chain(*self.before, self.prefetched, *self.before_backward, *self.before_again)
-        sizes = Counter[str]()
-        for storage in itertools.chain(*(event.allocates for event in (*gathered, *reduced))):
-            sizes[storage.kind] += storage.bytes if storage.category == TEMPORARY else 0
-        return sizes[_GATHER], sizes[_REDUCE]
-
-
-def _collectives(sharding: Sharding, runs: Sequence[GraphRun]) -> Collectives:
-    step = _Step()
-    count = len(runs)
-    owners = [sharding.of_module(run.layer) if run.layer else None for run in runs]
-    opened = [group for group in sharding.groups if group.is_open]
-    # Runs with which a closed module's forward begins, and ends.
-    begins = [
-        owner is not None and (not index or owners[index - 1] is not owner) for index, owner in enumerate(owners)
-    ]
-    ends = [owner is not None and owners[index + 1 : index + 2] != [owner] for index, owner in enumerate(owners)]
-    before: list[tuple[Event, ...]] = []
-    after: list[tuple[Event, ...]] = []
-    for index, owner in enumerate(owners):
-        events: list[Event] = []
-        if not index:
-            events += step.gather(sharding.root, is_forward=True) if sharding.root is not None else ()
-            for group in opened:
-                events += step.gather(group, is_forward=False)
-        if owner is not None and begins[index]:
-            events += step.gather(owner, is_forward=True)
-        before.append(tuple(events))
-        after.append(step.reshard(owner) if owner is not None and ends[index] and owner.reshards else ())
-    end_of_forward = step.end_of_forward()
-    order = [owner for owner, is_end in zip(owners, ends, strict=True) if is_end]
-    # The first hook of the loss is that of an open module, or the model's own.
-    has_hook = bool(opened) or sharding.root is not None
-    prefetched = step.prefetch(order[-1]) if order and has_hook else ()
-    last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
-    before_backward: list[tuple[Event, ...]] = [()] * count
-    before_again: list[tuple[Event, ...]] = [()] * count
-    after_again: list[tuple[Event, ...]] = [()] * count
-    reduced: list[tuple[Reduced, ...]] = [()] * count
-    deferred: list[ShardedGroup] = []
-    for index in reversed(range(count)):
-        owner = owners[index]
-        if owner is not None and ends[index]:
-            order.pop()
-            before_backward[index] = step.pre_backward(owner, order[-1] if order else None)
-        for at in runs[index].again:
-            if (repeated := owners[at]) is not None:
-                before_again[at], after_again[at] = step.around_again(repeated)
-        ended = [owner] if owner is not None and begins[index] else []
-        if owner is not None and not set(runs[index].gradients) - runs[index].parameters.keys():
-            deferred += ended
-            ended = []
-        if index == last_closed + 1:
-            ended += [group for group in opened if group.reads_gradients]
-        reduced[index] = tuple(map(step.post_backward, ended))
-    rest = [*deferred, *(group for group in opened if not group.reads_gradients), *filter(None, [sharding.root])]
-    last = tuple(map(step.post_backward, rest))
-    return Collectives(
-        tuple(before),
-        tuple(after),
-        end_of_forward,
-        prefetched,
-        tuple(before_backward),
-        tuple(before_again),
-        tuple(after_again),
-        ((),) * count,
-        tuple(reduced),
-        last,
-        step.end_of_backward(),
-        tuple(_owners(sharding, owner, run.parameters) for owner, run in zip(owners, runs, strict=True)),
-        (None,) * count,
-    )
-
-
-def _owners(sharding: Sharding, own: ShardedGroup | None, names: Mapping[int, str]) -> dict[int, ShardedGroup]:
-    sharded = {at: name for at, name in names.items() if name not in sharding.whole}
-    groups = {at: own or sharding.of_parameter(name) for at, name in sharded.items()}
-    return {at: group for at, group in groups.items() if group is not None}
 
 
 @dataclass

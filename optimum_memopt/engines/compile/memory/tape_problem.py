@@ -187,7 +187,7 @@ class _LinkedRuns:
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         given = set(problem.tangents)
         handed: list[int] = []
-        self._held += self._moved.add(run, problem, self._around.before[run])
+        self._held += self._moved.add(run, problem, self._around.runs[run].before)
         if not run:
             self._save_outside(run, -1)
         for node in range(len(problem.names)):
@@ -224,7 +224,7 @@ class _LinkedRuns:
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 self._made.setdefault(storage, number[node])
         self._save_outside(run, run)
-        self._held += self._moved.add(run, problem, self._around.after[run])
+        self._held += self._moved.add(run, problem, self._around.runs[run].after)
 
     def _handed_to(self, run: int, node: int) -> int | None:
         """The node of the storage that an input of a run was handed; None where it was there before the forward."""
@@ -256,7 +256,7 @@ class _LinkedRuns:
         self._backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             number[node] = self._tangent(run, node, at)
-            if (group := self._around.given[run]) is not None:
+            if (group := self._around.runs[run].given) is not None:
                 self._sharded.append((group, number[node]))
         if self._passed:
             self._outputs.append(self._end(run, self._passed, _RELEASED, is_backward=True))
@@ -264,7 +264,7 @@ class _LinkedRuns:
         # The backward begins with the first reader of a gradient.
         is_first = run == len(self._runs) - 1
         prefetched, first = (self._around.prefetched, self._tangents[:1]) if is_first else ((), [])
-        outside = (*self._around.outside[run], *prefetched, *self._around.before_backward[run])
+        outside = (*self._around.runs[run].outside, *prefetched, *self._around.runs[run].before_backward)
         self._outputs += self._moved.add(run, problem, outside, first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
@@ -274,7 +274,7 @@ class _LinkedRuns:
             added += self._add_gradient(run, number[node], at)
         if added:
             self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
-        self._reduce(run, self._around.reduced[run])
+        self._reduce(run, self._around.runs[run].reduced)
 
     def _backward_outside(self, run: int) -> None:
         """Add the backwards of operators that are behind a run and outside of all graphs."""
@@ -306,7 +306,7 @@ class _LinkedRuns:
         """Hand on what a backward returns for an argument; yields what is added to gradients of parameters."""
         calls, gradients = self._tape.calls, self._gradients
         storage = None if at is None else calls[run].inputs.get(at)
-        owner = None if at is None else self._around.owners[run].get(at)
+        owner = None if at is None else self._around.runs[run].owners.get(at)
         if owner is not None:
             self._sharded.append((owner, gradient))
         elif self._accumulates and (storage is None or storage in self._tape.given):

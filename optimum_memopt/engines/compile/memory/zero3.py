@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
-from optimum_memopt.engines.compile.memory.sharding import Collectives, GraphRun, Reduced
+from optimum_memopt.engines.compile.memory.sharding import AroundRun, Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
@@ -31,15 +31,15 @@ from optimum_memopt.errors import MemOptError, line_of
 _MOST_STEPS = 64
 
 _FORWARD, _FORWARD_END, _LOSS, _BACKWARD = "forward", "forward end", "loss", "backward"
-_AGAIN, _AGAIN_END = "forward again", "forward again end"
+_AGAIN, _AGAIN_END, _END = "forward again", "forward again end", "end"
 
 # For each layer's run what its backward runs again: calls of graphs, each with the number of the layer's run.
 Repeats = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class _Mark(NamedTuple):
-    """A moment of a run: of the layer that has run as that number, or the call that runs again, or the begin of the
-    backward."""
+    """A moment of a step: of the layer that has run as that number, of the call that runs again, the begin of the
+    backward, or its end."""
 
     kind: str
     run: int = -1
@@ -51,19 +51,11 @@ class AroundLayers:
 
     Attributes:
         layers: path of each layer that has run, in order.
-        before: the forward of each.
-        end_of_forward: behind that of the last.
-        before_backward: of each.
-        again: by the call that runs again, before that and behind it.
-        end: of the backward, behind that of the first.
+        before: each moment, from the one before it on.
     """
 
     layers: tuple[str, ...]
-    before: tuple[tuple[Event, ...], ...]
-    end_of_forward: tuple[Event, ...]
-    before_backward: tuple[tuple[Event, ...], ...]
-    again: Mapping[int, tuple[tuple[Event, ...], tuple[Event, ...]]]
-    end: tuple[Event, ...]
+    before: Mapping[_Mark, tuple[Event, ...]]
 
 
 Steps = tuple[AroundLayers, AroundLayers]
@@ -111,64 +103,26 @@ class LeafSharding:
             for begin, end in zip(begins, ends, strict=True)
         )
         first, later = self.steps(self.sizes, self.prefetched, repeats)
-        around = first if self.is_first else later
-        if tuple(layers[index] for index in begins) != around.layers:
+        step = first if self.is_first else later
+        if tuple(layers[index] for index in begins) != step.layers:
             raise MemOptError(f"{self.name}: the layers run in another order than in plain PyTorch")
-        before: list[tuple[Event, ...]] = [()] * count
-        outside: list[tuple[Event, ...]] = [()] * count
-        reduced: list[tuple[Reduced, ...]] = [()] * count
-        owners: list[Mapping[int, ShardedGroup]] = [{}] * count
-        given: list[ShardedGroup | None] = [None] * count
-        for run, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            before[begin], outside[end] = around.before[run], around.before_backward[run]
+        around = [AroundRun() for _ in runs]
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             # Gradients of a layer stay until its backward is over.
             group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
-            reduced[begin] = (Reduced(group, Event(""), Event(""), Event("")),)
+            around[begin].before = step.before[_Mark(_FORWARD, number)]
+            around[begin].reduced = (Reduced(group, Event(""), Event(""), Event("")),)
+            around[end].outside = step.before[_Mark(_BACKWARD, number)]
             of_layer = runs[begin : end + 1]
-            owners[begin : end + 1] = [dict.fromkeys(each.parameters, group) for each in of_layer]
-            if any(set(each.gradients) & each.parameters.keys() for each in of_layer):
+            for run, own in zip(of_layer, around[begin : end + 1], strict=True):
+                own.owners = dict.fromkeys(run.parameters, group)
+            if any(set(run.gradients) & run.parameters.keys() for run in of_layer):
                 # DeepSpeed reduces its gradients in a hook behind its backward, which is given those of its outputs.
-                given[end] = group
-        nothing: tuple[tuple[Event, ...], ...] = ((),) * count
-        return Collectives(
-            before=tuple(before),
-            after=nothing,
-            end_of_forward=around.end_of_forward,
-            prefetched=(),
-            before_backward=nothing,
-            before_again=tuple(around.again.get(index, ((), ()))[0] for index in range(count)),
-            after_again=tuple(around.again.get(index, ((), ()))[1] for index in range(count)),
-            outside=tuple(outside),
-            reduced=tuple(reduced),
-            last=(),
-            end=around.end,
-            owners=tuple(owners),
-            given=tuple(given),
-        )
-
-
-def steps_around(
-    model: torch.nn.Module,
-    forward: Callable[[], Any],
-    partitioning: Partitioning,
-    layers: Mapping[str, torch.nn.Module],
-    compiled: Collection[str],
-    repeats: Repeats,
-) -> Steps:
-    """The events of the first step and of later ones outside of layers.
-
-    The caller is in a mode of fake tensors, and the model's are fake.
-
-    Args:
-        forward: of the model, returns the loss.
-        layers: leaf modules by path.
-        compiled: paths of those whose graphs are known.
-    """
-    results: _Results = {}
-    recording = Gathering(model, partitioning, layers.values(), None)
-    first = _Run(model, recording, layers, compiled, repeats, results).around(forward)
-    gathering = Gathering(model, partitioning, layers.values(), recording.order)
-    return first, _Run(model, gathering, layers, compiled, repeats, results).around(forward)
+                around[end].given = group
+        for at, _ in itertools.chain(*repeats):
+            around[at].before_again = step.before[_Mark(_AGAIN, at)]
+            around[at].after_again = step.before[_Mark(_AGAIN_END, at)]
+        return Collectives(tuple(around), step.before[_Mark(_LOSS)], (), (), step.before[_Mark(_END)])
 
 
 # Of equal layers that are given the same: results on fake tensors, and their structure.
@@ -393,35 +347,33 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
 
 def _around(run: LiveRun, layers: Sequence[str], repeats: Repeats) -> AroundLayers:
     """A run's events between its layers, where they are counted by their graphs."""
-    count = len(layers)
     places = {mark: place for place, mark in run.marks}
     counted = {storage.name for event in run.events for storage in event.allocates if storage.bytes}
 
-    def between(begin: _Mark | None, end: _Mark | None) -> Iterator[Event]:
-        first, last = 0 if begin is None else places[begin], None if end is None else places[end]
-        for event in run.events[first:last]:
+    def between(begin: int, end: int | None) -> Iterator[Event]:
+        for event in run.events[begin:end]:
             allocates = tuple(storage for storage in event.allocates if storage.bytes)
             frees = tuple(name for name in event.frees if name in counted)
             if allocates or event.workspace or frees:
                 yield event._replace(allocates=allocates, frees=frees)
 
-    forwards = [None, *(_Mark(_FORWARD_END, number) for number in range(count))]
+    before: dict[_Mark, tuple[Event, ...]] = {}
+    last = 0
+    for number in range(len(layers)):
+        begin = _Mark(_FORWARD, number)
+        before[begin] = tuple(between(last, places[begin]))
+        last = places[_Mark(_FORWARD_END, number)]
     backwards = [_Mark(_LOSS)]
-    for number in reversed(range(count)):
+    for number in reversed(range(len(layers))):
         if (begin := _Mark(_BACKWARD, number)) not in places:
             raise MemOptError(f"no gradient comes to {layers[number]}")
-        again = (_Mark(kind, at) for at, _ in (repeats or {number: ()})[number] for kind in (_AGAIN, _AGAIN_END))
-        backwards += [begin, *again]
-    before = [tuple(between(forwards[number], _Mark(_FORWARD, number))) for number in range(count)]
-    until = {end: tuple(between(begin, end)) for begin, end in itertools.pairwise(backwards)}
-    return AroundLayers(
-        tuple(layers),
-        tuple(before),
-        tuple(between(forwards[-1], backwards[0])),
-        tuple(until[_Mark(_BACKWARD, number)] for number in range(count)),
-        {at: (until[mark], until[_Mark(_AGAIN_END, at)]) for mark in until for kind, at in [mark] if kind == _AGAIN},
-        tuple(between(backwards[-1], None)),
-    )
+        again = repeats[number] if repeats else ()
+        backwards += [begin, *(_Mark(kind, at) for at, _ in again for kind in (_AGAIN, _AGAIN_END))]
+    for mark in backwards:
+        before[mark] = tuple(between(last, places[mark]))
+        last = places[mark]
+    before[_Mark(_END)] = tuple(between(last, None))
+    return AroundLayers(tuple(layers), before)
 
 
 class LeafSteps:
@@ -471,15 +423,20 @@ class LeafSteps:
             raise ReferenceError("the model whose steps are predicted was deleted")
         grown = {(name.rpartition("_")[2], self._first[name]): size for name, size in sizes.items()}
         layers = {path: model.get_submodule(path) for path in self._layers}
+        results: _Results = {}
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), fake_tensors.without_hooks(model), self._mode:
             inputs = {name: self._resized(name, value, sizes, grown) for name, value in self._inputs.items()}
 
-            def loss() -> torch.Tensor:
-                return loss_of(self._forward(self._args, inputs))
+            def step(order: Sequence[torch.nn.Module] | None) -> tuple[AroundLayers, Sequence[torch.nn.Module]]:
+                gathering = Gathering(model, partitioning, layers.values(), order)
+                run = _Run(model, gathering, layers, self._compiled, repeats, results)
+                return run.around(lambda: loss_of(self._forward(self._args, inputs))), gathering.order
 
             try:
                 with fake_tensors.replaced([model], self._fakes), fake_tensors.run_as_eager():
-                    return steps_around(model, loss, partitioning, layers, self._compiled, repeats)
+                    first, order = step(None)
+                    later, _ = step(order)
+                    return first, later
             except MemOptError:
                 raise
             except Exception as error:
