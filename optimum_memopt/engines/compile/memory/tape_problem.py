@@ -5,7 +5,7 @@ read there through a view that must not run twice: no backward recomputes past i
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +85,18 @@ class TapeProblem:
         return self.problem.saving(kept)
 
 
+# An operator that is in no graph, and allocates nothing.
+_BETWEEN = {
+    "bytes": 0,
+    "workspaces": 0,
+    "seconds": 0.0,
+    "picks": None,
+    **dict.fromkeys(("is_operator", "is_tensor", "is_view"), True),
+    **dict.fromkeys(("is_input", "is_backward", "is_number", "is_kept", "is_statistic"), False),
+}
+_COLUMNS = (*_BETWEEN, "names", "kinds", "reads", "roots", "layers", "runs")
+
+
 class _Builder:
     """Collects the nodes of the problem, with reads and roots by their new numbers."""
 
@@ -92,52 +104,45 @@ class _Builder:
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.places: list[tuple[int, int]] = []
 
-    def between(self, run: int, problem: Problem, reads: Sequence[int], layer: str, **changed: object) -> int:
-        """Add an operator that is in no graph, and allocates nothing."""
-        number = len(self.places)
-        of_none = {"bytes": 0, "workspaces": 0, "seconds": 0.0, "names": f"between.{number}", "layers": layer}
-        flags = dict.fromkeys((name for name in _COLUMNS if name.startswith("is_")), False)
-        kept = {"is_operator": True, "is_tensor": True, "is_view": True}
-        self.add(
-            run,
-            layer,
-            problem,
-            0,
-            {},
-            **{**of_none, **flags, **kept, "roots": number, "reads": tuple(reads), **changed},
-        )
-        self.places[number] = run, -1
-        return number
+    def root(self, node: int) -> int:
+        root: int = self.columns["roots"][node]
+        return root
 
-    def add(
-        self, run: int, layer: str, problem: Problem, node: int, number: Mapping[int, int], **changed: object
+    def between(
+        self, run: int, kind: str, reads: Sequence[int], layer: str = "", node: int = -1, **changed: object
     ) -> int:
+        """Add an operator that is in no graph.
+
+        Args:
+            node: of the run's own problem, that it stands for; -1: none.
+            changed: columns that differ from `_BETWEEN`.
+        """
         new = len(self.places)
-        for name, column in self.columns.items():
-            column.append(getattr(problem, name)[node])
-        self.columns["names"][-1] = f"{problem.names[node]}.{run}" if run else problem.names[node]
-        self.columns["picks"][-1] = None
-        self.columns["runs"][-1] = run
+        own = {"names": f"between.{new}", "kinds": kind, "reads": tuple(reads), "roots": new, "layers": layer}
+        return self._append(run, node, {**_BETWEEN, **own, "runs": run, **changed})
+
+    def add(self, run: int, layer: str, problem: Problem, node: int, number: Mapping[int, int]) -> int:
+        """Add a node of a run's own problem; `number`: those of the nodes before it."""
+        root, source = problem.roots[node], problem.picks[node]
+        row = {name: getattr(problem, name)[node] for name in _COLUMNS}
+        row["names"] = _name_in(problem, node, run)
+        row["reads"] = tuple(number[read] for read in problem.reads[node])
+        row["roots"] = len(self.places) if root == node else self.root(number[root])
+        row["picks"] = None if source is None else number[source]
+        row["runs"] = run
         if layer and problem.layers[node]:
-            self.columns["layers"][-1] = layer
-        if "reads" not in changed:
-            root, source = problem.roots[node], problem.picks[node]
-            self.columns["reads"][-1] = tuple(number[read] for read in problem.reads[node])
-            self.columns["roots"][-1] = new if root == node else self.columns["roots"][number[root]]
-            self.columns["picks"][-1] = None if source is None else number[source]
+            row["layers"] = layer
+        return self._append(run, node, row)
+
+    def _append(self, run: int, node: int, row: Mapping[str, object]) -> int:
+        for name, column in self.columns.items():
+            column.append(row[name])
         self.places.append((run, node))
-        for name, value in changed.items():
-            self.columns[name][-1] = value
-        return new
+        return len(self.places) - 1
 
 
-# What is told of each node.
-_COLUMNS = tuple(
-    field.name
-    for field in fields(Problem)
-    if str(field.type).startswith("tuple")
-    and field.name not in ("forward_outputs", "backward_outputs", "tangents", "backward_reads")
-)
+def _name_in(problem: Problem, node: int, run: int) -> str:
+    return f"{problem.names[node]}.{run}" if run else problem.names[node]
 
 
 def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = False) -> TapeProblem:
@@ -187,7 +192,7 @@ class _LinkedRuns:
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         given = set(problem.tangents)
         handed: list[int] = []
-        self._held += self._moved.add(run, problem, self._around.runs[run].before)
+        self._held += self._moved.add(run, self._around.runs[run].before)
         if not run:
             self._save_outside(run, -1)
         for node in range(len(problem.names)):
@@ -198,22 +203,9 @@ class _LinkedRuns:
                 number[node] = self.built.add(run, call.layer, problem, node, number)
                 continue
             handed.append(source)
-            number[node] = self.built.add(
-                run,
-                call.layer,
-                problem,
-                node,
-                number,
-                reads=(source,),
-                roots=self.built.columns["roots"][source],
-                bytes=0,
-                kinds=f"{_PASSED} {problem.names[node]}",
-                layers=call.layer,
-                is_input=False,
-                is_operator=True,
-                is_view=True,
-                is_kept=True,
-            )
+            own = {"names": _name_in(problem, node, run), "roots": self.built.root(source), "is_kept": True}
+            kind = f"{_PASSED} {problem.names[node]}"
+            number[node] = self.built.between(run, kind, (source,), call.layer, node, **own)
             if any(problem.is_backward[user] for user in problem.users[node]):
                 self._read.append(number[node])
         if handed:
@@ -224,7 +216,7 @@ class _LinkedRuns:
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 self._made.setdefault(storage, number[node])
         self._save_outside(run, run)
-        self._held += self._moved.add(run, problem, self._around.runs[run].after)
+        self._held += self._moved.add(run, self._around.runs[run].after)
 
     def _handed_to(self, run: int, node: int) -> int | None:
         """The node of the storage that an input of a run was handed; None where it was there before the forward."""
@@ -244,15 +236,15 @@ class _LinkedRuns:
             if storage not in self._made:
                 self._made[storage] = self._outside(run, size)
             source = self._made[storage]
-            kept = {"kinds": _PASSED, "roots": self.built.columns["roots"][source], "is_kept": True}
-            self._saved_outside[storage] = self.built.between(run, self._runs[run], (source,), "", **kept)
+            kept = {"roots": self.built.root(source), "is_kept": True}
+            self._saved_outside[storage] = self.built.between(run, _PASSED, (source,), **kept)
             self._read.append(self._saved_outside[storage])
 
     def backward(self, run: int) -> None:
         """Add the backward of a run. Those of later runs are added before it."""
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         if run == len(self._runs) - 1:
-            self._held += self._moved.add(run, problem, self._around.end_of_forward)
+            self._held += self._moved.add(run, self._around.end_of_forward)
         self._backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             number[node] = self._tangent(run, node, at)
@@ -265,7 +257,7 @@ class _LinkedRuns:
         is_first = run == len(self._runs) - 1
         prefetched, first = (self._around.prefetched, self._tangents[:1]) if is_first else ((), [])
         outside = (*self._around.runs[run].outside, *prefetched, *self._around.runs[run].before_backward)
-        self._outputs += self._moved.add(run, problem, outside, first)
+        self._outputs += self._moved.add(run, outside, first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = self.built.add(run, call.layer, problem, node, number)
@@ -282,12 +274,12 @@ class _LinkedRuns:
         first: list[int] = []
         if behind and run == len(self._runs) - 1:
             # The backward begins with the first reader of a gradient.
-            given = {"kinds": _OUTSIDE, "is_input": True, "is_operator": False, "is_backward": True}
-            first.append(self.built.between(run, self._runs[run], (), "", **given))
+            given = {"is_input": True, "is_operator": False, "is_backward": True}
+            first.append(self.built.between(run, _OUTSIDE, (), **given))
             self._tangents += first
         for operator in behind:
             reads = [*first, *(self._saved_outside[tensor.storage] for tensor in operator.saved)]
-            self._outputs += self._moved.add(run, self._runs[run], (operator.backward,), reads)
+            self._outputs += self._moved.add(run, (operator.backward,), reads)
             for gradient, storage in operator.passed:
                 self._gradients[storage] = self._moved.take(gradient_name(gradient))
 
@@ -331,12 +323,12 @@ class _LinkedRuns:
             own = [gradient for group, gradient in self._sharded if group is reduced.group]
             self._sharded = [entry for entry in self._sharded if entry[0] is not reduced.group]
             for event, read in ((reduced.before, ()), (reduced.copied, own), (reduced.after, ())):
-                self._outputs += self._moved.add(run, self._runs[run], (event,), read)
+                self._outputs += self._moved.add(run, (event,), read)
 
     def problem(self) -> Problem:
         """All of it, when each run's forward and backward have been added."""
         self._reduce(0, self._around.last)
-        self._outputs += self._moved.add(0, self._runs[0], self._around.end, ())
+        self._outputs += self._moved.add(0, self._around.end, ())
         self._outputs += [*self._gradients.values(), *self._moved.left]
         self._read += self._moved.held_in_backward
         released = {storage for call in self._tape.calls for storage in call.released}
@@ -362,17 +354,17 @@ class _LinkedRuns:
     def _outside(self, run: int, size: int, layer: str = "", *, is_backward: bool = False) -> int:
         """A storage that no graph has allocated."""
         own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
-        return self.built.between(run, self._runs[run], (), layer, kinds=_OUTSIDE, **own)
+        return self.built.between(run, _OUTSIDE, (), layer, **own)
 
     def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
         """An operator that reads nodes which are held until then."""
-        own = {"kinds": kind, "is_tensor": False, "is_view": False, "is_backward": is_backward}
-        return self.built.between(run, self._runs[run], nodes, self._tape.calls[run].layer, **own)
+        own = {"is_tensor": False, "is_view": False, "is_backward": is_backward}
+        return self.built.between(run, kind, nodes, self._tape.calls[run].layer, **own)
 
     def _sum(self, run: int, first: int, second: int) -> int:
         """The sum of two gradients of one tensor, in the place of the first."""
-        own = {"kinds": _SUMMED, "roots": self.built.columns["roots"][first], "is_backward": True}
-        return self.built.between(run, self._runs[run], (first, second), self._tape.calls[run].layer, **own)
+        own = {"roots": self.built.root(first), "is_backward": True}
+        return self.built.between(run, _SUMMED, (first, second), self._tape.calls[run].layer, **own)
 
 
 class _Moved:
@@ -401,9 +393,7 @@ class _Moved:
             self._taken[name] = self._nodes.pop(name)
         return self._taken[name]
 
-    def add(
-        self, run: int, problem: Problem, events: Sequence[Event], backward: Sequence[int] | None = None
-    ) -> list[int]:
+    def add(self, run: int, events: Sequence[Event], backward: Sequence[int] | None = None) -> list[int]:
         """Add the nodes of events.
 
         Args:
@@ -418,19 +408,19 @@ class _Moved:
             freed = [self._freed(name) for name in event.frees if name not in own]
             if backward is not None:
                 self._passed += self._forward.intersection(freed)
-            reads = (*freed, *(backward or ()))
-            changed: dict[str, object] = {"kinds": event.kind or _RELEASED, "is_backward": backward is not None}
-            layer, workspace = event.layer, {"workspaces": event.workspace}
+            reads, kind = (*freed, *(backward or ())), event.kind or _RELEASED
+            changed: dict[str, object] = {"is_view": False, "is_backward": backward is not None}
+            working = {**changed, "workspaces": event.workspace}
             for storage in event.allocates:
-                kept = {"bytes": storage.bytes, "is_view": False, "is_kept": True, **workspace}
-                node = self._nodes[storage.name] = self._built.between(run, problem, reads, layer, **changed, **kept)
+                kept = {**working, "bytes": storage.bytes, "is_kept": True}
+                node = self._nodes[storage.name] = self._built.between(run, kind, reads, event.layer, **kept)
                 if backward is None:
                     self._forward.add(node)
             done = [self._nodes.pop(name) for name in event.frees if name in own]
             ends = tuple(done) if own else reads
             if ends or (event.workspace and not own):
-                none = {"is_tensor": False, "is_view": False, **({} if own else workspace)}
-                last.append(self._built.between(run, problem, ends, layer, **changed, **none))
+                none = {**(changed if own else working), "is_tensor": False}
+                last.append(self._built.between(run, kind, ends, event.layer, **none))
         return last
 
     def _freed(self, name: str) -> int:
