@@ -6,7 +6,6 @@ missing when inductor loads the program from its cache. The program is there eit
 allocates buffers, calls kernels and deletes buffers, for whatever sizes it is called with.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +19,10 @@ from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 _WORKSPACE = "workspace"
-_COUNTED = "_memopt_counted"
 # The key of a program's result that is no tensor.
 _NO_TENSOR = object()
 
@@ -204,8 +202,7 @@ def _extent(tensor: torch.Tensor, values: SymbolValues) -> int:
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Logs the storages that operators allocate on one device while it is active, each until the last tensor that uses
-    it is gone.
+    """Logs the storages that operators allocate on one device while it is active, each until nobody holds it.
 
     Attributes:
         log: names of storages with their bytes where they are allocated, with 0 where they are freed.
@@ -215,10 +212,8 @@ class _StorageTracker(TorchDispatchMode):
         super().__init__()
         self._device = device.type
         self._cuda = multiprocessors_of(device)
-        # Names of storages by address; bytes, and how many tensors use each, by name.
-        self._names: dict[int, Any] = {}
-        self._bytes: dict[Any, int] = {}
-        self._users: dict[Any, int] = {}
+        # Name and bytes by address, which a storage that is gone may have left to another one.
+        self._alive: dict[int, tuple[Any, int]] = {}
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,39 +222,32 @@ class _StorageTracker(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
         for tensor in dynamo.tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and not hasattr(tensor, _COUNTED):
-                storage = tensor.untyped_storage()
+            if isinstance(tensor, torch.Tensor):
                 on_device = tensor.device.type == self._device
-                self.add(tensor, object(), storage.nbytes() if on_device else 0)
+                self.add(tensor, object(), tensor.untyped_storage().nbytes() if on_device else 0)
         if workspace := int(operator_workspace(func, args, outputs, self._cuda)):
             self.log += [(_WORKSPACE, workspace), (_WORKSPACE, 0)]
         return outputs
 
     def add(self, tensor: torch.Tensor, name: Any, size: int, is_given: bool = False) -> None:
-        """Log a tensor's storage, unless that was done already, until its last tensor is gone.
+        """Log a tensor's storage, unless that was done already, until nobody holds it.
 
         Args:
-            name: of its storage, where that has none yet.
             size: of its storage, in bytes; 0 leaves it out.
             is_given: it was there before.
         """
-        setattr(tensor, _COUNTED, True)
-        name = self._names.setdefault(dynamo.storage_id(tensor), name)
-        if name not in self._bytes:
-            self._bytes[name], self._users[name] = size, 0
-            if size and not is_given:
-                self.log.append((name, size))
-        self._users[name] += 1
-        weakref.finalize(tensor, self._release, name).atexit = False
+        for storage in fake_tensors.storages(tensor):
+            if storage.address not in self._alive:
+                self._alive[storage.address] = name, size
+                if size and not is_given:
+                    self.log.append((name, size))
+                storage.on_release(self._release)
 
     def name_of(self, tensor: torch.Tensor) -> Any:
         """That of the storage of a tensor that was added."""
-        return self._names[dynamo.storage_id(tensor)]
+        return self._alive[dynamo.storage_id(tensor)][0]
 
-    def _release(self, name: Any) -> None:
-        self._users[name] -= 1
-        if self._users[name]:
-            return
-        if self._bytes.pop(name):
+    def _release(self, address: int) -> None:
+        name, size = self._alive.pop(address)
+        if size:
             self.log.append((name, 0))
-        self._names = {address: other for address, other in self._names.items() if other != name}
