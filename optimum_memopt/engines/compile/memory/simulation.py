@@ -47,11 +47,8 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     Args:
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
     """
-    order = backward_order(problem, saved)
-    read_numbers = problem.tables.read_numbers
-    read = {node for user in order for node in read_numbers[user]}
-    ends = [*problem.forward_outputs, *saved, *read]
-    forward = _run(problem, _forward_order(problem, ends), ends, set(), 0)
+    first, ends, order = _orders(problem, saved)
+    forward = _run(problem, first, ends, set(), 0)
     roots = {problem.roots[node] for node in saved}
     dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
     saved_bytes = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
@@ -68,10 +65,13 @@ def simulate_everything_saved(problem: Problem) -> Simulation:
     return simulate(problem, problem.closure(problem.activations))
 
 
-def _forward_order(problem: Problem, ends: Sequence[int]) -> list[int]:
-    """Operators of the forward graph, before picks of outputs are moved to their operators."""
-    always = problem.tables.always
-    return sorted(always | problem.needed([node for node in ends if node not in always], always))
+def _orders(problem: Problem, saved: Collection[int]) -> tuple[list[int], list[int], list[int]]:
+    """Operators of the forward graph, the nodes that it returns, and operators of the backward graph; before picks of
+    outputs are moved to their operators."""
+    order, always = backward_order(problem, saved), problem.tables.always
+    numbers = {node for user in order for node in problem.tables.read_numbers[user]}
+    ends = [*problem.forward_outputs, *saved, *numbers]
+    return sorted(always | problem.needed([node for node in ends if node not in always], always)), ends, order
 
 
 def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
@@ -189,10 +189,9 @@ def problem_events(
         rows: names of saved activations, by their nodes'.
         on_host: saved nodes that wait on the host, and are left out altogether.
     """
-    order = backward_order(problem, saved)
     names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
-    ends = [*problem.forward_outputs, *saved, *(n for user in order for n in problem.tables.read_numbers[user])]
-    first, second = (_raise_picks(problem, run).tolist() for run in (_forward_order(problem, ends), order))
+    forward, ends, backward = _orders(problem, saved)
+    first, second = (_raise_picks(problem, run).tolist() for run in (forward, backward))
     saved_roots = {roots[node] for node in saved}
     away = {roots[node] for node in on_host} & saved_roots
     read = {roots[node] for user in second for node in problem.reads[user]}
@@ -251,8 +250,7 @@ def _events(
 ) -> Iterator[Event]:
     """Arguments as in `_run`, with the storage of a root that is allocated, and its name."""
     here = set(order)
-    last = {problem.roots[read]: step for step, node in enumerate(order) for read in problem.reads[node]}
-    last.update({problem.roots[node]: len(order) for node in ends})
+    last = _last_reads(problem, order, ends)
     freed: dict[int, list[int]] = {}
     for node in (*order, *sorted(owned)):
         if node in last:
@@ -269,6 +267,12 @@ def _events(
         )
 
 
+def _last_reads(problem: Problem, order: Sequence[int], ends: Iterable[int]) -> dict[int, int]:
+    """By root the step of an order that reads it last, the length of the order where the graph returns it."""
+    last = {problem.roots[read]: step for step, node in enumerate(order) for read in problem.reads[node]}
+    return last | {problem.roots[node]: len(order) for node in ends}
+
+
 def operator_of(problem: Problem, node: int) -> str:
     """`gelu` of `aten.gelu.default`, of the pick of an output that of its operator."""
     source = problem.picks[node]
@@ -281,8 +285,7 @@ def held_at_peak(problem: Problem, simulation: Simulation, in_backward: bool) ->
     run = simulation.backward if in_backward else simulation.forward
     peak = run.held.index(run.peak) if run.held else 0
     ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *simulation.saved)
-    last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
-    last.update({problem.roots[node]: len(run.order) for node in ends})
+    last = _last_reads(problem, run.order, ends)
     given = {problem.roots[node] for node in (*simulation.saved, *problem.tangents)} if in_backward else set()
     here = set(run.order)
     allocated = {storage for node in run.order[:peak] for storage in problem.allocates[node] if storage in here}
