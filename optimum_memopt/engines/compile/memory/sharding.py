@@ -39,8 +39,7 @@ class GraphRun(NamedTuple):
     again: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(NamedTuple):
     """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
 
     Attributes:
@@ -48,9 +47,9 @@ class Reduced:
     """
 
     group: ShardedGroup
-    before: Event
-    copied: Event
-    after: Event
+    before: Event = Event("")
+    copied: Event = Event("")
+    after: Event = Event("")
 
 
 @dataclass
@@ -134,20 +133,22 @@ class AnySharding(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def first(self) -> "AnySharding": ...
+    def first(self) -> "AnySharding":
+        return self
 
     @property
     def unknown(self) -> str: ...
 
     def at(self, sizes: Mapping[str, int]) -> "AnySharding":
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
+        return self
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
         """The events around the runs of a forward's graphs."""
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sharding(AnySharding):
     """A model as FSDP2 has sharded it; without groups it is not sharded.
 
     Attributes:
@@ -167,19 +168,11 @@ class Sharding:
     tells_outside: ClassVar = False
 
     @property
-    def first(self) -> "Sharding":
-        return self
-
-    def at(self, sizes: Mapping[str, int]) -> "Sharding":
-        return self
-
-    @property
     def is_sharded(self) -> bool:
         return bool(self.groups) or self.root is not None
 
     @property
     def ranks(self) -> int:
-        """Those that share the parameters."""
         return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
 
     def of_module(self, path: str) -> ShardedGroup | None:
@@ -324,7 +317,7 @@ class _Step:
     def post_backward(self, group: ShardedGroup) -> Reduced:
         freed = [*self.reshard(group)[0].frees]
         if not group.reduced:
-            return Reduced(group, Event("", frees=tuple(freed)), Event(""), Event(""))
+            return Reduced(group, Event("", frees=tuple(freed)))
         freed += filter(None, [self.scattered])
         self.scattered = self._name("scattered", group)
         copy = Storage(self.scattered, group.reduced, TEMPORARY, _REDUCE, group.modules[0])

@@ -111,7 +111,7 @@ class LeafSharding:
             # Gradients of a layer stay until its backward is over.
             group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
             around[begin].before = step.before[_Mark(_FORWARD, number)]
-            around[begin].reduced = (Reduced(group, Event(""), Event(""), Event("")),)
+            around[begin].reduced = (Reduced(group),)
             around[end].outside = step.before[_Mark(_BACKWARD, number)]
             of_layer = runs[begin : end + 1]
             for run, own in zip(of_layer, around[begin : end + 1], strict=True):
