@@ -24,6 +24,10 @@ def events_of(captured: Captured, asked: str, sizes: SymbolValues) -> GraphEvent
     return schedule(parts.forward, parts.backward, parts.num_fwd_outputs).at(sizes)
 
 
+def saved_bytes(events: GraphEvents) -> int:
+    return sum(storage.bytes for storage in events.saved)
+
+
 def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
     """Bytes at the peak and at the end of a run, over its inputs."""
     inputs = [real(value(node), sizes) for node in module.graph.find_nodes(op="placeholder")]
@@ -97,7 +101,7 @@ def test_what_is_owned_is_freed_after_its_last_use():
     captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
     events = events_of(captured, "level 1", {})
     run = prediction_of(events).backward
-    assert run.held[0] >= events.saved_bytes + 4
+    assert run.held[0] >= saved_bytes(events) + 4
     assert run.end == LENGTH * 4, "nothing but the gradient of x is left"
     assert bytes_during(events.backward)[1] == run.end, "of others' nothing is freed"
 
@@ -107,7 +111,7 @@ def test_what_waits_between_the_halves_is_what_is_saved():
     prediction = prediction_of(events_of(captured, "level 1", {}))
     assert prediction.saved_bytes == sum(int(saved.bytes) for saved in captured.activations) == 2 * LENGTH * 4
     assert prediction.peak == max(prediction.forward.peak, prediction.backward.peak)
-    assert events_of(captured, "Exp+:1:1", {}).saved_bytes == LENGTH * 4
+    assert saved_bytes(events_of(captured, "Exp+:1:1", {})) == LENGTH * 4
 
 
 def test_a_level_lowers_the_peak_and_what_is_saved(roberta):
@@ -144,7 +148,7 @@ def test_saved_bytes_are_those_of_the_distinct_storages(roberta, asked):
     events = schedule(parts.forward, parts.backward, parts.num_fwd_outputs).at(roberta.sizes)
     saved = {root(node) for node in parts.saved_for_backward if root(node).op != "placeholder"}
     tensors = [node for node in saved if hasattr(node.meta["val"], "shape")]
-    assert events.saved_bytes == sum(int(storage_bytes(node).subs(roberta.sizes)) for node in tensors)
+    assert saved_bytes(events) == sum(int(storage_bytes(node).subs(roberta.sizes)) for node in tensors)
     assert {storage.name for storage in events.saved} == {node.name for node in tensors}
 
 

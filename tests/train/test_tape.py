@@ -159,7 +159,7 @@ def test_arguments_that_are_recomputed_are_not_held_in_between() -> None:
     assert step.saved_bytes == 20
     # The first argument that is held, both results that are recomputed from it, a gradient, and that of the input.
     assert step.peak() == 10 + 20 + 10 + 10
-    again = [event.allocates[0].name for event in step.backward if event.operator == "square"]
+    again = [event.allocates[0].name for event in step.events[step.dropped_at :] if event.operator == "square"]
     assert again == ["storage 3 for 2", "storage 4 for 3"]
 
 
@@ -168,5 +168,5 @@ def test_arguments_that_are_offloaded_are_reloaded_one_run_ahead() -> None:
     assert step.saved_bytes == 10
     # Two reloads, a gradient, and that of the input.
     assert step.peak() == 20 + 10 + 10
-    reloads = [event.allocates[0].name for event in step.backward if event.kind == "reload"]
+    reloads = [event.allocates[0].name for event in step.events if event.kind == "reload"]
     assert reloads == ["storage 4 for 3", "storage 3 for 2", "storage 2 for 1"]

@@ -9,7 +9,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
@@ -23,23 +22,18 @@ class StepEvents:
     """The events of a forward and its backward; those without an operator are what happens between two.
 
     Attributes:
-        forward: of all graphs.
-        between: what the caller drops, and the gradients that it hands back.
-        backward: of all graphs.
+        events: of the forwards of all graphs, of what the caller drops and of the gradients that it hands back, and of
+            the backwards.
+        dropped_at: index of what the caller drops.
     """
 
-    forward: tuple[Event, ...]
-    between: tuple[Event, Event]
-    backward: tuple[Event, ...]
-
-    @cached_property
-    def events(self) -> tuple[Event, ...]:
-        return (*self.forward, *self.between, *self.backward)
+    events: tuple[Event, ...]
+    dropped_at: int
 
     @property
     def saved_bytes(self) -> int:
         """Held between forward and backward."""
-        return bytes_during((*self.forward, self.between[0]))[1]
+        return bytes_during(self.events[: self.dropped_at + 1])[1]
 
     def peak(self, gradients: int = 0) -> int:
         """The most that is held.
@@ -48,8 +42,7 @@ class StepEvents:
             gradients: bytes that are there when the backward begins, and not yet in the forward.
         """
         during, _ = bytes_during(self.events)
-        count = len(self.forward) + 1
-        return max(*during[:count], *(size + gradients for size in during[count:]))
+        return max(size + gradients * (index > self.dropped_at) for index, size in enumerate(during))
 
 
 def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
@@ -66,13 +59,12 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
             workspace=size(first.workspace, second.workspace),
         )
 
-    pairs = list(zip(low.events, high.events, strict=False))
-    if len(low.events) != len(high.events) or len(low.forward) != len(high.forward):
+    if len(low.events) != len(high.events) or low.dropped_at != high.dropped_at:
         return None
+    pairs = list(zip(low.events, high.events, strict=True))
     if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
         return None
-    events, count = tuple(itertools.starmap(event, pairs)), len(low.forward)
-    return StepEvents(events[:count], (events[count], events[count + 1]), events[count + 2 :])
+    return StepEvents(tuple(itertools.starmap(event, pairs)), low.dropped_at)
 
 
 def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> StepEvents:
@@ -85,13 +77,14 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) 
     composition = _Composition(tape, runs, accumulates)
     count, around = len(tape.calls), composition.collectives
     forward = [event for index in range(count) for event in composition.forward(index)]
-    dropped = composition.drop_results()
-    backward = list(composition.backward(count - 1))
-    given = backward.pop(0)
+    events = [*forward, *around.end_of_forward, composition.drop_results()]
+    dropped_at = len(events) - 1
+    given, *backward = composition.backward(count - 1)
+    events += (given, *around.prefetched, *backward)
     for index in reversed(range(count - 1)):
-        backward += composition.backward(index)
-    backward = [*around.prefetched, *backward, *composition.reduced(around.last), *around.end]
-    return StepEvents((*forward, *around.end_of_forward), (dropped, given), tuple(backward))
+        events += composition.backward(index)
+    events += (*composition.reduced(around.last), *around.end)
+    return StepEvents(tuple(events), dropped_at)
 
 
 def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
@@ -106,8 +99,8 @@ class _Composition:
     """The names of storages in a step, and who holds those that pass between graphs."""
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
-        self._calls, self._given, self._graphs, self._accumulates = tape.calls, tape.given, runs, accumulates
-        self._repeats, self._returned = tape.again, tape.returned
+        self._tape, self._calls, self._given = tape, tape.calls, tape.given
+        self._graphs, self._accumulates = runs, accumulates
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
@@ -210,8 +203,7 @@ class _Composition:
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
         """The storages that operators behind a call save, where no graph has allocated it."""
-        behind = (operator for _, operator in self._outside if operator.call == call)
-        saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
+        saved = {_shared(number): size for number, size in self._tape.saved_behind(call).items()}
         new = tuple(Storage(name, size, SAVED, BETWEEN) for name, size in saved.items() if name not in self._held)
         self._held |= saved.keys()
         if new:
@@ -252,7 +244,7 @@ class _Composition:
         self._passed = []
         yield from around.before_backward
         yield from self._reloaded(index)
-        for at in self._repeats[index]:
+        for at in self._tape.again[index]:
             yield from (*self._around[at].before_again, *self._again(at), *self._around[at].after_again)
         for event in graph.backward:
             allocates = tuple(
@@ -343,7 +335,6 @@ class _Composition:
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
         """Gradients that autograd adds to another one of the same tensor, which was there before."""
         call, graph = self._calls[index], self._graphs[index]
-        returned = self._returned[index]
         for position, local in graph.gradients:
             number = None if position is None else call.inputs.get(position)
             if not local:
@@ -368,7 +359,7 @@ class _Composition:
                     yield first
             elif number not in self._gradients:
                 self._gradients[number] = name
-                if number in returned or number in self._given:
+                if number in self._tape.returned[index] or number in self._given:
                     self._waiting[name] += 1
                 elif index:
                     self._passed.append(name)

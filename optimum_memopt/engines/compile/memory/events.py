@@ -1,8 +1,8 @@
 """The storages that a graph's forward and backward allocate and free, as a stream of events, and folds over it. Pure.
 
-Three sources write the stream: the graphs that a joint graph was partitioned into (here), a problem with a set of
-saved nodes (`simulation.py`), and the programs that inductor wrote (`inductor_programs.py`). `tape.py` makes one
-stream of all graphs of a step.
+Four sources write the stream: the graphs that a joint graph was partitioned into (here), a problem with a set of saved
+nodes (`simulation.py`), the programs that inductor wrote (`inductor_programs.py`), and a module that runs on fake
+tensors (`live.py`). `composition.py` makes one stream of all graphs of a step.
 """
 
 import itertools
@@ -153,10 +153,6 @@ class GraphEvents:
         """Storages that nobody but the forward's caller holds."""
         saved = {storage.name for storage in self.saved}
         return tuple(dict.fromkeys(name for _, name in self.outputs if name and name not in saved))
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(storage.bytes for storage in self.saved)
 
 
 Node = TypeVar("Node", int, str)

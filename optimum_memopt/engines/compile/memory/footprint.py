@@ -249,7 +249,7 @@ def step_timeline(
     in_optimizer = {**always, GRADIENTS: around.gradients, TEMPORARY: around.step}
     in_backward = {**in_graphs, GRADIENTS: around.accumulated + gradients}
     # What is held during each event, those between operators included.
-    first = len(step.forward)
+    first = step.dropped_at
     during = [
         {name: size + (in_graphs if index <= first else in_backward).get(name, 0) for name, size in held.items()}
         for index, held in enumerate(bytes_by_category(step.events))

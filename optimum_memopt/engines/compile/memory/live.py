@@ -5,7 +5,6 @@ so this is the source of events for every run without an engine.
 """
 
 import contextlib
-import itertools
 import re
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -119,19 +118,16 @@ class LiveRun:
     def micro_batch(self) -> StepEvents:
         """One forward and its backward, without what was there before."""
         events, phases = self.events[self.begin :], self.phases[self.begin :]
-        backward = phases.index(BACKWARD)
-        dropped, given = events[backward - 1 : backward + 1]
-        return StepEvents(events[: backward - 1], (dropped, given), events[backward + 1 :])
+        return StepEvents(events, phases.index(BACKWARD) - 1)
 
     @property
-    def named_phases(self) -> tuple[str, ...]:
-        """In the order of their first operators; then those without."""
+    def peaks(self) -> dict[str, int]:
+        """The most that is held in each phase, in the order of their first operators; then those without."""
         of_operators = (phase for phase, event in zip(self.phases, self.events, strict=True) if event.operator)
-        return tuple(dict.fromkeys((*of_operators, *self.phases)))
-
-    def most(self, phase: str) -> int:
-        """The most that is held in a phase; 0 where there is none."""
-        return max((size for size, of in zip(self.during, self.phases, strict=True) if of == phase), default=0)
+        peaks = dict.fromkeys((*of_operators, *self.phases), 0)
+        for phase, size in zip(self.phases, self.during, strict=True):
+            peaks[phase] = max(peaks[phase], size)
+        return peaks
 
     def timeline(self, sizes: Mapping[str, int], constant: int = 0) -> StepTimeline:
         """The step operator by operator, the optimizer's as one.
@@ -149,7 +145,6 @@ class LiveRun:
         updates = [at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP] or [len(self.events) - 1]
         update = max(updates, key=lambda at: self.during[at])
         entries = [*shown, update]
-        borders = self._borders()
         at = max(entries, key=lambda entry: self.during[entry])
         backward = [place for place, entry in enumerate(shown) if self.phases[entry] == BACKWARD]
         return StepTimeline(
@@ -158,48 +153,41 @@ class LiveRun:
             held={name: tuple(held[entry][name] for entry in entries) for name in CATEGORIES},
             backward_at=min(backward, default=len(shown)),
             alive=tuple(sorted(groups(held_during(self.events, at)), key=lambda group: -group.bytes)),
-            phases=tuple(
-                Phase(name, self._after[end - 1] + constant, max(self.during[begin:end], default=0) + constant)
-                for name, begin, end in borders
-            ),
+            phases=self._logged_phases(constant),
             sizes=dict(sizes),
         )
 
-    @cached_property
-    def _after(self) -> list[int]:
-        """Bytes held after each event."""
-        return list(itertools.accumulate(self._changes()))
-
-    def _changes(self) -> Iterator[int]:
-        sizes: dict[str, int] = {}
-        for event in self.events:
-            sizes.update((storage.name, storage.bytes) for storage in event.allocates)
-            yield sum(storage.bytes for storage in event.allocates) - sum(sizes.pop(name, 0) for name in event.frees)
-
-    def _borders(self) -> list[tuple[str, int, int]]:
-        """Name, first event and the one behind the last, of the phases that memory is logged for."""
-        first = self.begin
-        backward = next((at for at, phase in enumerate(self.phases) if phase == BACKWARD), len(self.events))
-        update = next((at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP), len(self.events))
-        return [
-            (PRE_FORWARD, 0, first),
-            (POST_FORWARD, first, backward),
-            (POST_BACKWARD, backward, update),
-            (POST_OPTIMIZER_STEP, update, len(self.events)),
-        ]
+    def _logged_phases(self, constant: int) -> tuple[Phase, ...]:
+        """The phases that memory is logged for."""
+        count = len(self.events)
+        backward, update = (
+            next((at for at, phase in enumerate(self.phases) if phase == begun), count)
+            for begun in (BACKWARD, OPTIMIZER_STEP)
+        )
+        ends = {PRE_FORWARD: self.begin, POST_FORWARD: backward, POST_BACKWARD: update, POST_OPTIMIZER_STEP: count}
+        return tuple(
+            Phase(
+                name, constant + bytes_during(self.events[:end])[1], constant + max(self.during[begin:end], default=0)
+            )
+            for begin, (name, end) in zip((0, *ends.values()), ends.items(), strict=False)
+        )
 
 
 @dataclass(eq=False)
 class _Allocation:
-    """A storage while it is followed."""
+    """A storage while it is followed.
 
-    number: int
+    Attributes:
+        place: where a variable of Python holds it.
+    """
+
     bytes: int
     kind: str
     layer: str
     in_backward: bool
     category: str = ""
     is_recomputed: bool = False
+    place: Place | None = None
 
 
 @dataclass(eq=False)
@@ -245,7 +233,6 @@ class LiveRecorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
         self._phase = FORWARD
-        self._variables: dict[int, Place] = {}
         self._hooks: list[Any] = []
         self._calls: list[Work] = []
         self._outermost: FrameType | None = None
@@ -318,11 +305,9 @@ class LiveRecorder(TorchDispatchMode):
         """Count storages that were left out, as far as they are still held, from now on: bytes by their numbers."""
         for address, number in self._alive.items():
             if number in sizes:
-                left = self._allocations[number]
-                new = replace(left, number=len(self._allocations), bytes=sizes[number])
-                self._allocations.append(new)
-                self._alive[address] = new.number
-                self._operators[-1].allocates.append(new.number)
+                self._alive[address] = len(self._allocations)
+                self._operators[-1].allocates.append(len(self._allocations))
+                self._allocations.append(replace(self._allocations[number], bytes=sizes[number]))
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -337,20 +322,21 @@ class LiveRecorder(TorchDispatchMode):
     def outputs(self, name: str, value: object) -> None:
         """Tensors that a caller holds under a name, in containers and attributes too, are outputs."""
         for path, tensor in _named_tensors(name, value):
-            for storage in fake_tensors.storages(tensor):
-                number = self._alive.get(storage.address)
-                if number is not None and not self._allocations[number].category:
-                    self._allocations[number].category = OUTPUTS
+            for allocation in self._followed(tensor):
+                if not allocation.category:
+                    allocation.category = OUTPUTS
                     # The layers of a key-value cache are all of one kind.
-                    self._allocations[number].kind = _PLACE.sub("", path)
+                    allocation.kind = _PLACE.sub("", path)
 
     def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
         self._trained.add(name)
         assert parameter.grad is not None
-        for storage in fake_tensors.storages(parameter.grad):
-            number = self._alive.get(storage.address)
-            if number is not None and not self._allocations[number].category:
-                self._allocations[number].category = GRADIENTS
+        for allocation in self._followed(parameter.grad):
+            allocation.category = allocation.category or GRADIENTS
+
+    def _followed(self, tensor: torch.Tensor) -> Iterator[_Allocation]:
+        addresses = (storage.address for storage in fake_tensors.storages(tensor))
+        return (self._allocations[self._alive[address]] for address in addresses if address in self._alive)
 
     def run(self) -> LiveRun:
         """The events so far."""
@@ -362,8 +348,8 @@ class LiveRecorder(TorchDispatchMode):
             if not category:
                 is_saved = not held.in_backward and (number not in freed or freed[number].in_backward)
                 category = SAVED if is_saved else RECOMPUTED if held.is_recomputed else TEMPORARY
-                if number in self._variables and not is_saved:
-                    category, kind = OUTPUTS, str(self._variables[number])
+                if held.place is not None and not is_saved:
+                    category, kind = OUTPUTS, str(held.place)
             return Storage(f"{number}", held.bytes, category, kind, held.layer)
 
         events = tuple(
@@ -435,12 +421,11 @@ class LiveRecorder(TorchDispatchMode):
     def _follow(self, storage: fake_tensors.HeldStorage, kind: str, layer: str) -> _Allocation | None:
         if storage.address in self._alive:
             return None
-        number = len(self._allocations)
         operator = self._operators[-1]
-        allocation = _Allocation(number, storage.bytes, kind, layer, operator.in_backward)
+        allocation = _Allocation(storage.bytes, kind, layer, operator.in_backward)
+        self._alive[storage.address] = len(self._allocations)
+        operator.allocates.append(len(self._allocations))
         self._allocations.append(allocation)
-        self._alive[storage.address] = number
-        operator.allocates.append(number)
         storage.on_release(self._free)
         return allocation
 
@@ -463,12 +448,9 @@ class LiveRecorder(TorchDispatchMode):
         for frame in _frames(self._outermost):
             for name, value in frame.f_locals.items():
                 for path, tensor in _named_tensors(name, value):
-                    for storage in fake_tensors.storages(tensor):
-                        number = self._alive.get(storage.address)
-                        if number is not None:
-                            code = frame.f_code
-                            place = Place(path, code.co_name, code.co_filename, frame.f_lineno)
-                            self._variables.setdefault(number, place)
+                    place = Place(path, frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)
+                    for allocation in self._followed(tensor):
+                        allocation.place = allocation.place or place
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -126,6 +126,11 @@ class Tape:
         each = zip(self.calls, zip(gradients, self.again, strict=True), strict=True)
         return self.sharding.collectives([GraphRun(call.layer, call.parameters, *own) for call, own in each])
 
+    def saved_behind(self, call: int) -> dict[int, int]:
+        """Bytes of the storages that operators outside of all graphs save behind a call, by number; -1: before all."""
+        behind = (operator for operator in self.outside if operator.call == call)
+        return {tensor.storage: tensor.bytes for operator in behind for tensor in operator.saved}
+
     def at(self, sizes: Mapping[str, int]) -> "Tape":
         """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""
         return replace(self, sharding=self.sharding.at(sizes))

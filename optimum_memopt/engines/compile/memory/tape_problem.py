@@ -109,13 +109,13 @@ class _Builder:
         return root
 
     def between(
-        self, run: int, kind: str, reads: Sequence[int], layer: str = "", node: int = -1, **changed: object
+        self, run: int, kind: str, reads: Sequence[int], changed: Mapping[str, object], layer: str = "", node: int = -1
     ) -> int:
         """Add an operator that is in no graph.
 
         Args:
-            node: of the run's own problem, that it stands for; -1: none.
             changed: columns that differ from `_BETWEEN`.
+            node: of the run's own problem, that it stands for; -1: none.
         """
         new = len(self.places)
         own = {"names": f"between.{new}", "kinds": kind, "reads": tuple(reads), "roots": new, "layers": layer}
@@ -205,7 +205,7 @@ class _LinkedRuns:
             handed.append(source)
             own = {"names": _name_in(problem, node, run), "roots": self.built.root(source), "is_kept": True}
             kind = f"{_PASSED} {problem.names[node]}"
-            number[node] = self.built.between(run, kind, (source,), call.layer, node, **own)
+            number[node] = self.built.between(run, kind, (source,), own, call.layer, node)
             if any(problem.is_backward[user] for user in problem.users[node]):
                 self._read.append(number[node])
         if handed:
@@ -231,13 +231,12 @@ class _LinkedRuns:
 
     def _save_outside(self, run: int, behind: int) -> None:
         """Add what operators outside of all graphs save behind a call, each until its backward has read it."""
-        tensors = (tensor for each in self._tape.outside if each.call == behind for tensor in each.saved)
-        for storage, size in {tensor.storage: tensor.bytes for tensor in tensors}.items():
+        for storage, size in self._tape.saved_behind(behind).items():
             if storage not in self._made:
                 self._made[storage] = self._outside(run, size)
             source = self._made[storage]
             kept = {"roots": self.built.root(source), "is_kept": True}
-            self._saved_outside[storage] = self.built.between(run, _PASSED, (source,), **kept)
+            self._saved_outside[storage] = self.built.between(run, _PASSED, (source,), kept)
             self._read.append(self._saved_outside[storage])
 
     def backward(self, run: int) -> None:
@@ -275,7 +274,7 @@ class _LinkedRuns:
         if behind and run == len(self._runs) - 1:
             # The backward begins with the first reader of a gradient.
             given = {"is_input": True, "is_operator": False, "is_backward": True}
-            first.append(self.built.between(run, _OUTSIDE, (), **given))
+            first.append(self.built.between(run, _OUTSIDE, (), given))
             self._tangents += first
         for operator in behind:
             reads = [*first, *(self._saved_outside[tensor.storage] for tensor in operator.saved)]
@@ -354,17 +353,17 @@ class _LinkedRuns:
     def _outside(self, run: int, size: int, layer: str = "", *, is_backward: bool = False) -> int:
         """A storage that no graph has allocated."""
         own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
-        return self.built.between(run, _OUTSIDE, (), layer, **own)
+        return self.built.between(run, _OUTSIDE, (), own, layer)
 
     def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
         """An operator that reads nodes which are held until then."""
         own = {"is_tensor": False, "is_view": False, "is_backward": is_backward}
-        return self.built.between(run, kind, nodes, self._tape.calls[run].layer, **own)
+        return self.built.between(run, kind, nodes, own, self._tape.calls[run].layer)
 
     def _sum(self, run: int, first: int, second: int) -> int:
         """The sum of two gradients of one tensor, in the place of the first."""
         own = {"roots": self.built.root(first), "is_backward": True}
-        return self.built.between(run, _SUMMED, (first, second), self._tape.calls[run].layer, **own)
+        return self.built.between(run, _SUMMED, (first, second), own, self._tape.calls[run].layer)
 
 
 class _Moved:
@@ -409,18 +408,18 @@ class _Moved:
             if backward is not None:
                 self._passed += self._forward.intersection(freed)
             reads, kind = (*freed, *(backward or ())), event.kind or _RELEASED
-            changed: dict[str, object] = {"is_view": False, "is_backward": backward is not None}
+            changed = {"is_view": False, "is_backward": backward is not None}
             working = {**changed, "workspaces": event.workspace}
             for storage in event.allocates:
                 kept = {**working, "bytes": storage.bytes, "is_kept": True}
-                node = self._nodes[storage.name] = self._built.between(run, kind, reads, event.layer, **kept)
+                node = self._nodes[storage.name] = self._built.between(run, kind, reads, kept, event.layer)
                 if backward is None:
                     self._forward.add(node)
             done = [self._nodes.pop(name) for name in event.frees if name in own]
             ends = tuple(done) if own else reads
             if ends or (event.workspace and not own):
                 none = {**(changed if own else working), "is_tensor": False}
-                last.append(self._built.between(run, kind, ends, event.layer, **none))
+                last.append(self._built.between(run, kind, ends, none, event.layer))
         return last
 
     def _freed(self, name: str) -> int:

@@ -317,12 +317,11 @@ class FakeSimulator:
         if self._cuda is not None:
             blocks = allocator_peak([constant], run.events, (), 0)
             peak, reserved = max(peak, blocks.allocated), blocks.reserved
-        most = {phase: run.most(phase) for phase in run.named_phases}
         return SimulatedStep(
             constant + sum(storage.bytes for storage in given),
             peak,
             reserved,
-            {phase: constant + size for phase, size in most.items() if size},
+            {phase: constant + size for phase, size in run.peaks.items() if size},
             run.timeline({}, constant),
         )
 

@@ -106,11 +106,10 @@ class Reconstruction:
 
     def _points(self, in_backward: bool) -> list[Point]:
         during, _ = bytes_during(self.step.events)
-        first = len(self.step.forward)
         return [
             Point(index, size - event.workspace - sum(storage.bytes for storage in event.allocates), size)
             for index, (event, size) in enumerate(zip(self.step.events, during, strict=True))
-            if event.operator and (index > first) == in_backward
+            if event.operator and (index > self.step.dropped_at) == in_backward
         ]
 
 
