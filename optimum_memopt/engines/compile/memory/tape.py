@@ -207,8 +207,9 @@ class TapeRecorder:
     """Notes the runs of the graphs of a forward with these arguments while it runs."""
 
     def __init__(self, arguments: Iterable[object]) -> None:
-        self._calls: list[tuple[Hashable, Call]] = []
-        # Of the calls, and of what is saved outside, the place in the order of autograd's operators.
+        # Of each run its graph, its call and its place in the order of autograd's operators.
+        self._graphs: list[Hashable] = []
+        self._calls: list[Call] = []
         self._orders: list[int] = []
         self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...], Tensor | None]] = []
         self._numbers = itertools.count()
@@ -233,13 +234,12 @@ class TapeRecorder:
         self._note_released()
         names = {place: name for place, name in enumerate(parameters) if name}
         numbers, sizes = self._numbered(arguments), sizes_of(arguments)
-        call = Call(0, numbers, {}, frozenset(), sizes, layer, turn, names, offloaded, recomputed)
-        self._calls.append((graph, call))
+        self._graphs.append(graph)
+        self._calls.append(Call(0, numbers, {}, frozenset(), sizes, layer, turn, names, offloaded, recomputed))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""
-        graph, call = self._calls[-1]
-        self._calls[-1] = graph, replace(call, outputs=self._numbered(results))
+        self._calls[-1] = replace(self._calls[-1], outputs=self._numbered(results))
         self._orders.append(order_of(results))
 
     def end(self, outputs: Iterable[object]) -> None:
@@ -254,7 +254,7 @@ class TapeRecorder:
     @property
     def graphs(self) -> tuple[Hashable, ...]:
         """Those that ran, in the order of their runs."""
-        return tuple(graph for graph, _ in self._calls)
+        return tuple(self._graphs)
 
     def tape(self, graphs: Sequence[Hashable]) -> Tape:
         """The runs of these graphs so far; what others have returned comes from outside."""
@@ -262,7 +262,7 @@ class TapeRecorder:
         numbers = {graph: number for number, graph in enumerate(graphs)}
         calls: list[Call] = []
         orders: list[int] = []
-        for (graph, call), order in zip(self._calls, self._orders, strict=False):
+        for graph, call, order in zip(self._graphs, self._calls, self._orders, strict=False):
             if graph in numbers:
                 calls.append(replace(call, graph=numbers[graph]))
                 orders.append(order)
@@ -277,18 +277,17 @@ class TapeRecorder:
         self._passing.difference_update(gone)
         numbers = {self._storages.pop(address)[1] for address in gone}
         if self._calls and numbers:
-            graph, call = self._calls[-1]
-            self._calls[-1] = graph, replace(call, released=call.released | numbers)
+            self._calls[-1] = replace(self._calls[-1], released=self._calls[-1].released | numbers)
 
     def _note_saved(self, returned: Collection[int]) -> None:
         """Note as released what only a backward still holds: under another plan it may be gone behind its last use."""
         kept = {*returned, *self._given, *self._parameters.values()}
         last: dict[int, int] = {}
-        for index, (_, call) in enumerate(self._calls):
+        for index, call in enumerate(self._calls):
             last.update(dict.fromkeys((*call.inputs.values(), *call.outputs.values()), index))
         for number in last.keys() - kept:
-            graph, call = self._calls[last[number]]
-            self._calls[last[number]] = graph, replace(call, released=call.released | {number})
+            call = self._calls[last[number]]
+            self._calls[last[number]] = replace(call, released=call.released | {number})
 
     def _numbered(self, values: Sequence[object]) -> dict[int, int]:
         return {place: self._number(tensor) for place, tensor in enumerate(values) if isinstance(tensor, torch.Tensor)}

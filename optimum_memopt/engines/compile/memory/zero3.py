@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -157,10 +158,7 @@ class _Run:
         in_layers = {held for layer in self._layers.values() for held in gathering.inside[layer]}
         with contextlib.ExitStack() as stack:
             for path, layer in self._layers.items():
-                held = vars(layer)
-                stack.callback(held.update, {"forward": held["forward"]} if "forward" in held else {})
-                stack.callback(held.pop, "forward")
-                held["forward"] = self._forward_of(path, layer)
+                stack.enter_context(mock.patch.object(layer, "forward", self._forward_of(path, layer)))
             stack.enter_context(recorder)
             # Behind the recorder's own.
             hooks = [register_module_forward_pre_hook(self._before), register_module_forward_hook(self._after)]
