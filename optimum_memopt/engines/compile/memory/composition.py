@@ -105,7 +105,7 @@ class _Composition:
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
         self._later = [self._later_of(index) for index in range(len(self._calls))]
-        self._kept: dict[int, set[str]] = {}
+        self._kept: dict[int, dict[str, None]] = {}
         # Of storages that pass between graphs: runs whose backward needs them.
         self._readers: dict[str, set[int]] = {}
         for index, (graph, names) in enumerate(zip(self._graphs, self._names, strict=True)):
@@ -115,14 +115,11 @@ class _Composition:
                     self._readers.setdefault(names[local], set()).add(index)
             for position in self._calls[index].recomputed:
                 again = tape.source(index, self._calls[index].inputs[position])
-                later = self._later[again]
-                kept = {name for local, name in self._names[again].items() if local not in later}
-                self._kept.setdefault(index, set()).update(
-                    kept.difference(map(_shared, self._calls[again].outputs.values()))
-                )
-        for index, kept in self._kept.items():
-            for name in kept:
-                self._readers.setdefault(name, set()).add(index)
+                elsewhere = {_shared(number) for number in self._calls[again].outputs.values()}
+                for local, name in self._names[again].items():
+                    if local not in self._later[again] and name not in elsewhere:
+                        self._kept.setdefault(index, {})[name] = None
+                        self._readers.setdefault(name, set()).add(index)
         # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
         self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
         for reader, operator in self._outside:

@@ -205,7 +205,7 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
-        return [tensor.nbytes for tensor in parameters for _ in range(2)]
+        return PlannedOptimizer().state_sizes(parameters)
     states = (value for state in optimizer.state.values() for value in state.values())
     # The step count of each parameter, a scalar, is left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}

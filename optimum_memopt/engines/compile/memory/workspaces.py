@@ -63,6 +63,10 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     return rule(arguments) if rule is not None else _ZERO
 
 
+def _bytes(tensor: torch.Tensor) -> sympy.Expr:
+    return elements(tensor) * tensor.dtype.itemsize
+
+
 def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """Operands of another dtype, which an operator casts before it computes (`native/TensorIterator.cpp`; on other
     devices the kernel casts each element)."""
@@ -109,7 +113,7 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
     rows, block = _blocks(query, key)
     held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
     held += _onednn_buffers(query.dtype, rows, sympy.Min(_KEY_BLOCK, symbolic(key.shape[2])), symbolic(query.shape[3]))
-    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else elements(gradient) * gradient.dtype.itemsize
+    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else _bytes(gradient)
     return torch.get_num_threads() * held + copied
 
 
@@ -117,7 +121,7 @@ def _contiguous_copies(arguments: Sequence[Any]) -> sympy.Expr:
     """The output's gradient, and the output or input, where they are not contiguous (`native/SoftMax.cpp`,
     `native/layer_norm.cpp`)."""
     copied = (tensor for tensor in arguments[:2] if tensor.device.type == "cpu" and not _is_contiguous(tensor))
-    return sympy.Add(*(elements(tensor) * tensor.dtype.itemsize for tensor in copied))
+    return sympy.Add(*map(_bytes, copied))
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.Expr]:
@@ -190,12 +194,12 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
     per_element = _TILE_BACKWARD + _TILE_OF_ENTROPY * (of_entropy is not None) + _TILE_OF_CAP * (softcap is not None)
     held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else per_element)
     if by_kernel:
-        held += _labelled(hidden, labels) + elements(hidden) * hidden.dtype.itemsize
+        held += _labelled(hidden, labels) + _bytes(hidden)
     results = [each for each, is_needed in zip((hidden, weight, bias), needed, strict=True) if is_needed]
     cast = [each for each in results if each is not None and each.dtype != torch.float32]
     accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in cast))
     # Casts come when all is accumulated.
-    return accumulated + sympy.Max(0, held - sympy.Add(*(elements(each) * each.dtype.itemsize for each in cast)))
+    return accumulated + sympy.Max(0, held - sympy.Add(*map(_bytes, cast)))
 
 
 def _chunks(
@@ -213,7 +217,7 @@ def _chunks(
 
 def _labelled(hidden: torch.Tensor, labels: torch.Tensor) -> sympy.Expr:
     """Copies of the tokens with a label, of which all may have one."""
-    return elements(hidden) * hidden.dtype.itemsize + elements(labels) * labels.dtype.itemsize
+    return _bytes(hidden) + _bytes(labels)
 
 
 def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:
@@ -331,7 +335,7 @@ def _parts(size: int, block: int) -> int:
 
 def _softmax_backward(arguments: Sequence[Any]) -> sympy.Expr:
     """The gradient times the output (`softmax_backward_cuda` of `cuda/SoftMax.cu`)."""
-    return elements(arguments[0]) * arguments[0].dtype.itemsize
+    return _bytes(arguments[0])
 
 
 def _embedding_backward(arguments: Sequence[Any]) -> sympy.Expr:
