@@ -56,7 +56,7 @@ class AroundLayers:
     """
 
     layers: tuple[str, ...]
-    before: Mapping[_Mark, tuple[Event, ...]]
+    before: Mapping[Hashable, tuple[Event, ...]]
 
 
 Steps = tuple[AroundLayers, AroundLayers]
@@ -181,7 +181,7 @@ class _Run:
             loss.backward()
             self._reduction.reduce(loss)
             gathering.end()
-        return _around(recorder.run(), self._ran, self._repeats)
+        return _around(recorder.run(), self._ran)
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not self._has_hooks(module):
@@ -343,34 +343,25 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
     return _Calling.apply(call, value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def _around(run: LiveRun, layers: Sequence[str], repeats: Repeats) -> AroundLayers:
-    """A run's events between its layers, where they are counted by their graphs."""
-    places = {mark: place for place, mark in run.marks}
+def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
+    """A run's events between its marks, without what layers hold, which their graphs count."""
     counted = {storage.name for event in run.events for storage in event.allocates if storage.bytes}
 
-    def between(begin: int, end: int | None) -> Iterator[Event]:
+    def between(begin: int, end: int) -> Iterator[Event]:
         for event in run.events[begin:end]:
             allocates = tuple(storage for storage in event.allocates if storage.bytes)
             frees = tuple(name for name in event.frees if name in counted)
             if allocates or event.workspace or frees:
                 yield event._replace(allocates=allocates, frees=frees)
 
-    before: dict[_Mark, tuple[Event, ...]] = {}
+    before: dict[Hashable, tuple[Event, ...]] = {}
     last = 0
-    for number in range(len(layers)):
-        begin = _Mark(_FORWARD, number)
-        before[begin] = tuple(between(last, places[begin]))
-        last = places[_Mark(_FORWARD_END, number)]
-    backwards = [_Mark(_LOSS)]
+    for place, mark in (*run.marks, (len(run.events), _Mark(_END))):
+        before[mark] = tuple(between(last, place))
+        last = place
     for number in reversed(range(len(layers))):
-        if (begin := _Mark(_BACKWARD, number)) not in places:
+        if _Mark(_BACKWARD, number) not in before:
             raise MemOptError(f"no gradient comes to {layers[number]}")
-        again = repeats[number] if repeats else ()
-        backwards += [begin, *(_Mark(kind, at) for at, _ in again for kind in (_AGAIN, _AGAIN_END))]
-    for mark in backwards:
-        before[mark] = tuple(between(last, places[mark]))
-        last = places[mark]
-    before[_Mark(_END)] = tuple(between(last, None))
     return AroundLayers(tuple(layers), before)
 
 
