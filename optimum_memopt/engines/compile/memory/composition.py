@@ -75,15 +75,15 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) 
         accumulates: gradients of parameters are added to others as soon as a graph's backward returns them.
     """
     composition = _Composition(tape, runs, accumulates)
-    count, around = len(tape.calls), composition.collectives
+    count, collectives = len(tape.calls), composition.collectives
     forward = [event for index in range(count) for event in composition.forward(index)]
-    events = [*forward, *around.end_of_forward, composition.drop_results()]
+    events = [*forward, *collectives.end_of_forward, composition.drop_results()]
     dropped_at = len(events) - 1
     given, *backward = composition.backward(count - 1)
-    events += (given, *around.prefetched, *backward)
+    events += (given, *collectives.prefetched, *backward)
     for index in reversed(range(count - 1)):
         events += composition.backward(index)
-    events += (*composition.reduced(around.last), *around.end)
+    events += (*composition.reduced(collectives.last), *collectives.end)
     return StepEvents(tuple(events), dropped_at)
 
 
@@ -91,7 +91,8 @@ def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
     """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
     composition = _Composition(tape, runs)
     events = [event for index in range(count) for event in composition.forward(index)]
-    events += itertools.chain(*(run.before for run in composition.collectives.runs[count : count + 1]))
+    if count < len(tape.calls):
+        events += composition.collectives.runs[count].before
     return bytes_during(events)[1]
 
 

@@ -231,8 +231,10 @@ class _Run:
             if trained and not values[hidden].requires_grad:
                 values[hidden] = values[hidden].detach().requires_grad_()
             (values[hidden],) = self._ending(layer, (values[hidden],))
-            number = self._number(path)
+            # -1: nothing of its memory is known.
+            number = len(self._ran) if path in self._compiled else -1
             if number >= 0:
+                self._ran.append(path)
                 self.recorder.leave_out([values[place] for place in at])
                 self.recorder.mark(_Mark(_FORWARD, number))
             shapes = tuple(held.spec.shape for held in self._gathering.inside[layer])
@@ -262,13 +264,6 @@ class _Run:
             return self._beginning(layer, dynamo.tree_unflatten(results, made))
 
         return run
-
-    def _number(self, path: str) -> int:
-        """That of a layer's run; -1: nothing of its memory is known."""
-        if path not in self._compiled:
-            return -1
-        self._ran.append(path)
-        return len(self._ran) - 1
 
     def made(self, number: int, likes: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Tensors like these, which the graph of a layer's run counts where it is known."""
