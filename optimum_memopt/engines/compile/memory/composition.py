@@ -136,8 +136,7 @@ class _Composition:
         self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
-        returned = [[at for at, _ in graph.gradients if at is not None] for graph in runs]
-        self.collectives = tape.collectives(returned)
+        self.collectives = tape.collectives([[at for at, _ in graph.gradients] for graph in runs])
         self._around = self.collectives.runs
         # Gradients that go when a group's are reduced, and those of them that a backward was given.
         self._sharded: dict[str, ShardedGroup] = {}

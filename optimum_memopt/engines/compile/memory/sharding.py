@@ -295,8 +295,7 @@ class _Step:
         return (Event("", frees=(f"gathered {_key(group)}",)),)
 
     def end_of_forward(self) -> tuple[Event, ...]:
-        frees, self.last_flat = (self.last_flat,), ""
-        return (Event("", frees=frees),) if frees[0] else ()
+        return (Event("", frees=(self.last_flat,)),) if self.last_flat else ()
 
     def prefetch(self, group: ShardedGroup | None) -> tuple[Event, ...]:
         if group is None or _key(group) in {*self.gathered, *self.flat}:

@@ -121,10 +121,13 @@ class Tape:
     outside: tuple[Outside, ...] = ()
     sharding: AnySharding = field(default_factory=Sharding)
 
-    def collectives(self, gradients: Sequence[Collection[int]]) -> Collectives:
-        """The events around its calls; `gradients` as `GraphRun` has them."""
-        each = zip(self.calls, zip(gradients, self.again, strict=True), strict=True)
-        return self.sharding.collectives([GraphRun(call.layer, call.parameters, *own) for call, own in each])
+    def collectives(self, gradients: Sequence[Iterable[int | None]]) -> Collectives:
+        """The events around its calls; `gradients` as `GraphRun` has them, None for those of no argument."""
+        runs = [
+            GraphRun(call.layer, call.parameters, {at for at in own if at is not None}, again)
+            for call, own, again in zip(self.calls, gradients, self.again, strict=True)
+        ]
+        return self.sharding.collectives(runs)
 
     def saved_behind(self, call: int) -> dict[int, int]:
         """Bytes of the storages that operators outside of all graphs save behind a call, by number; -1: before all."""

@@ -168,7 +168,7 @@ class _LinkedRuns:
 
     def __init__(self, tape: Tape, runs: Sequence[Problem], accumulates: bool) -> None:
         self._tape, self._runs, self._accumulates = tape, runs, accumulates
-        self._around = tape.collectives([[at for at in run.positions.gradients if at is not None] for run in runs])
+        self._collectives = tape.collectives([run.positions.gradients for run in runs])
         self.built = _Builder()
         self._moved = _Moved(self.built)
         # By run the numbers of its own nodes.
@@ -192,7 +192,7 @@ class _LinkedRuns:
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         given = set(problem.tangents)
         handed: list[int] = []
-        self._held += self._moved.add(run, self._around.runs[run].before)
+        self._held += self._moved.add(run, self._collectives.runs[run].before)
         if not run:
             self._save_outside(run, -1)
         for node in range(len(problem.names)):
@@ -216,7 +216,7 @@ class _LinkedRuns:
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 self._made.setdefault(storage, number[node])
         self._save_outside(run, run)
-        self._held += self._moved.add(run, self._around.runs[run].after)
+        self._held += self._moved.add(run, self._collectives.runs[run].after)
 
     def _handed_to(self, run: int, node: int) -> int | None:
         """The node of the storage that an input of a run was handed; None where it was there before the forward."""
@@ -242,20 +242,20 @@ class _LinkedRuns:
     def backward(self, run: int) -> None:
         """Add the backward of a run. Those of later runs are added before it."""
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
-        if run == len(self._runs) - 1:
-            self._held += self._moved.add(run, self._around.end_of_forward)
+        around, is_first = self._collectives.runs[run], run == len(self._runs) - 1
+        if is_first:
+            self._held += self._moved.add(run, self._collectives.end_of_forward)
         self._backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             number[node] = self._tangent(run, node, at)
-            if (group := self._around.runs[run].given) is not None:
+            if (group := around.given) is not None:
                 self._sharded.append((group, number[node]))
         if self._passed:
             self._outputs.append(self._end(run, self._passed, _RELEASED, is_backward=True))
             self._passed = []
         # The backward begins with the first reader of a gradient.
-        is_first = run == len(self._runs) - 1
-        prefetched, first = (self._around.prefetched, self._tangents[:1]) if is_first else ((), [])
-        outside = (*self._around.runs[run].outside, *prefetched, *self._around.runs[run].before_backward)
+        prefetched, first = (self._collectives.prefetched, self._tangents[:1]) if is_first else ((), [])
+        outside = (*around.outside, *prefetched, *around.before_backward)
         self._outputs += self._moved.add(run, outside, first)
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
@@ -265,7 +265,7 @@ class _LinkedRuns:
             added += self._add_gradient(run, number[node], at)
         if added:
             self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
-        self._reduce(run, self._around.runs[run].reduced)
+        self._reduce(run, around.reduced)
 
     def _backward_outside(self, run: int) -> None:
         """Add the backwards of operators that are behind a run and outside of all graphs."""
@@ -297,7 +297,7 @@ class _LinkedRuns:
         """Hand on what a backward returns for an argument; yields what is added to gradients of parameters."""
         calls, gradients = self._tape.calls, self._gradients
         storage = None if at is None else calls[run].inputs.get(at)
-        owner = None if at is None else self._around.runs[run].owners.get(at)
+        owner = None if at is None else self._collectives.runs[run].owners.get(at)
         if owner is not None:
             self._sharded.append((owner, gradient))
         elif self._accumulates and (storage is None or storage in self._tape.given):
@@ -326,8 +326,8 @@ class _LinkedRuns:
 
     def problem(self) -> Problem:
         """All of it, when each run's forward and backward have been added."""
-        self._reduce(0, self._around.last)
-        self._outputs += self._moved.add(0, self._around.end, ())
+        self._reduce(0, self._collectives.last)
+        self._outputs += self._moved.add(0, self._collectives.end, ())
         self._outputs += [*self._gradients.values(), *self._moved.left]
         self._read += self._moved.held_in_backward
         released = {storage for call in self._tape.calls for storage in call.released}
