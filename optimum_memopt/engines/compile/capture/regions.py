@@ -22,7 +22,7 @@ from torch import fx
 from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import collected_outputs, dynamo, fully_shard
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, trace_fixes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
@@ -179,7 +179,7 @@ class Regions:
             kind = type(next(iter(group.values()))).__name__
             region, forward = Region(kind, len(group)), compiled(dynamo.own_forward())
             self.all.append(region)
-            forward = forward if only_layers else collected_outputs.without_collecting(forward)
+            forward = forward if only_layers else trace_fixes.without_collecting(forward)
             for path, layer in group.items():
                 held = weakref.ref(layer)
                 run = dynamo.untraced(functools.partial(self._run, path, region, forward))
@@ -196,7 +196,7 @@ class Regions:
 
     def _kinds_in(self, path: str) -> set[str | None]:
         """The kinds of output that hooks in a layer collect; None among them: one is no such hook."""
-        return {collected_outputs.kind_of(hook) for hooks in self._hooks.get(path, ()) for hook in hooks.values()}
+        return {trace_fixes.kind_of(hook) for hooks in self._hooks.get(path, ()) for hook in hooks.values()}
 
     def note_graph(self, watch: dynamo.Watch) -> str:
         """Note that a graph was traced in the first call, which `watch` is of; a line where the current group has too
@@ -288,7 +288,7 @@ class Regions:
         def layer_region(*args: Any, **kwargs: Any) -> Any:
             layer = held()
             assert layer is not None
-            if (kinds := self._kinds_in(path)) and (collected := kinds & collected_outputs.collected_kinds()):
+            if (kinds := self._kinds_in(path)) and (collected := kinds & trace_fixes.collected_kinds()):
                 raise self._refused(f"{', '.join(sorted(map(str, collected)))} are collected in {region.name}")
             trace = dynamo.Trace.current()
             if trace is None:

@@ -18,7 +18,7 @@ import torch
 
 from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.collected_outputs import kind_of
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import kind_of
 from optimum_memopt.engines.shared.forward_patch import weak_method
 
 

@@ -18,7 +18,7 @@ from optimum_memopt.compat import embeddings, final_norm, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.torch_compat import kernels
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import without_tracebacks
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes, without_tracebacks
 from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError
@@ -67,19 +67,14 @@ def eager_standin(device: Device | None) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _attention_of(device: Device) -> Iterator[None]:
-    before, capability = torch.nn.functional.scaled_dot_product_attention, device.capability
+def _attention_of(device: Device) -> contextlib.AbstractContextManager[None]:
+    capability = device.capability
 
     # dynamo traces it in the place of torch's, as it does no partial object.
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _attention(capability, *args, **kwargs)
 
-    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    try:
-        yield
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = before
+    return with_attributes([(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)])
 
 
 def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:

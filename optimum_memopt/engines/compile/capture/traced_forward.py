@@ -44,15 +44,7 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import (
-    autograd,
-    collected_outputs,
-    dynamo,
-    fully_shard,
-    fused_lm_head,
-    fx_graph,
-    zero3,
-)
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, fx_graph, zero3
 from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
@@ -290,13 +282,12 @@ class TracedForward:
         outputs = None
         gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
         recorder = TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
+        masks = self._masks.replacements(call.args, call.inputs, call.drops_cache)
         run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
         try:
             with (
                 configured(is_first, has_regions),
-                self._trace_fixes.around_call(call.inputs),
-                self._masks.around_call(call.args, call.inputs, call.drops_cache),
-                collected_outputs.around_call(stops_at_hooks=self._may_run_again(before)),
+                self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(kind) if has_regions else contextlib.nullcontext(),
             ):

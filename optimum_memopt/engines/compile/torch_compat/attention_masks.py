@@ -6,7 +6,6 @@ key-value heads than queries. A mask that is traced has no values, so that `torc
 batch x queries x keys in each layer, keys and values for each head.
 """
 
-import contextlib
 import importlib
 import inspect
 import math
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from optimum_memopt.compat import is_mask, of_all_ranks
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of
 from optimum_memopt.plans.plan_file import PlanFile
 
@@ -90,7 +89,7 @@ class AttentionMasks:
         paths = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
         self._makers: list[Any] = list(map(model.get_submodule, paths))
         self._numbers_tokens = _numbers_tokens(model, forward, paths)
-        self._replaced: dict[tuple[bool, bool], dict[str, Callable[..., Any]]] = {}
+        self._replaced: dict[tuple[bool, bool], list[Replacement]] = {}
 
     def note(self, inputs: Mapping[str, Any], is_sharded: bool) -> None:
         """Find the masks that a batch needs, the keyword arguments of a forward.
@@ -122,33 +121,21 @@ class AttentionMasks:
         # With padding, transformers leaves no mask out.
         return KeptMasks(has_padding, has_padding or self._window is None or length >= self._window)
 
-    @contextlib.contextmanager
-    def around_call(self, args: Sequence[Any], inputs: Mapping[str, Any], drops_cache: bool) -> Iterator[None]:
-        """A forward with these arguments is traced without the masks that it does not need.
+    def replacements(self, args: Sequence[Any], inputs: Mapping[str, Any], drops_cache: bool) -> list[Replacement]:
+        """Those with which a forward with these arguments is traced without the masks that it does not need.
 
         Args:
             drops_cache: the model is told to make no cache of keys and values; where there is one, transformers does
                 not look for packed rows.
         """
-        masks = [] if self.kept.padding else list(_masks(inputs).values())
+        masks = () if self.kept.padding else _masks(inputs).values()
         has_caches = drops_cache and all(_makes_cache(module) for module in self._makers)
         is_in_order = self._numbers_tokens and not _may_be_packed(args, inputs)
-        replaced = self._functions(has_caches or is_in_order, self.kept.local)
-        file: Any = importlib.import_module(_FILE)
-        before = {name: getattr(file, name) for name in replaced}
-        try:
-            for mask in masks:
-                setattr(mask, _MARK, True)
-            vars(file).update(replaced)
-            yield
-        finally:
-            vars(file).update(before)
-            for mask in masks:
-                vars(mask).pop(_MARK, None)
+        functions = self._functions(has_caches or is_in_order, self.kept.local)
+        return [*((mask, _MARK, True) for mask in masks), *functions]
 
-    def _functions(self, is_in_order: bool, keeps_local: bool) -> dict[str, Callable[..., Any]]:
-        """Replacements for functions of transformers, by their names there; the same in each call, since torch has
-        guards on them."""
+    def _functions(self, is_in_order: bool, keeps_local: bool) -> list[Replacement]:
+        """Replacements for functions of transformers; the same in each call, since torch has guards on them."""
         way = is_in_order, keeps_local
         if way not in self._replaced:
             file: Any = importlib.import_module(_FILE)
@@ -160,9 +147,9 @@ class AttentionMasks:
                 made |= {_CAUSAL: _if_not_local, _BIDIRECTIONAL: _if_not_local}
             if is_in_order:
                 made[_FINDS_PACKED] = _unless_traced
-            self._replaced[way] = {
-                name: make(getattr(file, name)) for name, make in made.items() if hasattr(file, name)
-            }
+            self._replaced[way] = [
+                (file, name, make(getattr(file, name))) for name, make in made.items() if hasattr(file, name)
+            ]
         return self._replaced[way]
 
 

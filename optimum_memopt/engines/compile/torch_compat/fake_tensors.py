@@ -122,10 +122,7 @@ def run_as_eager() -> Iterator[None]:
             for owner in (optimizer, _foreach_utils)
         ),
     )
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, value))
+    with with_attributes(each for each in replaced if hasattr(*each[:2])):
         yield
 
 
@@ -196,6 +193,29 @@ def fake_model(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]
     return mode, copied
 
 
+# An object with a dictionary, as a file, an `nn.Module` or a tensor; the name of an attribute, and its value.
+Replacement = tuple[Any, str, Any]
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Within it attributes are others. Each is set before the next replacement is asked for."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for owner, name, value in replacements:
+            held = vars(owner)
+            before.append((held, name, held.get(name, _MISSING)))
+            held[name] = value
+        yield
+    finally:
+        for held, name, value in reversed(before):
+            if value is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = value
+
+
 @contextlib.contextmanager
 def replaced(
     holders: Sequence[torch.nn.Module | torch.optim.Optimizer], copied: Callable[[Any], Any]
@@ -247,18 +267,10 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
     return results, ""
 
 
-@contextlib.contextmanager
-def without_hooks(model: torch.nn.Module) -> Iterator[None]:
+def without_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within it no hook of a module is called (torch 2.13)."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    before = [(vars(module), name, vars(module)[name]) for module in model.modules() for name in names]
-    try:
-        for held, name, _ in before:
-            held[name] = {}
-        yield
-    finally:
-        for held, name, hooks in before:
-            held[name] = hooks
+    return with_attributes((module, name, {}) for module in model.modules() for name in names)
 
 
 def bytes_of(holders: Sequence[torch.nn.Module | torch.optim.Optimizer], device: torch.device) -> int:
@@ -428,7 +440,7 @@ class _KnownSteps(TorchDispatchMode):
 def known_steps() -> Iterator[None]:
     """Within it and fake tensors the values of `torch.linspace` are known: models make a list of them while they are
     built, the rates of their stochastic depth (ConvNext)."""
-    with mock.patch.object(fake_tensor, _MOST_CONSTANTS, _MOST_VALUES, create=True), _KnownSteps():
+    with with_attributes([(fake_tensor, _MOST_CONSTANTS, _MOST_VALUES)]), _KnownSteps():
         yield
 
 

@@ -1,25 +1,32 @@
-"""Replacements for code of transformers and PEFT that torch cannot trace, in place while a compiled forward runs."""
+"""Replacements for code of transformers, PEFT and TRL that torch cannot trace, in place while a compiled forward runs.
+
+transformers collects hidden states, attentions and others by hooks on the modules that return them
+(`transformers/utils/output_capturing.py`, 5.23). It puts all hooks of a model in the first forward that is asked for
+one kind, and leaves them there; a hook of another kind does nothing. LLaVA and the models like it ask for the hidden
+states of their vision tower in each forward.
+"""
 
 import contextlib
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
 from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import fused_lm_head, packed_attention
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
+    Trace,
     global_hooks,
     is_fake,
     mark_static,
     own_forward,
     untraced,
 )
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
@@ -49,6 +56,12 @@ _ADDS_FEATURES = "_deepstack_process"
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 _ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 _BOUNDS = "cu_seqlens"
+# Of transformers' hooks that collect outputs.
+_COLLECTS = "transformers.utils.output_capturing"
+_HOOK = "output_capturing_hook"
+_COLLECTOR = "_active_collector"
+_PUTS_HOOKS = "maybe_install_capturing_hooks"
+_HAS_HOOKS = "_output_capturing_hooks_installed"
 
 
 class TraceFixes:
@@ -65,7 +78,7 @@ class TraceFixes:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         # Functions of modules and in their files, by their names, and those that are called instead.
-        self._replaced: list[tuple[Any, str, Any]] = list(fused_lm_head.replacements())
+        self._replaced: list[Replacement] = list(fused_lm_head.replacements())
         for file in filter(None, set(map(_file_of, model.modules()))):
             for name, function in vars(file).items():
                 if name.startswith(_READ_SIZES) and callable(function):
@@ -92,28 +105,42 @@ class TraceFixes:
         self._set_by_forward: str | None = None
 
     @contextlib.contextmanager
-    def around_call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Apply the fixes, and leave the model as it would be after a plain forward with these keyword arguments."""
-        with contextlib.ExitStack() as stack:
-            for module in self._in_8_bits:
-                if getattr(module.weight, "CB", None) is not None:
-                    getattr(module, _FIRST_FORWARD)()
-            for module in self._nameless:
-                stack.enter_context(mock.patch.object(module, "loss_type", _LOSS_WITHOUT_NAME))
-            is_packed = all(map(_may_be_packed, self._split_rows))
-            for owner, name, function in (*self._replaced, *(self._packed if is_packed else ())):
-                stack.enter_context(mock.patch.object(owner, name, function))
-            for module in () if is_packed else self._split_rows:
-                stack.enter_context(_with_forward(module, _untraced_forward(module)))
-            stack.callback(self._ahead.forget)
-            for module in self._read_values:
-                self._open(module, stack)
-            for tensor in inputs.values():
-                if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
-                    mark_static(tensor, range(1, tensor.dim()))
-            if self._config is not None and hasattr(self._config, "problem_type"):
-                stack.enter_context(self._problem_type(inputs.get("labels")))
-            yield
+    def around_call(
+        self, inputs: Mapping[str, Any], others: Sequence[Replacement], stops_at_hooks: bool
+    ) -> Iterator[None]:
+        """Apply the fixes, and leave the model as it would be after a plain forward.
+
+        Args:
+            inputs: keyword arguments of the forward.
+            others: replacements for this call, beside the model's.
+            stops_at_hooks: a forward that puts hooks ends in `HooksPutError` there, before more of it is compiled.
+        """
+        for module in self._in_8_bits:
+            if getattr(module.weight, "CB", None) is not None:
+                getattr(module, _FIRST_FORWARD)()
+        for tensor in inputs.values():
+            if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
+                mark_static(tensor, range(1, tensor.dim()))
+        try:
+            with (
+                with_attributes(self._replacements()),
+                with_attributes((*others, *_of_collected_outputs(stops_at_hooks))),
+                self._problem_type(inputs.get("labels")),
+            ):
+                yield
+        finally:
+            self._ahead.forget()
+
+    def _replacements(self) -> Iterator[Replacement]:
+        for module in self._nameless:
+            yield module, "loss_type", _LOSS_WITHOUT_NAME
+        yield from self._replaced
+        if all(map(_may_be_packed, self._split_rows)):
+            yield from self._packed
+        else:
+            yield from ((module, "forward", _untraced_forward(module)) for module in self._split_rows)
+        for module in self._read_values:
+            yield from self._opened(module)
 
     @property
     def opens_modules(self) -> bool:
@@ -128,20 +155,24 @@ class TraceFixes:
         """Have what is compiled in modules that read values compiled again."""
         self._forwards.clear()
 
-    def _open(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
+    def _opened(self, module: torch.nn.Module) -> Iterator[Replacement]:
         """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
-        forward = self._ahead.forward() if self._ahead.is_for(module) else _untraced_forward(module)
-        stack.enter_context(_with_forward(module, forward))
+        is_ahead = self._ahead.is_for(module)
+        yield module, "forward", self._ahead.forward() if is_ahead else _untraced_forward(module)
         assert self._compiled is not None
         for child in _called_in(module):
+            # One that is opened too is in place already.
             if next(child.children(), None) is not None and "forward" not in vars(child):
                 if child not in self._forwards:
                     self._forwards[child] = self._compiled(own_forward())
-                stack.enter_context(_with_forward(child, functools.partial(self._forwards[child], child)))
+                yield child, "forward", functools.partial(self._forwards[child], child)
 
     @contextlib.contextmanager
     def _problem_type(self, labels: Any) -> Iterator[None]:
         config = self._config
+        if config is None or not hasattr(config, "problem_type"):
+            yield
+            return
         before = config.problem_type
         has_one_label = before is None and _each_row_has_one_label(config, labels)
         if has_one_label:
@@ -201,30 +232,18 @@ class _RunAhead:
         def reached(*args: Any, **kwargs: Any) -> None:
             raise _ReachedError(args, kwargs)
 
-        before = module.__dict__["forward"]
-        module.__dict__["forward"] = reached
         try:
-            forward()
+            with with_attributes([(module, "forward", reached)]):
+                forward()
         except _ReachedError as call:
             args, inputs = call.given
         else:
             return
-        finally:
-            module.__dict__["forward"] = before
         self._results = type(module).forward(module, *args, **inputs)
 
     def forget(self) -> None:
         """Hold no results any longer."""
         self._results = None
-
-
-@contextlib.contextmanager
-def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)
 
 
 def _file_of(module: torch.nn.Module) -> types.ModuleType | None:
@@ -292,7 +311,7 @@ def _may_be_packed(module: Any) -> bool:
     return module.config._attn_implementation in ("eager", "sdpa") and groups == 1 and not dropout
 
 
-def _packed_attentions(modules: list[Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
+def _packed_attentions(modules: list[Any]) -> Iterator[Replacement]:
     """Replacements in the files of these modules for the code that splits a row, by their names there."""
     for file in filter(None, set(map(_file_of, modules))):
         inside = [module for module in modules if _file_of(module) is file]
@@ -366,3 +385,81 @@ def _each_row_has_one_label(config: Any, labels: Any) -> bool:
         # A traced step's labels have no values.
         and (is_fake(labels) or bool((labels >= 0).all()))
     )
+
+
+class HooksPutError(Exception):
+    """A forward has put hooks on modules that collect what these return."""
+
+
+class _Collector:
+    """The outputs that the running forward collects, by their kinds.
+
+    It stands for a `ContextVar`, which torch does not trace: transformers' own class is a global while torch traces
+    and none where Python runs, so that nothing is collected from a traced module in one that is not.
+    """
+
+    collected: dict[str, Any] | None = None
+
+    def get(self) -> dict[str, Any] | None:
+        return self.collected
+
+    def set(self, value: dict[str, Any] | None) -> tuple[dict[str, Any] | None]:
+        before, self.collected = self.collected, value
+        return (before,)
+
+    def reset(self, token: tuple[dict[str, Any] | None]) -> None:
+        (self.collected,) = token
+
+
+# torch guards on it: each forward has the same.
+_collector = _Collector()
+
+
+def kind_of(hook: Any) -> str | None:
+    """The kind of output that a hook of a module collects; None: it is not transformers'."""
+    code = getattr(hook, "__code__", None)
+    if code is None or code.co_name != _HOOK or "key" not in code.co_freevars:
+        return None
+    kind: str = hook.__closure__[code.co_freevars.index("key")].cell_contents
+    return kind
+
+
+def collected_kinds() -> frozenset[str]:
+    """The kinds that are collected where a module is called, traced or not; within `around_call`."""
+    traced = Trace.keys_set_to(_collector, "collected") if Trace.current() is not None else None
+    return frozenset(_collector.collected or ()) if traced is None else traced
+
+
+def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in which hooks collect nothing."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, _collector.collected = _collector.collected, None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _collector.collected = before
+
+    return run
+
+
+def _of_collected_outputs(stops_at_hooks: bool) -> Iterator[Replacement]:
+    """Replacements in transformers' file, with which torch can trace its hooks."""
+    file: Any = sys.modules.get(_COLLECTS)
+    if not all(hasattr(file, name) for name in (_COLLECTOR, _PUTS_HOOKS)):
+        return
+    puts = getattr(file, _PUTS_HOOKS)
+
+    @untraced
+    def stopped(model: torch.nn.Module) -> None:
+        puts(model)
+        if stops_at_hooks:
+            raise HooksPutError
+
+    def put(model: torch.nn.Module) -> None:
+        if not getattr(model, _HAS_HOOKS, False):
+            stopped(model)
+
+    _collector.collected = getattr(file, _COLLECTOR).get()
+    yield file, _COLLECTOR, _collector
+    yield file, _PUTS_HOOKS, put
