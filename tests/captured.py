@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
+from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
@@ -175,7 +175,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return compile_graph("aot_eager", module, inputs, record, saw=None, say=print)
 
     compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
-    with configured(compiles=True, has_regions=False):
+    with dynamo.configured(has_regions=False):
         compiled(*args, **kwargs)
     (one,) = found
     return one

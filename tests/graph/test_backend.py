@@ -13,11 +13,12 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental import _config as symbolic_config
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile.capture.backend import _Partitioner, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile.capture.backend import _Partitioner, check_compiler, default_compiler
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.memory.process import fewer_collections
 from tests import fresh_process
 from tests.compiled import selection
 from tests.gradients import accumulate, assert_bitwise_same_step
@@ -68,7 +69,7 @@ def attached(model: torch.nn.Module, asked: str = "") -> CompileEngine:
 
 def test_switches_are_on_within_and_given_back():
     before, collector = switches(), gc.get_threshold()
-    with pytest.raises(KeyError), configured(compiles=True, has_regions=False):
+    with pytest.raises(KeyError), dynamo.configured(has_regions=False), fewer_collections():
         assert not torch._dynamo.config.optimize_ddp and torch._dynamo.config.recompile_limit > 1000
         assert not symbolic_config.use_duck_shape and not functorch_config.enable_autograd_cache
         assert switches() != before
@@ -81,7 +82,7 @@ def test_a_collector_that_is_off_stays_off():
     before = gc.get_threshold()
     try:
         gc.set_threshold(0)
-        with configured(compiles=True, has_regions=False):
+        with fewer_collections():
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)

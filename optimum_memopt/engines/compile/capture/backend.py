@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.memory import process
 
 
 class _Partitioner(dynamo.CustomPartitionerFn):
@@ -79,13 +78,6 @@ def compile_graph(
         if compiler == "inductor":
             return dynamo.compile_with_inductor(module, inputs, partitioner, saw)
         return dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-
-
-@contextlib.contextmanager
-def configured(compiles: bool, has_regions: bool) -> Iterator[None]:
-    """torch's switches while a compiled forward is called, and perhaps compiled first; restored afterwards."""
-    with dynamo.configured(has_regions), process.fewer_collections() if compiles else contextlib.nullcontext():
-        yield
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
+from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.regions import (
     Regions,
@@ -52,6 +52,7 @@ from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_metho
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import Progress, announced, get_logger
+from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
 
 # Of a forward that puts hooks on modules, or whose layers return something else, again and again.
@@ -286,7 +287,8 @@ class TracedForward:
         run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
         try:
             with (
-                configured(is_first, has_regions),
+                dynamo.configured(has_regions),
+                process.fewer_collections() if is_first else contextlib.nullcontext(),
                 self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
                 self._regions.in_place(kind) if has_regions else contextlib.nullcontext(),

@@ -32,7 +32,6 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compil
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
-from optimum_memopt.memory import process
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
@@ -177,8 +176,7 @@ class PlannedForward:
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.largest) is not None:
                 self.traced.expect(largest)
-            with process.fewer_collections():
-                return Attempt(self._run(call), self.predictor, self.plan_file)
+            return Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
             self._reset()
