@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward
+from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward, writes_to
 from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, trace_fixes
@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     attribute_set_by,
     described,
     replaced,
-    versions,
+    with_attributes,
 )
 from optimum_memopt.errors import UnsupportedModelError
 
@@ -117,15 +117,52 @@ def _structure(layer: torch.nn.Module) -> Hashable:
 
 
 class ResultsChangedError(RuntimeError):
-    """A layer returns something else than what is traced around it was told."""
+    """A layer returns something else than what is around it was traced with."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A group of equal layers that is compiled once.
+
+    Attributes:
+        name: the class of its layers.
+        layers: held weakly.
+        constants: numbers and sizes that all layers are given, as far as they were traced; see `_constants`.
+        graphs: traced in this call.
+    """
+
+    name: str
+    layers: list["weakref.ref[torch.nn.Module]"]
+    constants: Sequence[Any] = ()
+    graphs: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
-    """A group that is compiled once: the class of its layers, and how many there are."""
+class _Layer:
+    """A layer of a region.
 
-    name: str
-    layers: int
+    Attributes:
+        path: in the model.
+        forward: compiled, of which the first argument is the layer.
+        hooks: around the modules in it: they are called while it runs, and write to what is traced before that.
+    """
+
+    path: str
+    held: "weakref.ref[torch.nn.Module]"
+    region: Region
+    forward: Callable[..., Any]
+    hooks: Sequence[Mapping[int, Any]]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        module = self.held()
+        assert module is not None
+        return module
+
+    @property
+    def collected_kinds(self) -> set[str | None]:
+        """The kinds of output that hooks in it collect; None among them: one is no such hook."""
+        return {trace_fixes.kind_of(hook) for hooks in self.hooks for hook in hooks.values()}
 
 
 class Regions:
@@ -139,7 +176,6 @@ class Regions:
 
     Attributes:
         all: one for each group.
-        layer: path of the layer whose forward runs; empty: none does.
         refusal: why layers cannot be compiled by themselves; empty: they can, as far as is known.
     """
 
@@ -151,71 +187,63 @@ class Regions:
         only_layers: bool = False,
     ) -> None:
         self.all: list[Region] = []
-        self.layer = self.refusal = ""
+        self.refusal = ""
         self._only_layers = only_layers
-        self._current: Region | None = None
-        self._graphs: Counter[Region] = Counter()
-        # By the paths of layers, what may be called while they run, and writes to what is traced before that.
-        self._hooks = {
-            path: [
-                hooks for module in layer.modules() if module is not layer for hooks in hooks_around_forward(module)
-            ]
-            for group in (() if only_layers else groups)
-            for path, layer in group.items()
-        }
-        # Results of layers on fake tensors, by what they are given, while dynamo traces what is around them.
+        # The layer whose forward runs.
+        self._running: _Layer | None = None
+        # While dynamo traces what is around layers: their results on fake tensors, by what they are given, and those
+        # of their attributes that these depend on.
         self._results: dict[Hashable, Any] = {}
-        self._kinds: dict[Region, dict[torch.nn.Module, Hashable]] = {}
-        # What was returned there, by the trace, the layer, and what it was given.
-        self._told: dict[Hashable, set[tuple[_Form, ...]]] = {}
+        self._attributes: dict[Region, dict[torch.nn.Module, Hashable]] = {}
+        # The results that it was traced with, by the trace, the layer, and the kinds of the layer's arguments.
+        self._traced_results: dict[Hashable, set[_TracedResults]] = {}
         self._trace: Hashable = None
-        # Of what a region's layers are given, see `_constants`.
-        self._constants: dict[Region, list[Any]] = {}
-        self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
-        self._layers: dict[Region, list[weakref.ref[torch.nn.Module]]] = {}
+        self._forwards: list[tuple[_Layer, Callable[..., Any]]] = []
         closed = [] if only_layers else [layer for group in groups for layer in group.values()]
         self._sharded = ShardedModules(closed, opened)
         for group in groups:
-            kind = type(next(iter(group.values()))).__name__
-            region, forward = Region(kind, len(group)), compiled(dynamo.own_forward())
+            region = Region(type(next(iter(group.values()))).__name__, list(map(weakref.ref, group.values())))
             self.all.append(region)
+            forward = compiled(dynamo.own_forward())
             forward = forward if only_layers else trace_fixes.without_collecting(forward)
-            for path, layer in group.items():
-                held = weakref.ref(layer)
-                run = dynamo.untraced(functools.partial(self._run, path, region, forward))
-                self._forwards.append((held, dynamo.as_operator(self._forward_of(path, held, region, run))))
-            self._layers[region] = [held for held, _ in self._forwards[-len(group) :]]
+            for (path, module), held in zip(group.items(), region.layers, strict=True):
+                inner = () if only_layers else (each for each in module.modules() if each is not module)
+                hooks = [hooks for each in inner for hooks in hooks_around_forward(each)]
+                layer = _Layer(path, held, region, forward, hooks)
+                self._forwards.append((layer, dynamo.as_operator(self._forward_of(layer))))
 
     @property
     def are_closed(self) -> bool:
         """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
         traced before they run, and none of all modules would be called around a layer and in it."""
-        if not self.all or any(None in self._kinds_in(path) for path in self._hooks):
+        if not self.all or any(None in layer.collected_kinds for layer, _ in self._forwards):
             return False
         return self._only_layers or not dynamo.global_hooks()
 
-    def _kinds_in(self, path: str) -> set[str | None]:
-        """The kinds of output that hooks in a layer collect; None among them: one is no such hook."""
-        return {trace_fixes.kind_of(hook) for hooks in self._hooks.get(path, ()) for hook in hooks.values()}
+    @property
+    def layer(self) -> str:
+        """Path of the layer whose forward runs; empty: none does."""
+        return "" if self._running is None else self._running.path
 
     def note_graph(self, watch: dynamo.Watch) -> str:
         """Note that a graph was traced in the first call, which `watch` is of; a line where the current group has too
         many."""
-        if self._current is None:
+        if self._running is None:
             return ""
-        self._graphs[self._current] += 1
-        if self._graphs[self._current] <= _MOST_GRAPHS:
+        region = self._running.region
+        region.graphs += 1
+        if region.graphs <= _MOST_GRAPHS:
             return ""
         cause = watch.last_cause()
-        return f"more than {_MOST_GRAPHS} graphs for {self._current.name}{f'; {cause}' if cause else ''}"
+        return f"more than {_MOST_GRAPHS} graphs for {region.name}{f'; {cause}' if cause else ''}"
 
     @property
     def layers_at_once(self) -> int:
         """Number of the layers in the current group; of all, outside of layers; 1 in a forward that is one graph."""
         if not self.are_closed:
             return 1
-        regions = self.all if self._current is None else [self._current]
-        return sum(region.layers for region in regions)
+        regions = self.all if self._running is None else [self._running.region]
+        return sum(len(region.layers) for region in regions)
 
     @contextlib.contextmanager
     def in_place(self, trace: Hashable) -> Iterator[None]:
@@ -224,51 +252,49 @@ class Regions:
         Args:
             trace: what is around the layers runs as it was traced within the same one.
         """
-        self._graphs.clear()
         self._trace = trace
-        layers = [(layer, forward) for held, forward in self._forwards if (layer := held()) is not None]
-        for layer, forward in layers:
-            layer.__dict__["forward"] = forward
+        for region in self.all:
+            region.graphs = 0
+        alive = ((layer.held(), forward) for layer, forward in self._forwards)
         try:
-            with self._sharded.in_place():
+            with (
+                with_attributes((module, "forward", forward) for module, forward in alive if module is not None),
+                self._sharded.in_place(),
+            ):
                 yield
         finally:
             self._results.clear()
-            self._kinds.clear()
-            for layer, _ in layers:
-                layer.__dict__.pop("forward", None)
+            self._attributes.clear()
 
-    def _run(
-        self, path: str, region: Region, forward: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
-    ) -> Any:
-        before = self.layer, self._current
-        self.layer, self._current = path, region
+    def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+        before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
-        given = list(zip(values, self._constants.get(region, ()), strict=False))
+        given = list(zip(values, layer.region.constants, strict=False))
         for value, constant in given:
             if isinstance(value, torch.Tensor) and isinstance(constant, list):
                 dynamo.mark_static(value, [dim for dim, size in enumerate(constant) if size is not None])
         numbers = [constant for value, constant in given if type(value) is int]
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
-                results = self._sharded.run(layer, functools.partial(forward, layer), args, kwargs)
+                module = layer.module
+                results = self._sharded.run(module, functools.partial(layer.forward, module), args, kwargs)
         finally:
-            self.layer, self._current = before
-        told = self._told.get(self._told_by(path, values))
-        if told is not None:
+            self._running = before
+        traced = self._traced_results.get(self._call_of(layer, values))
+        if traced is not None:
             returned = dynamo.tree_leaves(results)
-            if not any(_is_of(forms, returned, values) for forms in told):
+            if not any(each.are(returned, values) for each in traced):
                 raise ResultsChangedError(
-                    f"{path} returns something else than the layers that are equal to it, or than it did before"
+                    f"{layer.path} returns something else than the layers that are equal to it, or than it did before"
                 )
         return results
 
     def forget_results(self) -> None:
         """Compare what layers return with later traces alone."""
-        self._told.clear()
+        self._traced_results.clear()
 
-    def _told_by(self, path: str, given: Sequence[Any]) -> Hashable:
-        return self._trace, path, tuple(map(_kind, given))
+    def _call_of(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
+        return self._trace, layer, tuple(map(_kind, given))
 
     def check_around(self, trace: dynamo.Trace) -> None:
         """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
@@ -280,23 +306,20 @@ class Regions:
         """See `ShardedModules`; within `in_place`."""
         return self._sharded.finish(outputs)
 
-    def _forward_of(
-        self, path: str, held: "weakref.ref[torch.nn.Module]", region: Region, run: Callable[..., Any]
-    ) -> types.FunctionType:
+    def _forward_of(self, layer: _Layer) -> types.FunctionType:
         """The forward of a layer: its region, or its results on fake tensors where dynamo traces what is around it."""
+        run = dynamo.untraced(functools.partial(self._run, layer))
 
         def layer_region(*args: Any, **kwargs: Any) -> Any:
-            layer = held()
-            assert layer is not None
-            if (kinds := self._kinds_in(path)) and (collected := kinds & trace_fixes.collected_kinds()):
-                raise self._refused(f"{', '.join(sorted(map(str, collected)))} are collected in {region.name}")
+            if (kinds := layer.collected_kinds) and (collected := kinds & trace_fixes.collected_kinds()):
+                raise self._refused(f"{', '.join(sorted(map(str, collected)))} are collected in {layer.region.name}")
             trace = dynamo.Trace.current()
             if trace is None:
-                return run(layer, *args, **kwargs)
-            results = self._traced(layer, region, trace, args, kwargs)
+                return run(*args, **kwargs)
+            results = self._traced(layer.module, layer.region, trace, args, kwargs)
             given = dynamo.tree_leaves((args, kwargs))
-            told = self._told.setdefault(self._told_by(path, given), set())
-            told.add(_forms(dynamo.tree_leaves(results), given))
+            traced = self._traced_results.setdefault(self._call_of(layer, given), set())
+            traced.add(_TracedResults.of(dynamo.tree_leaves(results), given))
             return results
 
         # torch guards on functions by their code: with one for all, layers that change places run in their old ones.
@@ -318,30 +341,29 @@ class Regions:
             raise self._refused(f"attributes of {region.name} are set around it")
         given, structure = dynamo.tree_flatten((args, kwargs))
         constants = list(map(_constants, given))
-        self._constants[region] = list(map(_common, constants, self._constants.get(region, constants)))
+        region.constants = list(map(_common, constants, region.constants or constants))
         known = all(isinstance(value, DESCRIBED) for value in given)
-        if region not in self._kinds:
-            alive = [each for held in self._layers[region] if (each := held()) is not None]
-            self._kinds[region] = _kinds(alive)
-        way = region, self._kinds[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
+        if region not in self._attributes:
+            alive = [each for held in region.layers if (each := held()) is not None]
+            self._attributes[region] = _attributes_that_count(alive)
+        way = region, self._attributes[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
         if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
             return dynamo.tree_map(_copied, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        before = versions(tensors)
+        before = list(map(writes_to, tensors))
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
-        if versions(tensors) != before:
+        if list(map(writes_to, tensors)) != before:
             # What the layer before it has saved of that is no longer there.
             raise self._refused(f"the forward of {region.name} writes to what it is given")
         results = fully_shard.with_cast_outputs(layer, results)
-        inputs = {dynamo.storage_id(value) for value in given if isinstance(value, torch.Tensor)}
+        inputs = set(map(dynamo.storage_id, tensors))
         values = dynamo.tree_leaves(results)
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        is_new = all(dynamo.storage_id(tensor) not in inputs for tensor in tensors)
+        is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
         if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
             # Sizes that the layer has found to be the same are one symbol for the layers behind it.
             self._results[(*way, tuple(map(described, given)))] = results
@@ -386,11 +408,6 @@ def _common(one: Any, other: Any) -> Any:
     return one if one == other else None
 
 
-# Of a value that a layer is given or returns, see `_kind`; and of each size of a tensor the constant, or the place and
-# the dimension of the argument that has the same one (None: neither).
-_Form = tuple[Hashable, tuple[int | tuple[int, int] | None, ...]]
-
-
 def _kind(value: Any) -> Hashable:
     """The properties of a value that autograd and the operators of a trace depend on."""
     if isinstance(value, torch.Tensor):
@@ -399,37 +416,48 @@ def _kind(value: Any) -> Hashable:
     return kind
 
 
-def _forms(results: Sequence[Any], given: Sequence[Any]) -> tuple[_Form, ...]:
-    """The forms of a layer's results in a trace."""
-    places: dict[str, tuple[int, int]] = {}
-    for at, value in enumerate(given):
-        for dim, size in enumerate(_sizes(value)):
-            if dynamo.constant(size) is None:
-                places.setdefault(str(size), (at, dim))
+@dataclass(frozen=True)
+class _TracedResults:
+    """The results of a layer in a trace of what is around it.
 
-    def same(size: "int | torch.SymInt") -> int | tuple[int, int] | None:
-        return places.get(str(size)) if (constant := dynamo.constant(size)) is None else constant
+    Attributes:
+        kinds: of each value, see `_kind`.
+        sizes: of each tensor: a constant, or the argument and its dimension of the same size (None: neither).
+    """
 
-    return tuple((_kind(value), tuple(map(same, _sizes(value)))) for value in results)
+    kinds: tuple[Hashable, ...]
+    sizes: tuple[tuple[int | tuple[int, int] | None, ...], ...]
 
+    @classmethod
+    def of(cls, results: Sequence[Any], given: Sequence[Any]) -> "_TracedResults":
+        arguments: dict[str, tuple[int, int]] = {}
+        for at, value in enumerate(given):
+            for dim, size in enumerate(_sizes(value)):
+                arguments.setdefault(str(size), (at, dim))
 
-def _is_of(forms: tuple[_Form, ...], results: Sequence[Any], given: Sequence[Any]) -> bool:
-    """True where results of a layer are as they were in a trace."""
+        def traced(size: "int | torch.SymInt") -> int | tuple[int, int] | None:
+            return arguments.get(str(size)) if (constant := dynamo.constant(size)) is None else constant
 
-    def is_same(told: int | tuple[int, int] | None, size: int) -> bool:
-        return told is None or size == (given[told[0]].shape[told[1]] if isinstance(told, tuple) else told)
+        return cls(tuple(map(_kind, results)), tuple(tuple(map(traced, _sizes(value))) for value in results))
 
-    return len(forms) == len(results) and all(
-        kind == _kind(result) and all(map(is_same, told, _sizes(result)))
-        for (kind, told), result in zip(forms, results, strict=True)
-    )
+    def are(self, results: Sequence[Any], given: Sequence[Any]) -> bool:
+        """True where a layer has returned such for these arguments."""
+
+        def is_same(traced: int | tuple[int, int] | None, size: int) -> bool:
+            return traced is None or size == (
+                given[traced[0]].shape[traced[1]] if isinstance(traced, tuple) else traced
+            )
+
+        return self.kinds == tuple(map(_kind, results)) and all(
+            all(map(is_same, traced, _sizes(result))) for traced, result in zip(self.sizes, results, strict=True)
+        )
 
 
 def _sizes(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else ()
 
 
-def _kinds(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
+def _attributes_that_count(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
     """Those attributes of each layer that its results on fake tensors depend on: tensors without data, numbers and
     names.
 

@@ -18,6 +18,7 @@ import torch
 
 from optimum_memopt.compat import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import kind_of
 from optimum_memopt.engines.shared.forward_patch import weak_method
 
@@ -42,21 +43,19 @@ class ShardedModules:
         """Hooks are taken, and open modules are gathered."""
         opened = [(module, forward) for held, forward in self._opened if (module := held()) is not None]
         closed = [module for held in self._closed if (module := held()) is not None]
+        for module, _ in opened:
+            fully_shard.gather(module)
         try:
-            for module, forward in opened:
-                fully_shard.gather(module)
-                module.__dict__["forward"] = types.MethodType(forward, module)
             for module in closed:
                 self._taken[module] = _take(module, _ALL)
             for module, _ in opened:
                 self._taken[module] = _take(module, _AROUND_FORWARD)
-            yield
+            with with_attributes((module, "forward", types.MethodType(forward, module)) for module, forward in opened):
+                yield
         finally:
             for module, hooks in self._taken.items():
                 _give_back(module, hooks)
             self._taken.clear()
-            for module, _ in opened:
-                module.__dict__.pop("forward", None)
 
     def run(
         self, module: torch.nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -239,11 +239,6 @@ def replaced(
             tensor.grad = gradient
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was written to: other numbers later mean that one was meanwhile (torch 2.13)."""
-    return [tensor._version for tensor in tensors]
-
-
 def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
     """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute, or a list
     or the like among these that it writes to; with one, all attributes are as before. Whoever reads it around the
