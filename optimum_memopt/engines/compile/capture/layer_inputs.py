@@ -17,10 +17,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from optimum_memopt.compat import without_modes
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.host_copies import offload, reload
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fx_graph import without_dispatch_modes
 
 
 @dataclass(eq=False)
@@ -101,8 +101,18 @@ class _Random(NamedTuple):
     def is_equal(self, other: "_Random") -> bool:
         pairs = zip((self.cpu, *self.states), (other.cpu, *other.states), strict=True)
         # The states are real where the forward runs on fake tensors.
-        with without_dispatch_modes():
+        with without_modes():
             return all(itertools.starmap(torch.equal, pairs))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it generators draw the same numbers again."""
+        kind = torch.accelerator.current_accelerator() if self.devices else None
+        kind_name = kind.type if kind is not None else "cuda"
+        with torch.random.fork_rng(self.devices, device_type=kind_name):
+            torch.set_rng_state(self.cpu)
+            set_device_states(self.devices, self.states, device_type=kind_name)
+            yield
 
 
 @dataclass(eq=False)
@@ -125,21 +135,11 @@ class _Repeated:
     def again(self) -> None:
         """Set the values of its results."""
         args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
-        with self.gathered(), contextlib.nullcontext() if self.random is None else _drawing_again(self.random):
+        with self.gathered(), contextlib.nullcontext() if self.random is None else self.random.again():
             # Without gradients, so that nothing holds what it saves.
             results = listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         for place, result in self.results.items():
             result.value = results[place].detach()
-
-
-@contextlib.contextmanager
-def _drawing_again(random: _Random) -> Iterator[None]:
-    kind = torch.accelerator.current_accelerator() if random.devices else None
-    kind_name = kind.type if kind is not None else "cuda"
-    with torch.random.fork_rng(random.devices, device_type=kind_name):
-        torch.set_rng_state(random.cpu)
-        set_device_states(random.devices, random.states, device_type=kind_name)
-        yield
 
 
 @dataclass(eq=False, kw_only=True)

@@ -45,8 +45,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_tracebacks())
         if device is not None and device.cuda is not None:
-            if dtype is not None:
-                stack.enter_context(kernels.autocast_lists())
+            stack.enter_context(kernels.autocast_lists())
             stack.enter_context(_attention_of(device))
         if dtype is not None:
             stack.enter_context(torch.autocast(here, dtype))
@@ -55,15 +54,11 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 
 @contextlib.contextmanager
 def eager_standin(device: Device | None) -> Iterator[None]:
-    """Code that runs within without a compiler calls a device's operators; without one those of the tensors' own. An
-    operator's error is raised, and not logged too."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_tracebacks())
+    """As `traced_for`, for code that runs without a compiler."""
+    with traced_for(device, None), contextlib.ExitStack() as stack:
         if device is not None and device.cuda is not None:
-            stack.enter_context(kernels.autocast_lists())
             stack.enter_context(kernels.fused_dropout())
             stack.enter_context(kernels.foreach_optimizers())
-            stack.enter_context(_attention_of(device))
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
+from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
@@ -44,7 +44,7 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, fx_graph, zero3
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, zero3
 from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
@@ -428,10 +428,9 @@ class TracedForward:
             module.recompile()
         for reason in reasons:
             self.say(f"the loss of {self._name} is not chunked: {reason}")
-        ids = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         placeholders = module.graph.find_nodes(op="placeholder")
         given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
-        names = {name: ids.get(id(value), "") for name, value in given.items()}
         if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
             return self._owned(self._traced(module, given, names, losses, None))
         if (trace := dynamo.Trace.current()) is not None:
@@ -443,7 +442,7 @@ class TracedForward:
         for name, piece in pieces.items():
             run = piece.forward
             if not any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
-                run = self._traced(piece, given, names, losses if name == last else (), dynamo.Trace.current())
+                run = self._traced(piece, given, names, losses if name == last else (), trace)
             # Hooks of all modules are not for these.
             delattr(whole, name)
             setattr(whole, name, run)
@@ -459,7 +458,7 @@ class TracedForward:
         self,
         module: fx.GraphModule,
         given: Mapping[str, Any],
-        names: Mapping[str, str],
+        names: Mapping[int, str],
         losses: tuple[LossDecision, ...],
         trace: dynamo.Trace | None,
     ) -> Callable[..., Any]:
@@ -467,13 +466,13 @@ class TracedForward:
 
         Args:
             given: what dynamo was given, by the names of inputs.
-            names: of the parameters among it, empty for the others.
+            names: of parameters, by their ids.
         """
         placeholders, traced = module.graph.find_nodes(op="placeholder"), dynamo.traced_module()
         graph = TracedGraph(
             module,
             list(map(dynamo.traced_value, placeholders)),
-            tuple(names.get(node.name, "") for node in placeholders),
+            tuple(names.get(id(given.get(node.name)), "") for node in placeholders),
             losses,
             self._regions.layer,
             not self._runs_outside and any(map(dynamo.is_all_of, self._codes)),
@@ -529,7 +528,7 @@ class TracedForward:
             choices.sizes[graph] = {**analyzed.size_hints, **now}
         analyzed = replace(analyzed, size_hints=choices.sizes[graph])
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
-        with fx_graph.without_dispatch_modes():
+        with without_modes():
             choice = run.choose(graph, analyzed, partitioned.gradients, layer)
             own = choices.partitions.get((graph, choice.key))
             if own is not None:

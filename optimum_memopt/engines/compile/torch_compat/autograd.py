@@ -26,8 +26,7 @@ _HANDS_ON = "RegisterPostBackwardFunction"
 
 def order_of(results: Iterable[object]) -> int:
     """The place in the order of autograd's operators of the one that returned these; -1: none that it knows."""
-    nodes = (result.grad_fn for result in results if isinstance(result, torch.Tensor))
-    return max((node._sequence_nr() for node in nodes if node is not None), default=-1)
+    return max((order(result.grad_fn) for result in results if isinstance(result, torch.Tensor)), default=-1)
 
 
 def current_node() -> Any:

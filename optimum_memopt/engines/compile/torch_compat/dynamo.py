@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -281,11 +281,11 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def own_forward() -> Callable[..., Any]:
     """A function that calls the forward of its first argument, a module, with its own code object."""
-    return with_own_code(_forward)
 
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
 
-def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(self).forward(self, *args, **kwargs)
+    return with_own_code(forward)
 
 
 def forget(codes: Iterable[types.CodeType]) -> None:
@@ -470,9 +470,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def constant(size: "int | torch.SymInt") -> int | None:
     """A size that is no symbol of a trace; None: it is one."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.expr) if size.node.expr.is_number else None
+    return int(size) if is_concrete_int(size) else None
 
 
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:

@@ -201,10 +201,10 @@ _MISSING = object()
 @contextlib.contextmanager
 def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
     """Within it attributes are others. Each is set before the next replacement is asked for."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            held = vars(owner)
+            held: Any = vars(owner)
             before.append((held, name, held.get(name, _MISSING)))
             held[name] = value
         yield

@@ -224,13 +224,10 @@ def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return boxed_nop(graph, inputs)
 
 
-without_dispatch_modes = _disable_current_modes
-
-
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Operators run as they are called, also while a graph is traced: on real tensors, without autocast."""
-    with without_dispatch_modes(), contextlib.ExitStack() as stack:
+    with _disable_current_modes(), contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
