@@ -4,11 +4,18 @@ around the layers.
 Parameters are inputs of a graph, so that one trace serves all layers of a group. Hooks of a layer, and activation
 checkpointing around it, stay outside. Regional compilation by hand: https://docs.pytorch.org/tutorials/recipes/
 regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
+
+torch cannot trace the hooks in which parameters are gathered (FSDP2), and breaks the graph at each. So they are taken
+from the modules while torch traces what is around them, and Python runs them: those of a layer around its forward. A
+module that computes the logits is *open*: its forward is part of the graph around layers, which may compute the loss
+without logits. The parameters of an open one are gathered before the model's forward, and count as used until that
+returns.
 """
 
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections import Counter
@@ -19,8 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.compat import embeddings, full_shape, hooks_around_forward, writes_to
-from optimum_memopt.engines.compile.capture.sharded_modules import ShardedModules
+from optimum_memopt.compat import embeddings, full_shape, hooks_around_call, hooks_around_forward, writes_to
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, trace_fixes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
@@ -30,6 +36,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     replaced,
     with_attributes,
 )
+from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import UnsupportedModelError
 
 # Layers of one class and structure, by their paths in the model, in order.
@@ -166,12 +173,12 @@ class _Layer:
 
 
 class Regions:
-    """The forwards of a model's layers while its training forward runs. It keeps no layer alive: torch keeps what was
-    compiled until the process ends.
+    """The forwards of a model's layers while its training forward runs. It keeps no module alive: torch keeps what
+    was compiled until the process ends.
 
     Args:
         compiled: compiles a forward, of which the first argument is the layer.
-        opened: see `ShardedModules`.
+        opened: open modules.
         only_layers: nothing is traced around the layers, so that hooks stay where they are.
 
     Attributes:
@@ -199,8 +206,10 @@ class Regions:
         self._traced_results: dict[Hashable, set[_TracedResults]] = {}
         self._trace: Hashable = None
         self._forwards: list[tuple[_Layer, Callable[..., Any]]] = []
-        closed = [] if only_layers else [layer for group in groups for layer in group.values()]
-        self._sharded = ShardedModules(closed, opened)
+        self._opened = [(weakref.ref(module), self._opened_forward(module)) for module in opened]
+        # The hooks of each module before and after the forward, and of a layer around its backward, while they are
+        # taken from it.
+        self._taken: dict[torch.nn.Module, tuple[dict[int, Any], ...]] = {}
         for group in groups:
             region = Region(type(next(iter(group.values()))).__name__, list(map(weakref.ref, group.values())))
             self.all.append(region)
@@ -247,7 +256,7 @@ class Regions:
 
     @contextlib.contextmanager
     def in_place(self, trace: Hashable) -> Iterator[None]:
-        """The layers' forwards are those of the regions.
+        """The layers' forwards are those of the regions, hooks are taken, and open modules are gathered.
 
         Args:
             trace: what is around the layers runs as it was traced within the same one.
@@ -255,16 +264,23 @@ class Regions:
         self._trace = trace
         for region in self.all:
             region.graphs = 0
-        alive = ((layer.held(), forward) for layer, forward in self._forwards)
+        layers = [(module, forward) for layer, forward in self._forwards if (module := layer.held()) is not None]
+        opened = [(module, forward) for held, forward in self._opened if (module := held()) is not None]
+        for module, _ in opened:
+            fully_shard.gather(module)
+        forwards = (*layers, *((module, types.MethodType(forward, module)) for module, forward in opened))
         try:
-            with (
-                with_attributes((module, "forward", forward) for module, forward in alive if module is not None),
-                self._sharded.in_place(),
-            ):
+            for module, _ in () if self._only_layers else layers:
+                self._taken[module] = _take(module, _ALL)
+            for module, _ in opened:
+                self._taken[module] = _take(module, _AROUND_FORWARD)
+            with with_attributes((module, "forward", forward) for module, forward in forwards):
                 yield
         finally:
-            self._results.clear()
-            self._attributes.clear()
+            for module, hooks in self._taken.items():
+                _give_back(module, hooks)
+            for held in (self._taken, self._results, self._attributes):
+                held.clear()
 
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         before, self._running = self._running, layer
@@ -277,7 +293,11 @@ class Regions:
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
-                results = self._sharded.run(module, functools.partial(layer.forward, module), args, kwargs)
+                forward = functools.partial(layer.forward, module)
+                if module in self._taken:
+                    results = self._hooked(module, (True,) * _ALL, forward, args, kwargs)
+                else:
+                    results = forward(*args, **kwargs)
         finally:
             self._running = before
         traced = self._traced_results.get(self._call_of(layer, values))
@@ -299,12 +319,60 @@ class Regions:
     def check_around(self, trace: dynamo.Trace) -> None:
         """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
         to a list that all hooks append to: what the hook writes there while the graph runs would be lost."""
-        if trace.changes(held for hook in self._sharded.hooks for held in _held(hook)):
+        hooks = (hook for taken in self._taken.values() for hooks in taken for hook in hooks.values())
+        if trace.changes(held for hook in hooks for held in _held(hook)):
             raise self._refused("hooks of layers, and what runs around these, write to the same object")
 
     def finish(self, outputs: Any) -> Any:
-        """See `ShardedModules`; within `in_place`."""
-        return self._sharded.finish(outputs)
+        """The model's outputs behind the hooks of its open modules; within `in_place`."""
+        opened = [module for held, _ in self._opened if (module := held()) in self._taken]
+        for module in filter(None, opened):
+            outputs = self._hooked(module, (False, True), functools.partial(_same, outputs), (), {})
+        return outputs
+
+    def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
+        """The forward of an open module, for torch to trace: its hooks before the forward are one operator."""
+        held, run = weakref.ref(module), dynamo.untraced(weak_method(self._run_hooks))
+
+        def hooks_before(given: torch.Tensor) -> torch.Tensor:
+            module = held()
+            assert module is not None
+            if dynamo.Trace.current() is None:
+                return run(module, given)
+            ((given,), _) = fully_shard.with_cast_inputs(module, (given,), {})
+            return given.view_as(given)
+
+        operator = dynamo.as_operator(cast(types.FunctionType, hooks_before))
+
+        def forward(module: torch.nn.Module, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return type(module).forward(module, operator(given), *args, **kwargs)
+
+        return cast(types.FunctionType, forward)
+
+    def _run_hooks(self, module: torch.nn.Module, given: torch.Tensor) -> torch.Tensor:
+        (given,) = self._hooked(module, (True, False), lambda *given: given, (given,), {})
+        return given
+
+    def _hooked(
+        self,
+        module: torch.nn.Module,
+        kinds: Sequence[bool],
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A call of a module with this forward and the kinds of its hooks that are wanted."""
+        inner, taken = module.__dict__.get("forward"), self._taken[module]
+        _give_back(module, [hooks if wanted else {} for hooks, wanted in zip(taken, kinds, strict=True)])
+        module.__dict__["forward"] = forward
+        try:
+            return module(*args, **kwargs)
+        finally:
+            # Hooks may remove themselves, and register others.
+            left = zip(_take(module, len(kinds)), taken, kinds, strict=True)
+            self._taken[module] = tuple(now if wanted else {**hooks, **now} for now, hooks, wanted in left)
+            if inner is not None:
+                module.__dict__["forward"] = inner
 
     def _forward_of(self, layer: _Layer) -> types.FunctionType:
         """The forward of a layer: its region, or its results on fake tensors where dynamo traces what is around it."""
@@ -368,6 +436,38 @@ class Regions:
             # Sizes that the layer has found to be the same are one symbol for the layers behind it.
             self._results[(*way, tuple(map(described, given)))] = results
         return results
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# How many of the kinds of `hooks_around_call` are taken.
+_AROUND_FORWARD, _ALL = 2, 4
+
+
+def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
+    """Leave a module without hooks of the first kinds, and return them. Those that collect its outputs stay where they
+    are the last: torch can trace them."""
+    places = hooks_around_call(module)[:kinds]
+    taken = tuple(map(_before_collectors, places))
+    for place, hooks in zip(places, taken, strict=True):
+        for number in hooks:
+            del place[number]
+    return taken
+
+
+def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    collectors = itertools.takewhile(lambda number: trace_fixes.kind_of(hooks[number]) is not None, reversed(hooks))
+    return dict(itertools.islice(hooks.items(), len(hooks) - len(list(collectors))))
+
+
+def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:
+    """Put hooks before those that have been registered since they were taken."""
+    for place, hooks in zip(hooks_around_call(module), taken, strict=False):
+        since = dict(place)
+        place.clear()
+        place.update({**hooks, **since})
 
 
 def _state(layer: torch.nn.Module) -> Iterator[object]:

@@ -48,7 +48,7 @@ class ShardedGroup:
         gradient: one rank's share of the gradients.
         reshards: they are gathered again for the backward.
         ranks: that share them.
-        is_open: gathered before the model's forward, and used until that returns; see `capture/sharded_modules.py`.
+        is_open: gathered before the model's forward, and used until that returns; see `capture/regions.py`.
         reads_gradients: an input of the first of its modules has a gradient, with which its backward is over.
     """
 
