@@ -325,9 +325,9 @@ class Regions:
 
     def finish(self, outputs: Any) -> Any:
         """The model's outputs behind the hooks of its open modules; within `in_place`."""
-        opened = [module for held, _ in self._opened if (module := held()) in self._taken]
-        for module in filter(None, opened):
-            outputs = self._hooked(module, (False, True), functools.partial(_same, outputs), (), {})
+        for held, _ in self._opened:
+            if (module := held()) is not None and module in self._taken:
+                outputs = self._hooked(module, (False, True), functools.partial(_same, outputs), (), {})
         return outputs
 
     def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
@@ -416,7 +416,7 @@ class Regions:
             self._attributes[region] = _attributes_that_count(alive)
         way = region, self._attributes[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
         if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
-            return dynamo.tree_map(_copied, equal)
+            return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = list(map(writes_to, tensors))
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
@@ -580,10 +580,6 @@ def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]
         for name, value in (*tensors, *vars(module).items()):
             if isinstance(value, DESCRIBED):
                 yield (path, name), described(value)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def around_regions(module: fx.GraphModule) -> fx.GraphModule:

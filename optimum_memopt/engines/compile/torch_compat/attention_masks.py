@@ -16,7 +16,7 @@ import torch
 
 from optimum_memopt.compat import is_mask, of_all_ranks
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import forward_of, names_in_forward
 from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"
@@ -86,7 +86,7 @@ class AttentionMasks:
         self.kept = self._always = KeptMasks(padding=False, local=False)
         self._is_first = True
         self._window = min(_windows(model), default=None)
-        paths = [path for path, module in model.named_modules() if _MAKE_MASKS & _names(forward_of(module))]
+        paths = [path for path, module in model.named_modules() if _MAKE_MASKS & names_in_forward(module)]
         self._makers: list[Any] = list(map(model.get_submodule, paths))
         self._numbers_tokens = _numbers_tokens(model, forward, paths)
         self._replaced: dict[tuple[bool, bool], list[Replacement]] = {}
@@ -202,10 +202,6 @@ def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any], makers:
 
 def _makes_cache(module: Any) -> bool:
     return bool(getattr(getattr(module, "config", None), "use_cache", False))
-
-
-def _names(function: Any) -> set[str]:
-    return set() if function is None else set(function.__code__.co_names)
 
 
 def _is_from(function: Any, places: tuple[str, ...]) -> bool:

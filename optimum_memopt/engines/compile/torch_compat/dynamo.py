@@ -35,7 +35,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
@@ -52,6 +52,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
 ]
 

@@ -252,7 +252,7 @@ def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable
 
 
 def _in_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return torch.utils._pytree.tree_map(lambda value: value.float() if _is_half(value) else value, (args, kwargs))
+    return torch.utils._pytree.tree_map_only(_is_half, torch.Tensor.float, (args, kwargs))
 
 
 def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -76,7 +76,6 @@ class TraceFixes:
         self, model: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     ) -> None:
         self._config: Any = getattr(model, "config", None)
-        self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         # Functions of modules and in their files, by their names, and those that are called instead.
         self._replaced: list[Replacement] = list(fused_lm_head.replacements())
         for file in filter(None, set(map(_file_of, model.modules()))):
@@ -98,6 +97,8 @@ class TraceFixes:
         self._read_values = [*finders, *(each for each in loops if each not in finders)]
         self._ahead = _RunAhead(model, finders)
         for module in model.modules():
+            if vars(module).get("loss_type", "") is None:
+                self._replaced.append((module, "loss_type", _LOSS_WITHOUT_NAME))
             if hasattr(type(module), _ADDS_FEATURES):
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
         self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
@@ -132,8 +133,6 @@ class TraceFixes:
             self._ahead.forget()
 
     def _replacements(self) -> Iterator[Replacement]:
-        for module in self._nameless:
-            yield module, "loss_type", _LOSS_WITHOUT_NAME
         yield from self._replaced
         if all(map(_may_be_packed, self._split_rows)):
             yield from self._packed
@@ -287,6 +286,12 @@ def _arguments(module: torch.nn.Module) -> set[str]:
     return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
+def names_in_forward(module: torch.nn.Module) -> set[str]:
+    """Names of the globals and attributes that its forward reads."""
+    function = forward_of(module)
+    return set() if function is None else set(function.__code__.co_names)
+
+
 def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules in it that its forward calls."""
     for child in module.children():
@@ -299,8 +304,11 @@ def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
     """The attentions that split a row into images, since no flash attention is asked for."""
     for module in model.modules():
-        asks = _ASKS_FOR_FLASH in getattr(getattr(forward_of(module), "__code__", None), "co_names", ())
-        takes_row = asks and _BOUNDS in _arguments(module) and "forward" not in vars(module)
+        takes_row = (
+            _ASKS_FOR_FLASH in names_in_forward(module)
+            and _BOUNDS in _arguments(module)
+            and "forward" not in vars(module)
+        )
         if takes_row and "flash" not in (getattr(module.config, "_attn_implementation", None) or ""):
             yield module
 
