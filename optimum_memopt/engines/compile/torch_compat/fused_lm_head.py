@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
@@ -27,22 +28,6 @@ _ARGUMENTS = (
 )
 # The function's results behind the log probabilities, of which it computes those that are asked for.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-class _Context:
-    """Stands for the context of the function."""
-
-    saved_tensors: tuple[Tensor | None, ...]
-    needs_input_grad: Sequence[bool]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
 
 
 @torch.library.custom_op(f"{LIBRARY}::label_log_probs", mutates_args=())
@@ -71,11 +56,11 @@ def label_log_probs(
         Each [tokens], or empty where it is not asked for. Tokens without a label have any value.
     """
     function, scored = _function(), _scored(labels)
-    context, asked = _Context(), tuple(filter(None, outputs.split(",")))
+    context, asked = FunctionCtx(), tuple(filter(None, outputs.split(",")))
     given = (_picked(hidden, scored), weight, bias, _picked(labels, scored).clamp(min=0))
     with _autocast(hidden, autocast):
         log_probs, *others = function.forward(context, *given, temperature, chunk_size, softcap, scale, asked)
-    log_z = context.saved_tensors[4]
+    log_z = context.to_save[4]
     results = (log_probs, log_z, *(log_probs.new_empty(0) if each is None else each for each in others))
     return tuple(_spread(each, scored) for each in results)  # type: ignore[return-value]
 
@@ -115,7 +100,7 @@ def label_log_probs_backward(
         gradient, of_entropy: [tokens], of the log probabilities and of the entropies.
     """
     function, scored = _function(), _scored(labels)
-    context = _Context()
+    context: Any = FunctionCtx()
     with _autocast(hidden, autocast):
         # Without tokens nothing is computed; the context has what the function's backward asks for.
         function.forward(context, hidden[:0], weight, bias, labels[:0], temperature, chunk_size, softcap, scale, ())
