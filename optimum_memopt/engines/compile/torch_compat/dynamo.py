@@ -10,6 +10,7 @@ import re
 import shutil
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -433,7 +434,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
-        self._breaks = {kind: dict(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
+        self._breaks = {kind: Counter(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
         self._placed = len(dynamo_utils.graph_break_reasons)
 
     def recompiles(self) -> list[str]:
@@ -443,7 +444,8 @@ class Watch:
 
     def graph_breaks(self) -> list[str]:
         # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
-        found = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
+        new = {kind: dynamo_utils.counters[kind] - before for kind, before in self._breaks.items()}
+        found = new["graph_break"] or new["unimplemented"]
         breaks = [_first_line(text) for text in found if _MEANT not in text]
         places: dict[str, dict[str, None]] = {line: {} for line in breaks}
         for reason in dynamo_utils.graph_break_reasons[self._placed :]:
@@ -455,10 +457,6 @@ class Watch:
         """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
         guards = [f"failed guard: {_COMPILE_ID.sub('', guard)}" for guard in self.recompiles()]
         return next(reversed(guards or [f"graph break: {reason}" for reason in self.graph_breaks()]), "")
-
-    def _new_breaks(self, kind: str) -> list[str]:
-        before = self._breaks[kind]
-        return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
 
 
 def _first_line(text: str) -> str:
