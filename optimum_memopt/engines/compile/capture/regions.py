@@ -140,7 +140,7 @@ class Region:
 
     name: str
     layers: list["weakref.ref[torch.nn.Module]"]
-    constants: Sequence[Any] = ()
+    constants: Sequence[list[int | None]] = ()
     graphs: int = 0
 
 
@@ -286,10 +286,10 @@ class Regions:
         before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
         given = list(zip(values, layer.region.constants, strict=False))
-        for value, constant in given:
-            if isinstance(value, torch.Tensor) and isinstance(constant, list):
-                dynamo.mark_static(value, [dim for dim, size in enumerate(constant) if size is not None])
-        numbers = [constant for value, constant in given if type(value) is int]
+        for value, constants in given:
+            if isinstance(value, torch.Tensor):
+                dynamo.mark_static(value, [dim for dim, size in enumerate(constants) if size is not None])
+        numbers = [next(iter(constants), None) for value, constants in given if type(value) is int]
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
@@ -413,7 +413,7 @@ class Regions:
         known = all(isinstance(value, DESCRIBED) for value in given)
         if region not in self._attributes:
             alive = [each for held in region.layers if (each := held()) is not None]
-            self._attributes[region] = _attributes_that_count(alive)
+            self._attributes[region] = _relevant_attributes(alive)
         way = region, self._attributes[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
         if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
             return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
@@ -494,18 +494,16 @@ def _held(function: Any) -> Iterator[object]:
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
-def _constants(value: Any) -> Any:
-    """A number, or the sizes of a tensor; None for each that is a symbol where dynamo traces what is around layers."""
-    if isinstance(value, torch.Tensor):
-        return list(map(dynamo.constant, value.shape))
-    return dynamo.constant(value) if isinstance(value, int | torch.SymInt) else None
+def _constants(value: Any) -> list[int | None]:
+    """The sizes of a tensor, or a number; None for each that is a symbol where dynamo traces what is around layers."""
+    return list(map(dynamo.constant, [value] if isinstance(value, int | torch.SymInt) else _sizes(value)))
 
 
-def _common(one: Any, other: Any) -> Any:
+def _common(one: list[int | None], other: list[int | None]) -> list[int | None]:
     """The constants that two layers are both given."""
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return list(map(_common, one, other))
-    return one if one == other else None
+    if len(one) != len(other):
+        return []
+    return [constant if constant == of_other else None for constant, of_other in zip(one, other, strict=True)]
 
 
 def _kind(value: Any) -> Hashable:
@@ -557,7 +555,7 @@ def _sizes(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else ()
 
 
-def _attributes_that_count(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
+def _relevant_attributes(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
     """Those attributes of each layer that its results on fake tensors depend on: tensors without data, numbers and
     names.
 
