@@ -300,10 +300,10 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
-        traced = self._traced_results.get(self._call_of(layer, values))
+        traced = self._traced_results.get(self._call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)
-            if not any(each.are(returned, values) for each in traced):
+            if not any(each.match(returned, values) for each in traced):
                 raise ResultsChangedError(
                     f"{layer.path} returns something else than the layers that are equal to it, or than it did before"
                 )
@@ -313,7 +313,7 @@ class Regions:
         """Compare what layers return with later traces alone."""
         self._traced_results.clear()
 
-    def _call_of(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
+    def _call_key(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
         return self._trace, layer, tuple(map(_kind, given))
 
     def check_around(self, trace: dynamo.Trace) -> None:
@@ -386,7 +386,7 @@ class Regions:
                 return run(*args, **kwargs)
             results = self._traced(layer.module, layer.region, trace, args, kwargs)
             given = dynamo.tree_leaves((args, kwargs))
-            traced = self._traced_results.setdefault(self._call_of(layer, given), set())
+            traced = self._traced_results.setdefault(self._call_key(layer, given), set())
             traced.add(_TracedResults.of(dynamo.tree_leaves(results), given))
             return results
 
@@ -538,13 +538,14 @@ class _TracedResults:
 
         return cls(tuple(map(_kind, results)), tuple(tuple(map(traced, _sizes(value))) for value in results))
 
-    def are(self, results: Sequence[Any], given: Sequence[Any]) -> bool:
-        """True where a layer has returned such for these arguments."""
+    def match(self, results: Sequence[Any], given: Sequence[Any]) -> bool:
+        """True where the results of a run with these arguments are as they were traced."""
 
         def is_same(traced: int | tuple[int, int] | None, size: int) -> bool:
-            return traced is None or size == (
-                given[traced[0]].shape[traced[1]] if isinstance(traced, tuple) else traced
-            )
+            if isinstance(traced, tuple):
+                argument, dim = traced
+                return bool(size == given[argument].shape[dim])
+            return traced is None or size == traced
 
         return self.kinds == tuple(map(_kind, results)) and all(
             all(map(is_same, traced, _sizes(result))) for traced, result in zip(self.sizes, results, strict=True)

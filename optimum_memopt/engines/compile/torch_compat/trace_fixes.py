@@ -125,7 +125,7 @@ class TraceFixes:
         try:
             with (
                 with_attributes(self._replacements()),
-                with_attributes((*others, *_of_collected_outputs(stops_at_hooks))),
+                with_attributes((*others, *_collector_replacements(stops_at_hooks))),
                 self._problem_type(inputs.get("labels")),
             ):
                 yield
@@ -451,7 +451,7 @@ def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _of_collected_outputs(stops_at_hooks: bool) -> Iterator[Replacement]:
+def _collector_replacements(stops_at_hooks: bool) -> Iterator[Replacement]:
     """Replacements in transformers' file, with which torch can trace its hooks."""
     file: Any = sys.modules.get(_COLLECTS)
     if not all(hasattr(file, name) for name in (_COLLECTOR, _PUTS_HOOKS)):
