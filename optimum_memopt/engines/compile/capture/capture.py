@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import fully_shard
-from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError

@@ -45,7 +45,7 @@ from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, zero3
-from optimum_memopt.engines.compile.torch_compat.attention_masks import AttentionMasks, KeptMasks
+from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache

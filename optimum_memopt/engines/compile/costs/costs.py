@@ -36,8 +36,8 @@ from optimum_memopt.engines.compile.graph.joint import (
     value,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
-from optimum_memopt.engines.compile.torch_compat.packed_attention import equal_parts
 
 # Seconds that a kernel takes at least, from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
 # decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs); 4 fits PEFT's method comparison (docs/gpu.md).

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.memory.gathering import Gathering, Parameter
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
 from optimum_memopt.engines.compile.memory.sharding import AroundRun, Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
+from optimum_memopt.engines.compile.torch_compat.attention import without_padding
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of

@@ -55,7 +55,7 @@ from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention_masks import without_padding
+from optimum_memopt.engines.compile.torch_compat.attention import without_padding
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity

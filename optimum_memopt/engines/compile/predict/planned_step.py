@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, Pla
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks, without_padding
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks, without_padding
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger

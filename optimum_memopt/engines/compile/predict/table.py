@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB

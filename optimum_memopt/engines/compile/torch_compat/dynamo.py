@@ -8,6 +8,7 @@ import copy
 import inspect
 import re
 import shutil
+import sys
 import traceback
 import types
 from collections import Counter
@@ -279,6 +280,32 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copied = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
+
+
+def forward_of(module: torch.nn.Module) -> types.FunctionType | None:
+    """The function that a module's class has as its forward; None where it is none, as of scripted modules."""
+    forward = getattr(type(module), "forward", None)
+    function = None if forward is None else inspect.unwrap(forward)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def arguments_of(module: torch.nn.Module) -> set[str]:
+    """Names of its forward's arguments, without a signature for each of thousands of modules."""
+    if (function := forward_of(module)) is None:
+        return set()
+    code = function.__code__
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def names_in_forward(module: torch.nn.Module) -> set[str]:
+    """Names of the globals and attributes that its forward reads."""
+    function = forward_of(module)
+    return set() if function is None else set(function.__code__.co_names)
+
+
+def file_of(module: torch.nn.Module) -> types.ModuleType | None:
+    """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
+    return sys.modules.get(getattr(forward_of(module), "__module__", None) or "")
 
 
 def own_forward() -> Callable[..., Any]:

@@ -8,18 +8,19 @@ states of their vision tower in each forward.
 
 import contextlib
 import functools
-import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from optimum_memopt.compat import hooks_around_call
-from optimum_memopt.engines.compile.torch_compat import fused_lm_head, packed_attention
+from optimum_memopt.engines.compile.torch_compat import fused_lm_head
+from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
     Trace,
+    arguments_of,
+    file_of,
     global_hooks,
     is_fake,
     mark_static,
@@ -52,10 +53,6 @@ _READ_BY_FORWARD = {"image_sizes", "image_embeds_position_mask"}
 _COMPUTES_LOSS = "labels"
 # Adds the features of images to their places in a text, between its layers.
 _ADDS_FEATURES = "_deepstack_process"
-# What their attention asks for, in its file, before it splits a row into the images.
-_ASKS_FOR_FLASH = "is_flash_attention_requested"
-_ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
-_BOUNDS = "cu_seqlens"
 # Of transformers' hooks that collect outputs.
 _COLLECTS = "transformers.utils.output_capturing"
 _HOOK = "output_capturing_hook"
@@ -78,7 +75,7 @@ class TraceFixes:
         self._config: Any = getattr(model, "config", None)
         # Functions of modules and in their files, by their names, and those that are called instead.
         self._replaced: list[Replacement] = list(fused_lm_head.replacements())
-        for file in filter(None, set(map(_file_of, model.modules()))):
+        for file in filter(None, set(map(file_of, model.modules()))):
             for name, function in vars(file).items():
                 if name.startswith(_READ_SIZES) and callable(function):
                     self._replaced.append((file, name, untraced(function)))
@@ -86,8 +83,8 @@ class TraceFixes:
                 self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
             if hasattr(file, _CLASS_OF_WEIGHT):
                 self._replaced.append((file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT))))
-        self._split_rows = list(_row_splitters(model))
-        self._packed = list(_packed_attentions(self._split_rows))
+        self._split_rows = list(row_splitters(model))
+        self._packed = list(packed_attentions(self._split_rows))
         self._compiled = compiled
         # Of modules in those whose forwards read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
@@ -134,7 +131,7 @@ class TraceFixes:
 
     def _replacements(self) -> Iterator[Replacement]:
         yield from self._replaced
-        if all(map(_may_be_packed, self._split_rows)):
+        if all(map(may_be_one_operator, self._split_rows)):
             yield from self._packed
         else:
             yield from ((module, "forward", _untraced_forward(module)) for module in self._split_rows)
@@ -206,7 +203,7 @@ class _RunAhead:
             (outer, module)
             for outer in model.modules()
             for module in outer.children()
-            if module in finders and _file_of(outer) is _file_of(module)
+            if module in finders and file_of(outer) is file_of(module)
         ]
         self._module = calls[0][1] if len(calls) == len(finders) == 1 else None
         self._results: Any = None
@@ -245,11 +242,6 @@ class _RunAhead:
         self._results = None
 
 
-def _file_of(module: torch.nn.Module) -> types.ModuleType | None:
-    """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
-    return sys.modules.get(getattr(forward_of(module), "__module__", None) or "")
-
-
 def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return untraced(functools.partial(type(module).forward, module))
 
@@ -258,38 +250,17 @@ def _finds_images(module: torch.nn.Module) -> bool:
     """True for modules that put images into a text: they read where, how many, and how large."""
     # PEFT's wrapper of a model has the attributes of that.
     finds = any(hasattr(type(module), name) for name in _FINDS_IMAGES) and "forward" not in vars(module)
-    return finds and _COMPUTES_LOSS not in _arguments(module)
+    return finds and _COMPUTES_LOSS not in arguments_of(module)
 
 
 def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The innermost modules that are given what their forwards read."""
     for module in model.modules():
-        given = _arguments(module)
+        given = arguments_of(module)
         reads = _READ_BY_FORWARD & given and _COMPUTES_LOSS not in given and "forward" not in vars(module)
         inside = (inner for inner in module.modules() if inner is not module)
-        if reads and module is not model and not any(_READ_BY_FORWARD & _arguments(inner) for inner in inside):
+        if reads and module is not model and not any(_READ_BY_FORWARD & arguments_of(inner) for inner in inside):
             yield module
-
-
-def forward_of(module: torch.nn.Module) -> types.FunctionType | None:
-    """The function that a module's class has as its forward; None where it is none, as of scripted modules."""
-    forward = getattr(type(module), "forward", None)
-    function = None if forward is None else inspect.unwrap(forward)
-    return function if isinstance(function, types.FunctionType) else None
-
-
-def _arguments(module: torch.nn.Module) -> set[str]:
-    """Names of its forward's arguments, without a signature for each of thousands of modules."""
-    if (function := forward_of(module)) is None:
-        return set()
-    code = function.__code__
-    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-
-
-def names_in_forward(module: torch.nn.Module) -> set[str]:
-    """Names of the globals and attributes that its forward reads."""
-    function = forward_of(module)
-    return set() if function is None else set(function.__code__.co_names)
 
 
 def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -299,64 +270,6 @@ def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _called_in(child)
         else:
             yield child
-
-
-def _row_splitters(model: torch.nn.Module) -> Iterator[Any]:
-    """The attentions that split a row into images, since no flash attention is asked for."""
-    for module in model.modules():
-        takes_row = (
-            _ASKS_FOR_FLASH in names_in_forward(module)
-            and _BOUNDS in _arguments(module)
-            and "forward" not in vars(module)
-        )
-        if takes_row and "flash" not in (getattr(module.config, "_attn_implementation", None) or ""):
-            yield module
-
-
-def _may_be_packed(module: Any) -> bool:
-    """True where `packed_attention` may stand for an attention."""
-    groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
-    return module.config._attn_implementation in ("eager", "sdpa") and groups == 1 and not dropout
-
-
-def _packed_attentions(modules: list[Any]) -> Iterator[Replacement]:
-    """Replacements in the files of these modules for the code that splits a row, by their names there."""
-    for file in filter(None, set(map(_file_of, modules))):
-        inside = [module for module in modules if _file_of(module) is file]
-        kinds, configs = tuple({type(module) for module in inside}), [module.config for module in inside]
-        yield file, _ASKS_FOR_FLASH, _asked_for_flash(getattr(file, _ASKS_FOR_FLASH), configs)
-        yield file, _ATTENTIONS, _PackedAttentions(getattr(file, _ATTENTIONS), kinds)
-
-
-def _asked_for_flash(before: Callable[..., bool], configs: list[Any]) -> Callable[..., bool]:
-    def is_asked_for(config: Any = None, *args: Any, **kwargs: Any) -> bool:
-        return any(config is each for each in configs) or before(config, *args, **kwargs)
-
-    return is_asked_for
-
-
-class _PackedAttentions:
-    """A file's `AttentionInterface`, for modules of these classes with an operator for all images.
-
-    Everything else is asked of the interface.
-    """
-
-    def __init__(self, before: Any, kinds: tuple[type, ...]) -> None:
-        self._before, self._kinds = before, kinds
-
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        before, kinds = self._before.get_interface(name, default), self._kinds
-
-        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(module, kinds):
-                return before(module, query, key, value, *args, **kwargs)
-            bounds, scale = kwargs["cu_seq_lens_q"], kwargs["scaling"]
-            return packed_attention.attention_of_parts(query, key, value, bounds, scale, name == "sdpa"), None
-
-        return attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._before, name)
 
 
 def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:

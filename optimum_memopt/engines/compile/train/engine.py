@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.torch_compat import fully_shard
-from optimum_memopt.engines.compile.torch_compat.attention_masks import KeptMasks
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
