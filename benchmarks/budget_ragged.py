@@ -13,8 +13,7 @@ from shared import to_markdown
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, best_lengths, extra_by_length
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import ExtraByLength, Solver, best_lengths, extra_by_length
 
 ORDERS = ("random", "grouped by length")
 SHARES = (0.75, 0.5, 0.25, 0.1)

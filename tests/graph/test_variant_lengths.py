@@ -7,13 +7,13 @@ import pytest
 
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.symbols import is_length
-from optimum_memopt.engines.compile.solver.length_buckets import (
+from optimum_memopt.engines.compile.solver.solver import (
+    Solver,
     best_lengths,
     candidate_lengths,
     expected_extra,
     extra_by_length,
 )
-from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.training.batches import batch_lengths
 from tests.captured import Captured
 

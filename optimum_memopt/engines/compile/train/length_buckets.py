@@ -23,7 +23,7 @@ from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.solver.length_buckets import WORTH, ExtraByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import DoesNotFitError

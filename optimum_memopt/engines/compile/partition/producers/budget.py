@@ -24,8 +24,15 @@ from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, 
 from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
-from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import (
+    ExtraByLength,
+    Infeasible,
+    Plan,
+    extra_by_length,
+    point_of,
+    points_of,
+    solved,
+)
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text

@@ -10,8 +10,8 @@ from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes, torchs_choice
-from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.engines.compile.solver.segments import Link
+from optimum_memopt.engines.compile.solver.solver import ExtraByLength
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
