@@ -168,7 +168,6 @@ def trace(
 ) -> Any:
     """The result of `look`, which is called once, for the joint graph of a model that is one; see `forward`."""
     (graph,) = forward(shape, MODEL, dynamic, dtype)
-    assert graph.analyzed is not None
     return look(graph.analyzed)
 
 

@@ -545,7 +545,6 @@ def _times(
     fused = case.compiler == "inductor"
 
     def of_graph(number: int, graph: CapturedGraph) -> Callable[[int], OperatorTimes]:
-        assert graph.analyzed is not None
 
         def sizes(rows: int) -> SymbolValues:
             return first_sizes(rows)[number]

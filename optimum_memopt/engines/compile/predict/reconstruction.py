@@ -230,7 +230,7 @@ def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str 
         args, inputs = without_data(failed.call.args), without_data(failed.call.kwargs)
         graphs = Capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader).run(costs)
     # Else what passes between graphs is not known, and nor is what was held.
-    joints = [graph.analyzed.joint for graph in graphs if graph.analyzed is not None]
+    joints = [graph.analyzed.joint for graph in graphs]
     assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
     return graphs
 
