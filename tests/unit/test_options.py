@@ -67,7 +67,7 @@ def arguments(folder, **options):
         ({"memory_opt_engine": "tvm"}, "--memory_opt_engine tvm: allowed are auto, ort"),
         ({"memory_opt_log_level": "debug"}, "--memory_opt_log_level debug: allowed are warning, info, devinfo,"),
         ({"memory_opt_engine": "compile", "ort_arena": True}, "--ort_arena with the compile engine: only the ort"),
-        ({"memory_opt_engine": "compile", "ort_opset": 15, "ort_fallback": False}, "--ort_fallback, --ort_opset 15"),
+        ({"memory_opt_engine": "compile", "ort_opset": 15, "ort_fallback": False}, "--ort_fallback False, --ort_"),
         (
             {"memory_opt_engine": "ort", "memory_opt_compiler": "inductor", "ort_fallback": False},
             "--memory_opt_compiler inductor with the ort engine",

@@ -115,7 +115,7 @@ def given_flags(options: Any, name: str) -> list[str]:
     shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
     own = (field.name for field in fields(registration.options) if field.name not in shared)
     given = {flag: value for flag in own if (value := getattr(options, flag)) != defaults[flag]}
-    return [f"--{flag}" if isinstance(value, bool) else f"--{flag} {excerpt(value)}" for flag, value in given.items()]
+    return [f"--{flag}" if value is True else f"--{flag} {excerpt(value)}" for flag, value in given.items()]
 
 
 def check_flags_of_others(options: Any, name: str) -> None:
