@@ -16,6 +16,7 @@ import optimum_memopt
 from optimum_memopt import MemOptError, optimize
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import VOCABULARY, ZOO
+from tests.rotation import nightly
 from tests.trainer_runs import log_lines, make
 
 OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -41,7 +42,7 @@ def compiled(lines: list[str]) -> int:
 
 
 @pytest.mark.parametrize("unit", ["layer", "model"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", nightly(["sdpa", "eager"], but=["sdpa"]))
 def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
     """Each kind is compiled once, and has the kernels of plain PyTorch."""
     model, plain = twins("llama", attention, **GROUPED)
@@ -88,7 +89,7 @@ def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> 
     assert engine.plans().plans
 
 
-@pytest.mark.parametrize("unit", ["layer", "model"])
+@pytest.mark.parametrize("unit", nightly(["layer", "model"], but=["layer"]))
 def test_rows_shorter_and_longer_than_the_window_of_local_attention(unit: str) -> None:
     model, plain = local_twins(16)
     optimize(model, **OPTIONS, memory_opt_level=1, memory_opt_unit=unit)
@@ -149,7 +150,7 @@ class Restarting(transformers.LlamaForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=places - starts, labels=labels)
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("use_cache", nightly([False, True], but=[False]))
 def test_a_model_that_packs_rows_by_itself(use_cache: bool) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY, **GROUPED}
@@ -176,7 +177,7 @@ def test_an_adapter_and_a_user_s_wrapper() -> None:
         assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
 
 
-@pytest.mark.parametrize("name", ["t5", "modernbert-mlm", "gpt2", "whisper"])
+@pytest.mark.parametrize("name", nightly(["t5", "modernbert-mlm", "gpt2", "whisper"], but=["t5", "modernbert-mlm"]))
 def test_other_kinds_of_models(name: str) -> None:
     case = ZOO[name]
     model, plain = twins(name, **case.one_layer)
@@ -213,7 +214,7 @@ def test_a_budget_is_solved_for_rows_as_long_as_the_window() -> None:
     ]
 
 
-@pytest.mark.parametrize("longest", [15, 16])
+@pytest.mark.parametrize("longest", nightly([15, 16], but=[16]))
 def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -> None:
     """The shortest come first."""
     dataset = [
@@ -250,7 +251,7 @@ def test_a_plan_for_rows_without_padding_saves_less() -> None:
     assert without.peak < with_masks.peak - 4 * bias
 
 
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("padding", nightly([0, 2], but=[0]))
 def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
     """One for batches with padding goes with all, one for others says so where there is padding."""
     model, plain = twins("llama", **GROUPED)
@@ -267,7 +268,7 @@ def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
         model(**other)
 
 
-@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("is_short", nightly([True, False], but=[True]))
 def test_a_plan_file_is_for_rows_shorter_than_the_window_or_for_all(is_short: bool, tmp_path: Path) -> None:
     model, plain = local_twins(16)
     made, first, other = copy.deepcopy(model), batch(2, 20 - 8 * is_short), batch(2, 12 + 8 * is_short)

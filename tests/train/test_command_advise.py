@@ -50,7 +50,7 @@ def asked(folder: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return ask
 
 
-@pytest.mark.parametrize("name", nightly(FLAGS, but=["peft", "no_padding"]))
+@pytest.mark.parametrize("name", nightly(FLAGS, but=["no_padding"]))
 def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> None:
     def peak(*flags: str) -> int:
         parser = ArgumentParser()

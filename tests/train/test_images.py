@@ -22,6 +22,7 @@ from optimum_memopt import optimize
 from tests.compiled import recorded
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
+from tests.rotation import nightly
 from tests.trainer_runs import log_lines
 
 CASE = ZOO["qwen2-vl"]
@@ -57,6 +58,7 @@ def test_hooks_around_what_runs_ahead():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.nightly
 def test_an_attention_with_dropout_splits_the_row_itself():
     """In one layer, and from a step in the middle on."""
     model = CASE.build("sdpa")
@@ -133,6 +135,7 @@ def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves(
     assert not any("recompiled" in line or "as a whole" in line for line in lines), lines
 
 
+@pytest.mark.nightly
 def test_attentions_are_asked_for_in_a_later_step():
     """They are what hooks in layers collect."""
     model = llava()
@@ -151,6 +154,7 @@ def test_attentions_are_asked_for_in_a_later_step():
         assert_same_step(model, plain, images_first(3, 12))
 
 
+@pytest.mark.nightly
 def test_a_hook_that_changes_what_another_has_collected():
     """Of a layer, before and behind the one that collects its hidden state."""
     model = llava()
@@ -226,7 +230,7 @@ READ_SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", READ_SIZES)
+@pytest.mark.parametrize("name", nightly(READ_SIZES, but=["mistral3"]))
 def test_modules_that_read_their_images_run_outside_of_graphs(name):
     """Other numbers of images are not compiled again, and the layers are by themselves."""
     kind, config, batch = READ_SIZES[name]

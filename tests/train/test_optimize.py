@@ -12,6 +12,7 @@ from optimum_memopt.errors import DoesNotFitError
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
+from tests.rotation import nightly
 
 OPTIONS = {
     "compile": {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"},
@@ -83,7 +84,7 @@ def test_the_peak_of_a_run_is_in_one_line_and_no_stack_is_walked(tmp_path, capsy
 
 
 @pytest.mark.parametrize("plan", [{"memory_opt_level": 1}, {"memory_opt_budget": "100MiB"}], ids=["level", "refused"])
-@pytest.mark.parametrize("unit", ["model", "layer"])
+@pytest.mark.parametrize("unit", nightly(["model", "layer"], but=["layer"]))
 def test_what_was_compiled_is_freed_with_the_engine(unit, plan):
     def held() -> list[int]:
         gc.collect()

@@ -99,13 +99,18 @@ def test_a_batch_of_another_size_gets_its_own_plan_table(caches, first) -> None:
     assert other["plans"] != first["plans"], "bytes of the batch that was cached"
 
 
-@pytest.mark.parametrize("options", [{}, {**LEVEL, "memory_opt_loss": "chunked"}], ids=["no plan", "another loss"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.nightly), {**LEVEL, "memory_opt_loss": "chunked"}],
+    ids=["no plan", "another loss"],
+)
 def test_another_option_is_compiled(caches, first, options) -> None:
     other = caches.start(options)
     assert other["misses"] > 0
     assert float.fromhex(other["losses"][0]) == pytest.approx(other["plain"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_damaged_entries_are_replaced(caches, first) -> None:
     entries = caches.entries
     assert entries

@@ -146,6 +146,7 @@ def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> 
     engine.detach()
 
 
+@pytest.mark.nightly
 def test_a_batch_that_torch_traces_again_runs_in_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks that share parameters must, of which another one may have a batch as before."""
     hold_still(monkeypatch)

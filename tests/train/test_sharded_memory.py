@@ -193,7 +193,8 @@ SEGMENTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", nightly(SEGMENTS, but=["released"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SEGMENTS)
 def test_layers_that_run_again_are_gathered_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_still(monkeypatch)
     ids = torch.randint(3, 512, (4, 256))
@@ -304,6 +305,7 @@ def test_shares_on_the_host_are_refused() -> None:
             check_model(model)
 
 
+@pytest.mark.nightly
 def test_the_advice_for_a_rank_is_the_plan_of_a_rank() -> None:
     workload = Workload(CONFIG, "text-generation", 8, 64)
     spec = StepSpec("h100", "aot_eager", autocast="bfloat16", loss="plain", fsdp=8)

@@ -21,6 +21,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
+from tests.rotation import nightly
 from tests.saved_configs import save
 
 BIG = {"vocab_size": 3000, "n_layer": 2, "n_embd": 64, "n_positions": 64}
@@ -119,7 +120,7 @@ def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
         assert found.total(micro_batches) == pytest.approx(way.seconds, rel=0.02), name
 
 
-@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("copies", nightly([True, False], but=[False]))
 def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies):
     """Below level 1 what layers hand to one another waits on the host, or is computed again where no copy is known."""
     device = tmp_path / "device.json"
@@ -143,6 +144,7 @@ def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies
     assert 0.85 * without.seconds < (within.seconds - without.seconds) / share < without.seconds
 
 
+@pytest.mark.nightly
 def test_foreach_takes_longer_than_fused(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
     fused, foreach = (
@@ -240,7 +242,7 @@ def by_unit(deep_folder):
     }
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("accumulates", nightly([False, True], but=[True]))
 @pytest.mark.parametrize("name", ["no plan", "level 1"])
 def test_layers_take_what_their_plan_is_predicted_to_take(by_unit, deep_folder, name, accumulates):
     """With a batch of other rows than the traced ones."""
@@ -278,6 +280,7 @@ def test_layers_are_traced_once(by_unit):
     assert operators[LAYER] < 0.5 * operators[MODEL]
 
 
+@pytest.mark.nightly
 def test_checkpointed_layers_recompute_as_much_by_themselves(by_unit):
     for name in ("every layer", "every 2 layers"):
         layer, model = (

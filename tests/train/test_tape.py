@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.memory.tape import Call, Tape, TapeRecorder
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch
+from tests.rotation import nightly
 from tests.small_model import VOCABULARY
 from tests.train.test_step_memory import EXACT, measured
 
@@ -53,10 +54,7 @@ def batch_of(name: str, rows: int, length: int) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly if name not in ("yoso", "pooled") else ()) for name in MODELS],
-)
+@pytest.mark.parametrize("name", nightly(MODELS, but=["yoso"]))
 @pytest.mark.parametrize("asked", ["", pytest.param("level 1", marks=pytest.mark.nightly)])
 def test_predictions_are_the_allocators(name: str, asked: str) -> None:
     model_class, config_class, arguments = MODELS[name]

@@ -77,6 +77,7 @@ def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.nightly
 def test_a_step_is_within_its_budget_and_gathers_ahead_where_that_has_room(tmp_path: Path) -> None:
     free = {"zero": {**RELEASED, AHEAD: "auto"}, "lengths": [64]}
     little = {**free, "level": 1, "zero": RELEASED}
