@@ -316,7 +316,10 @@ class Workload:
             pixels = torch.rand(self.batch_size, channels, height, width)
             return {"pixel_values": pixels, "labels": _classes(config, self.batch_size)}
         ids = _tokens(config, self.batch_size, self.seq_len)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        mask = torch.ones_like(ids)
+        if self.has_padding:
+            mask[-1:, -1:] = 0
+        batch = {"input_ids": ids, "attention_mask": mask}
         if self.task == "question-answering":
             positions = torch.zeros(self.batch_size, dtype=torch.long)
             return {**batch, "start_positions": positions, "end_positions": positions.clone()}
@@ -378,7 +381,7 @@ def _way_of(config: Any) -> str:
 
 
 def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
-    """Ids without padding, which position ids and masks treat differently."""
+    """Ids other than that of padding, which position ids treat differently."""
     text = config.get_text_config()
     padding, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", _CHARACTERS)
     if padding is None:

@@ -19,16 +19,19 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("has_padding", [True, False])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_a_loss_with_gradients(task, tmp_path):
-    model, batch = Workload(save(tmp_path, MODELS[task]), task, batch_size=3, seq_len=11).build()
+def test_every_task_has_a_loss_with_gradients(task, has_padding, tmp_path):
+    folder = save(tmp_path, MODELS[task])
+    model, batch = Workload(folder, task, batch_size=3, seq_len=11, has_padding=has_padding).build()
     assert model.training
     model(**batch).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)
     assert all(tensor.shape[0] == 3 for tensor in batch.values())
     if "input_ids" in batch:
         assert batch["input_ids"].shape == (3, 11)
-        assert batch["attention_mask"].all()
+        # As a prediction takes it: attention without a mask is another one.
+        assert batch["attention_mask"].all() != has_padding
         assert model.config.pad_token_id not in batch["input_ids"].tolist()[0]
 
 
