@@ -17,7 +17,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import by_row
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.memory.peak_monitor import MIB
@@ -97,7 +97,7 @@ def baselines(graph: AnalyzedGraph, problem: Problem) -> Iterator[tuple[str, fro
 def compare(solver: Solver, name: str, roots: frozenset[int]) -> Compared:
     """A baseline with the plan that the solver finds within its peak."""
     problem = solver.problem
-    found: Simulation = simulate(problem, problem.closure(roots))
+    found: GraphSimulation = simulate(problem, problem.closure(roots))
     own = found.extra_seconds(problem)
     try:
         plan = solver.solve(found.peak)
@@ -134,7 +134,7 @@ def _traced(graph: AnalyzedGraph) -> tuple[Problem, dict[str, frozenset[int]]]:
     return problem, dict(baselines(graph, problem))
 
 
-def _ran(found: Simulation) -> tuple[int, ...]:
+def _ran(found: GraphSimulation) -> tuple[int, ...]:
     return (*found.forward.order, *found.backward.order)
 
 

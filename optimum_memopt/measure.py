@@ -252,7 +252,7 @@ FAILED = Outcome(math.inf, math.inf)
 
 
 @dataclass
-class Search:
+class RowSearch:
     """A search over sets of rows.
 
     Attributes:
@@ -342,7 +342,7 @@ def _cluster_id(part: str) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredCase:
     """One measured case; `measurement` is None and `error` says why where its process failed."""
 
     name: str
@@ -362,7 +362,7 @@ class Run:
         measurement = self.measurement
         return FAILED if measurement is None else Outcome(measurement.peak_mib, measurement.step_seconds)
 
-    def saving_bytes(self, no_plan: "Run") -> int | None:
+    def saving_bytes(self, no_plan: "MeasuredCase") -> int | None:
         """How far the peak is below that of `no_plan`; None where the run failed."""
         return None if self.measurement is None else round((no_plan.outcome.peak - self.outcome.peak) * _MIB)
 
@@ -390,9 +390,9 @@ class Sweep:
         complete: False when the search reached the number of processes allowed.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[MeasuredCase, ...]
     table: PlanTable
-    winner: Run
+    winner: MeasuredCase
     complete: bool
 
     def to_text(self) -> str:
@@ -426,7 +426,7 @@ class Sweep:
             "winner": self.winner.to_dict(),
         }
 
-    def _cells(self, run: Run) -> dict[str, str]:
+    def _cells(self, run: MeasuredCase) -> dict[str, str]:
         name = "best set" if run.name == _SET else run.name
         found, no_plan = run.measurement, self.runs[0].measured
         if found is None:
@@ -468,20 +468,20 @@ def sweep(
     Raises:
         MemOptError: the model cannot be trained without a plan, or the user's config cannot be applied.
     """
-    runs: list[Run] = []
+    runs: list[MeasuredCase] = []
 
-    def run(name: str, options: Mapping[str, Any], label: str = "") -> Run:
+    def run(name: str, options: Mapping[str, Any], label: str = "") -> MeasuredCase:
         on_start(label or name)
         try:
             measurement = measure(replace(case, options={**(case.options or {}), **options}))
-            runs.append(Run(name, options, measurement))
+            runs.append(MeasuredCase(name, options, measurement))
         except MemOptError as error:
-            runs.append(Run(name, options, None, str(error)))
+            runs.append(MeasuredCase(name, options, None, str(error)))
         return runs[-1]
 
     no_plan = run("no plan", {})
     table, peak_bytes = no_plan.measured.engine_table, no_plan.measured.peak_mib * _MIB
-    measured: dict[Rows, Run] = {NOTHING: no_plan}
+    measured: dict[Rows, MeasuredCase] = {NOTHING: no_plan}
     if config is not None:
         own = run("config", {"memory_opt_config": config})
         measured[own.measured.applied] = own
@@ -500,7 +500,7 @@ def sweep(
         measured[parts] = run(_SET, _options(parts), f"{count} of {len(rows)} rows")
         return measured[parts].outcome
 
-    search = Search(rows, measure_set, budget - len(runs), {parts: run.outcome for parts, run in measured.items()})
+    search = RowSearch(rows, measure_set, budget - len(runs), {parts: run.outcome for parts, run in measured.items()})
     helpful = [row for row in rows if row in measured and measured[row].outcome.peak < no_plan.measured.peak_mib]
     of_levels = [level.measurement.applied for level in levels if level.measurement is not None]
     starts = [NOTHING.union(*(row for row in rows if row <= applied)) for applied in of_levels]

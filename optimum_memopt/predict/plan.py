@@ -203,7 +203,7 @@ class Estimate:
     _workload: predictions.Workload
     _selection: Selection
     _spec: StepSpec
-    _found: predictions.Estimate = field(init=False)
+    _found: predictions.StepEstimate = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_found", self._ask(self._selection))
@@ -304,7 +304,9 @@ class Estimate:
         title = html.escape(f"Predicted peak of a step: {gib_text(self.peak)}")
         return f"<div><p><b>{title}</b></p>{grid}{self.table._repr_html_()}</div>"
 
-    def _ask(self, selection: Selection, with_curve: bool = False, with_ways: bool = False) -> predictions.Estimate:
+    def _ask(
+        self, selection: Selection, with_curve: bool = False, with_ways: bool = False
+    ) -> predictions.StepEstimate:
         return factory(self._engine).estimate(
             self._workload, selection, self._spec, with_curve=with_curve, with_ways=with_ways
         )

@@ -18,10 +18,10 @@ from optimum_memopt.engines.api.predictions import (
     OPTIMIZER,
     PARAMETERS,
     SAVED,
-    Estimate,
     Frontier,
     Group,
     Phase,
+    StepEstimate,
     StepTimeline,
     Way,
 )
@@ -74,7 +74,7 @@ def of_way(way: Way, model: str) -> ReportData:
     )
 
 
-def of_estimate(estimate: Estimate, model: str) -> ReportData:
+def of_estimate(estimate: StepEstimate, model: str) -> ReportData:
     """A step that was not run."""
     table = estimate.table
     facts = (("model", excerpt(model)), ("batch", sizes_text(table.symbols)))

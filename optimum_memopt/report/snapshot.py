@@ -22,7 +22,7 @@ _HELD, _PEAK = "held at the end of a phase", "more at the peak of the phase"
 
 
 @dataclass(frozen=True)
-class Block:
+class HeldBlock:
     """Memory that is held from one operator to another.
 
     Attributes:
@@ -36,19 +36,19 @@ class Block:
     end: int
 
 
-def blocks_of(held: Mapping[str, Sequence[int]]) -> list[Block]:
+def blocks_of(held: Mapping[str, Sequence[int]]) -> list[HeldBlock]:
     """Blocks that add up to the held bytes of each category at each operator.
 
     What an operator adds to a category is one block. What it takes away is a block of that size, else the last ones,
     as a backward frees them.
     """
-    blocks: list[Block] = []
+    blocks: list[HeldBlock] = []
     for category, sizes in held.items():
-        alive: list[Block] = []
+        alive: list[HeldBlock] = []
         before = 0
         for index, size in enumerate(sizes):
             if size > before:
-                alive.append(Block(category, size - before, index, len(sizes)))
+                alive.append(HeldBlock(category, size - before, index, len(sizes)))
             elif size < before:
                 blocks += _freed(alive, before - size, index)
             before = size
@@ -56,7 +56,7 @@ def blocks_of(held: Mapping[str, Sequence[int]]) -> list[Block]:
     return sorted(blocks, key=lambda block: (block.begin, block.end))
 
 
-def _freed(alive: list[Block], size: int, index: int) -> Iterator[Block]:
+def _freed(alive: list[HeldBlock], size: int, index: int) -> Iterator[HeldBlock]:
     """Blocks of `size` together, which are taken out of `alive`."""
     place = next((place for place in reversed(range(len(alive))) if alive[place].bytes == size), None)
     if place is not None:
@@ -94,7 +94,7 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
     actions = sorted([*frees, *((block.begin, True, number) for number, block in enumerate(blocks))])
     addresses = [0] * len(blocks)
     # Blocks that are held now, by address.
-    alive: list[tuple[int, Block]] = []
+    alive: list[tuple[int, HeldBlock]] = []
     trace: list[dict[str, Any]] = []
     for index, is_alloc, number in actions:
         block = blocks[number]
@@ -124,7 +124,7 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
     return pickle.dumps(snapshot, protocol=4)
 
 
-def _first_gap(alive: Sequence[tuple[int, Block]], size: int) -> int:
+def _first_gap(alive: Sequence[tuple[int, HeldBlock]], size: int) -> int:
     """The lowest address with room for `size` bytes."""
     address = _BASE
     for begin, block in alive:
@@ -134,7 +134,9 @@ def _first_gap(alive: Sequence[tuple[int, Block]], size: int) -> int:
     return address
 
 
-def _segment(kept: Sequence[tuple[int, Block]], top: int, frames: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+def _segment(
+    kept: Sequence[tuple[int, HeldBlock]], top: int, frames: Sequence[list[dict[str, Any]]]
+) -> dict[str, Any]:
     """One segment up to the address `top`, with what is held at the end of the step."""
     parts: list[dict[str, Any]] = []
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu.steps import MODELS, forward
 
-from optimum_memopt.engines.api.predictions import Estimate
+from optimum_memopt.engines.api.predictions import StepEstimate
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.predict.workload import Workload
@@ -14,7 +14,7 @@ AUTOCAST = {"fp32": "", "bf16": "bfloat16"}
 is_h100 = pytest.mark.skipif("H100" not in torch.cuda.get_device_name(), reason="the table's H100 is compared")
 
 
-def planned(folder: str, name: str, dtype: str) -> Estimate:
+def planned(folder: str, name: str, dtype: str) -> StepEstimate:
     task = "text-generation" if name == "llama" else "fill-mask"
     workload = Workload(folder, task, batch_size=8, seq_len=256)
     return estimate(workload, Selection(), StepSpec("h100", "aot_eager", AUTOCAST[dtype]))

@@ -13,7 +13,7 @@ from budget_baselines import Compared, checkpointed, compare
 from budget_cases import Case, Measured
 from budget_graphs import Shape, estimated, trace
 
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.solver.solver import Solver
 
 ONE = Measured(Case("llama", 4, 8, False, False, 0.5), 1000, 500, 1500, 990, 980, (600, 700, 900, 990), 1.0)
@@ -81,7 +81,7 @@ def test_checkpointing_recomputes_its_layers_and_the_solver_takes_no_longer():
     every, second = (simulate(problem, problem.closure(checkpointed(problem, count))) for count in (1, 2))
     solver = Solver(problem)
 
-    def layers(found: Simulation) -> set[str]:
+    def layers(found: GraphSimulation) -> set[str]:
         return {problem.layers[node] for node in found.recomputed if problem.seconds[node]}
 
     assert layers(every) == {layer for layer in problem.layers if layer}

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt import plan
-from optimum_memopt.engines.api.predictions import Estimate
+from optimum_memopt.engines.api.predictions import StepEstimate
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict.estimate import estimate
@@ -231,7 +231,7 @@ def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
     assert plan(InPieces(2), budget=f"{budget / MIB:.3f}MiB", **how).peak <= budget
 
 
-def estimated(budget: int | None = None) -> Estimate:
+def estimated(budget: int | None = None) -> StepEstimate:
     selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
     # Ten budgets are solved in half the time.
     workload = ModuleWorkload.of(InPieces(1, layers=1), batch_of("one break"), None, ())

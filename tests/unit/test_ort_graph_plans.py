@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from optimum_memopt.engines.ort.session.graph_plans import (
-    Choice,
+    ChosenPlans,
     Opportunity,
     applied_counts,
     check_applied,
@@ -246,13 +246,13 @@ def test_what_ort_cannot_do_is_refused_with_the_reason(text, reason):
 
 def test_a_config_is_applied_in_the_order_of_asking():
     choice = chosen("Softmax+:2:-1,Gelu+:1:-1")
-    assert choice == Choice(("Softmax+:2:-1", "Gelu+:1:-1"))
+    assert choice == ChosenPlans(("Softmax+:2:-1", "Gelu+:1:-1"))
     assert not choice.redraws_random_numbers
 
 
 def test_off_is_off_but_must_exist():
     assert chosen("Gelu+:1:0,Softmax+:0:-1,Cast+Add+:2:-1").configs == ("Cast+Add+:2:-1",)
-    assert chosen("Gelu+:0:-1") == Choice()
+    assert chosen("Gelu+:0:-1") == ChosenPlans()
     with pytest.raises(ConfigError, match=r'no plan "Gellu\+"'):
         chosen("Gellu+:1:0")
 
@@ -319,7 +319,7 @@ def test_a_fused_name_without_counterpart_is_left_out_of_a_longer_recipe_only():
     [("Dropout+", True), ("FusedMatMul+Add+Dropout+", True), ("Gelu+", False), ("BitmaskBiasDropout+", True)],
 )
 def test_which_plans_draw_random_numbers_again(cluster_id, random):
-    assert Choice((f"{cluster_id}:1:-1",)).redraws_random_numbers is random
+    assert ChosenPlans((f"{cluster_id}:1:-1",)).redraws_random_numbers is random
 
 
 def test_level_1_takes_every_recompute_but_residual_normalizations():
@@ -345,12 +345,12 @@ def test_level_2_adds_plans_with_compromise():
 
 
 def test_plans_that_ort_applied_nowhere():
-    choice = Choice(("Gelu+:1:-1", "Add+:1:-1", "Tile+:1:-1"))
+    choice = ChosenPlans(("Gelu+:1:-1", "Add+:1:-1", "Tile+:1:-1"))
     applied = {"Gelu+:1:-1": 2, "Add+:1:-1": 0}
     with pytest.raises(MemOptError, match=r"applied none of Add\+:1:-1, Tile\+:1:-1; leave them out"):
         check_applied(choice, applied, strict=True)
     assert check_applied(choice, applied, strict=False) == "ONNX Runtime applied none of Add+:1:-1, Tile+:1:-1"
-    assert check_applied(Choice(("Gelu+:1:-1",)), applied, strict=True) == ""
+    assert check_applied(ChosenPlans(("Gelu+:1:-1",)), applied, strict=True) == ""
 
 
 def test_level_2_takes_the_full_saving_where_an_id_has_both_strategies():

@@ -16,7 +16,7 @@ from optimum_memopt.measure import (
     Case,
     Measurement,
     Outcome,
-    Search,
+    RowSearch,
     sweep,
     with_row,
     without_row,
@@ -151,7 +151,7 @@ def additive(savings):
 
 def run(machine, rows, starts=(), budget=1000, singles=True):
     known = [NOTHING, *(rows if singles else ())]
-    search = Search(rows, machine, budget, {one: machine(one) for one in known})
+    search = RowSearch(rows, machine, budget, {one: machine(one) for one in known})
     return search, search.run(starts)
 
 
@@ -231,14 +231,14 @@ def test_of_equal_peaks_the_faster_wins_and_of_equal_times_the_smaller():
     peaks = {NOTHING: 1000, row("A"): 500, row("B"): 500.0 * (1 + PEAK_TOLERANCE / 2), row("A", "B"): 500}
     seconds = {NOTHING: 1.0, row("A"): 2.0, row("B"): 1.5, row("A", "B"): 1.5 * (1 - TIME_TOLERANCE / 2)}
     known = {rows: Outcome(peaks[rows], seconds[rows]) for rows in peaks}
-    assert Search([row("A"), row("B")], known.__getitem__, 0, known).run([]) == row("B")
+    assert RowSearch([row("A"), row("B")], known.__getitem__, 0, known).run([]) == row("B")
 
 
 def test_sets_that_fail_are_never_chosen():
     def measure(rows):
         return FAILED if row("A") <= rows else Outcome(BASE - 10 * len(rows), 1.0)
 
-    search = Search(SINGLES, measure, 1000, {NOTHING: Outcome(BASE, 1.0)})
+    search = RowSearch(SINGLES, measure, 1000, {NOTHING: Outcome(BASE, 1.0)})
     found = search.run([ALL])
     assert not row("A") <= found and len(found) == 5
 
@@ -246,7 +246,7 @@ def test_sets_that_fail_are_never_chosen():
 @given(st.integers(0, 12))
 def test_the_budget_holds_and_is_told(budget):
     machine = Peaks(additive(dict.fromkeys(SINGLES, 50)))
-    search = Search(SINGLES, machine, budget, {NOTHING: Outcome(BASE, 1.0)})
+    search = RowSearch(SINGLES, machine, budget, {NOTHING: Outcome(BASE, 1.0)})
     found = search.run([ALL])
     assert len(machine.asked) <= budget
     assert search.complete == (budget >= 7)

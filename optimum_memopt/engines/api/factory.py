@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, Simulator, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import ModelOfRun, Simulator, StepEstimate, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Options, Selection, StepSpec
 from optimum_memopt.sizes import Budget
 
@@ -113,7 +113,7 @@ class EngineFactory(Generic[Options]):
         with_curve: bool = False,
         with_ways: bool = False,
         batch_sizes: Sequence[int] = (),
-    ) -> Estimate:
+    ) -> StepEstimate:
         """Predict a training step without running it.
 
         Args:

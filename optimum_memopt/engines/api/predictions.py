@@ -246,7 +246,7 @@ class BatchPoint:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """The predicted memory of a training step that is not run.
 
     Attributes:

@@ -15,7 +15,7 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, Simulator, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import ModelOfRun, Simulator, StepEstimate, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
@@ -87,7 +87,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
         return _report()
 
-    def estimate(self, workload: Workload, selection: Selection, spec: StepSpec, **asked: Any) -> Estimate:
+    def estimate(self, workload: Workload, selection: Selection, spec: StepSpec, **asked: Any) -> StepEstimate:
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
         return estimate(workload, selection, spec, **asked)

@@ -159,7 +159,7 @@ Node = TypeVar("Node", int, str)
 
 
 @dataclass(frozen=True)
-class Run(Generic[Node]):
+class RunMemory(Generic[Node]):
     """A graph's run.
 
     Attributes:
@@ -186,8 +186,8 @@ class Prediction(Generic[Node]):
         saved_bytes: held between the two.
     """
 
-    forward: Run[Node]
-    backward: Run[Node]
+    forward: RunMemory[Node]
+    backward: RunMemory[Node]
     saved_bytes: int
 
     @property
@@ -204,7 +204,9 @@ def prediction_of(graph: GraphEvents) -> Prediction[str]:
     _, left = bytes_during(graph.forward)
     _, saved = bytes_during((*graph.forward, before))
     forward, backward = (tuple(event.operator for event in events) for events in (graph.forward, graph.backward))
-    return Prediction(Run(forward, tuple(during[:count]), left), Run(backward, tuple(during[count + 2 :]), end), saved)
+    return Prediction(
+        RunMemory(forward, tuple(during[:count]), left), RunMemory(backward, tuple(during[count + 2 :]), end), saved
+    )
 
 
 class _Sizes:

@@ -59,7 +59,7 @@ FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
 NO_GRAD = "no-grad"
 
 
-class Place(NamedTuple):
+class Holder(NamedTuple):
     """Where a tensor is held: `name` in `function`, at `file:line`."""
 
     name: str
@@ -187,7 +187,7 @@ class _Allocation:
     in_backward: bool
     category: str = ""
     is_recomputed: bool = False
-    place: Place | None = None
+    place: Holder | None = None
 
 
 @dataclass(eq=False)
@@ -448,7 +448,7 @@ class LiveRecorder(TorchDispatchMode):
         for frame in _frames(self._outermost):
             for name, value in frame.f_locals.items():
                 for path, tensor in _named_tensors(name, value):
-                    place = Place(path, frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)
+                    place = Holder(path, frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)
                     for allocation in self._followed(tensor):
                         allocation.place = allocation.place or place
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.problem import Problem, Tables
-from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, Run, Storage
+from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, RunMemory, Storage
 
 
 @dataclass(frozen=True)
-class Simulation(Prediction[int]):
+class GraphSimulation(Prediction[int]):
     """The memory of a joint graph under a set of saved nodes.
 
     Attributes:
@@ -41,7 +41,7 @@ def seconds_of(problem: Problem, operators: Iterable[int]) -> float:
     return math.fsum(problem.seconds[node] for node in operators)
 
 
-def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
+def simulate(problem: Problem, saved: frozenset[int]) -> GraphSimulation:
     """Run both graphs.
 
     Args:
@@ -57,10 +57,10 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, order, problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    return Simulation(forward, backward, saved_bytes, saved, recomputed)
+    return GraphSimulation(forward, backward, saved_bytes, saved, recomputed)
 
 
-def simulate_everything_saved(problem: Problem) -> Simulation:
+def simulate_everything_saved(problem: Problem) -> GraphSimulation:
     """Run both graphs as plain PyTorch does, with all activations saved."""
     return simulate(problem, problem.closure(problem.activations))
 
@@ -120,7 +120,7 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     return ran[np.argsort(places, kind="stable")]
 
 
-def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> Run[int]:
+def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> RunMemory[int]:
     """Allocate and free as `_events` does.
 
     Args:
@@ -130,7 +130,7 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
         start: bytes held before the first operator.
     """
     if not order:
-        return Run((), (), start)
+        return RunMemory((), (), start)
     ran = _raise_picks(problem, order)
     tables, steps = problem.tables, len(ran)
     step = np.arange(steps)
@@ -159,7 +159,7 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
     after = start + np.cumsum(allocated - freed[:steps])
     during = after + freed[:steps] + tables.workspaces[ran]
-    return Run(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
+    return RunMemory(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
 
 
 def _computed(problem: Problem, ran: np.ndarray, roots: np.ndarray) -> list[int]:
@@ -280,7 +280,7 @@ def operator_of(problem: Problem, node: int) -> str:
     return parts[min(1, len(parts) - 1)]
 
 
-def held_at_peak(problem: Problem, simulation: Simulation, in_backward: bool) -> dict[int, int]:
+def held_at_peak(problem: Problem, simulation: GraphSimulation, in_backward: bool) -> dict[int, int]:
     """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
     run = simulation.backward if in_backward else simulation.forward
     peak = run.held.index(run.peak) if run.held else 0

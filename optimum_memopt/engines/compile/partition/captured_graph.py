@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -66,7 +66,7 @@ class CapturedGraph:
         of_tokens = [symbol for symbol in self.sizes if tokens and is_length(self.names.get(symbol, ""))]
         return {**self.sizes, **dict.fromkeys(of_tokens, tokens), **dict.fromkeys(self.row_symbols, rows)}
 
-    def simulated(self, problem: Problem) -> Simulation:
+    def simulated(self, problem: Problem) -> GraphSimulation:
         """The run of the choice that was applied; `problem` is of this graph."""
         return simulate(problem, problem.saving(self.plans[0].saved))
 

@@ -12,8 +12,8 @@ from optimum_memopt.engines.api.predictions import (
     COMPUTE,
     COPIES,
     BatchPoint,
-    Estimate,
     Frontier,
+    StepEstimate,
     Technique,
     Training,
     Way,
@@ -151,7 +151,7 @@ def estimate(
     with_curve: bool = False,
     with_ways: bool = False,
     batch_sizes: Sequence[int] = (),
-) -> Estimate:
+) -> StepEstimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
@@ -183,7 +183,7 @@ def estimate(
     sizes = {"sizes": dict(table.symbols), "device": step.device_name}
     plan = traced.shown.plan_file
     attention = attention_implementation(getattr(traced.model, "config", None)) or "eager"
-    return Estimate(
+    return StepEstimate(
         table=table,
         parts=asdict(footprint),
         peak_mib=footprint.peak / MIB,

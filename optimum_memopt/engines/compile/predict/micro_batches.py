@@ -43,7 +43,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     weights_by_dtype,
 )
 from optimum_memopt.engines.compile.memory.live import LiveRun
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, host_of, problem_of, sizes_of_runs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
@@ -210,7 +210,7 @@ class ForwardSteps:
             return solver.cheapest(allowed)
         return None if solver.host is None else with_offload(solver.solver, None, allowed, solver.host)
 
-    def _simulate(self, plan: str, rows: int, accumulates: bool) -> Simulation:
+    def _simulate(self, plan: str, rows: int, accumulates: bool) -> GraphSimulation:
         forward = self._batch(rows, accumulates).solver.forward
         if plan in _PLAIN:
             return _checkpointed(forward.problem, _PLAIN[plan])
@@ -242,7 +242,7 @@ def _layers_of(problem: Problem) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layer for layer, is_forward in layers if layer and is_forward))
 
 
-def _checkpointed(problem: Problem, every: int) -> Simulation:
+def _checkpointed(problem: Problem, every: int) -> GraphSimulation:
     """transformers' activation checkpointing of every nth layer (0: of none), in the order of this engine's recompute:
     its operators take as long.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.solver.blocks import Block, Blocks
 
 # Steps of saved bytes that the dynamic program tells apart.
@@ -48,7 +48,7 @@ class DynamicProgram:
     """The measured frontiers of a problem's blocks, for any budget; `tops` are of each with everything saved."""
 
     blocks: Blocks
-    everything: Simulation
+    everything: GraphSimulation
     tops: tuple[_Tops, ...]
     frontiers: tuple[_Frontier, ...]
 
@@ -83,9 +83,9 @@ class DynamicProgram:
             place = before[place]
         return tuple(reversed(chosen))
 
-    def solve(self, budget: int) -> Simulation | None:
+    def solve(self, budget: int) -> GraphSimulation | None:
         """The fastest plan found whose simulated peak is within the budget."""
-        best: Simulation | None = None
+        best: GraphSimulation | None = None
         asked, low, high, times = budget, 0, 0, 1
         seen: set[frozenset[int]] = set()
         dropped: frozenset[int] | None = None
@@ -118,7 +118,7 @@ class DynamicProgram:
                 times *= 2
         return best
 
-    def lowest(self) -> Simulation:
+    def lowest(self) -> GraphSimulation:
         """The plan with the lowest peak that is found."""
         low, high = 0, self.everything.peak
         best = self.everything
@@ -131,12 +131,12 @@ class DynamicProgram:
                 low = middle
         return best
 
-    def simulate(self, chosen: Sequence[FrontierPoint], dropped: Collection[int] = ()) -> Simulation:
+    def simulate(self, chosen: Sequence[FrontierPoint], dropped: Collection[int] = ()) -> GraphSimulation:
         """The graph with what is chosen for each block saved, but for what is `dropped`."""
         saved = frozenset().union(*(point.saved for point in chosen)).difference(dropped)
         return simulate(self.blocks.problem, self.blocks.problem.closure(saved))
 
-    def _cheap_outside(self, simulation: Simulation) -> frozenset[int]:
+    def _cheap_outside(self, simulation: GraphSimulation) -> frozenset[int]:
         """Nodes that a plan saves outside of layers for recompute within them, such as an attention mask, that are
         cheaper to recompute than what the plan does: no plan of one block alone shows this."""
         problem = self.blocks.problem
@@ -152,7 +152,7 @@ class DynamicProgram:
                 dropped, simulation = dropped | {node}, without
         return dropped
 
-    def _extra_seconds(self, simulation: Simulation) -> float:
+    def _extra_seconds(self, simulation: GraphSimulation) -> float:
         return simulation.extra_seconds(self.blocks.problem)
 
 
@@ -196,7 +196,7 @@ def dynamic_programs(blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
 
 def _measured(
     blocks: Blocks,
-    everything: Simulation,
+    everything: GraphSimulation,
     tops: Sequence[_Tops],
     sets_of: Callable[[Block], tuple[frozenset[int], ...]],
 ) -> dict[int, _Frontier]:
@@ -232,7 +232,7 @@ def _with(frontier: _Frontier, point: FrontierPoint) -> _Frontier:
 
 
 def _saved_bytes(
-    blocks: Blocks, everything: Simulation, simulation: Simulation, measured: list[int]
+    blocks: Blocks, everything: GraphSimulation, simulation: GraphSimulation, measured: list[int]
 ) -> dict[int, int]:
     """Bytes that each measured block leaves for the backward, over those where everything is saved.
 
@@ -264,7 +264,7 @@ def _only_reader(blocks: Blocks, root: int) -> int | None:
     return readers.pop() if len(readers) == 1 else None
 
 
-def _recompute_seconds(blocks: Blocks, simulation: Simulation) -> list[float]:
+def _recompute_seconds(blocks: Blocks, simulation: GraphSimulation) -> list[float]:
     """Seconds of what is recomputed in each block."""
     seconds = [0.0] * len(blocks.all)
     for node in simulation.recomputed:
@@ -273,7 +273,7 @@ def _recompute_seconds(blocks: Blocks, simulation: Simulation) -> list[float]:
     return seconds
 
 
-def _tops(blocks: Blocks, simulation: Simulation) -> tuple[_Tops, ...]:
+def _tops(blocks: Blocks, simulation: GraphSimulation) -> tuple[_Tops, ...]:
     """The highest bytes of each block's part of the forward and of the backward."""
     order = np.array(simulation.forward.order, dtype=np.intp)
     index = blocks.index_table[order]
@@ -285,7 +285,7 @@ def _tops(blocks: Blocks, simulation: Simulation) -> tuple[_Tops, ...]:
     return tuple((int(top), backward.get(index, 0)) for index, top in enumerate(forward))
 
 
-def _backward_tops(blocks: Blocks, simulation: Simulation) -> dict[int, int]:
+def _backward_tops(blocks: Blocks, simulation: GraphSimulation) -> dict[int, int]:
     """The parts of layers from the first to the last of their operators; of the rest what lies between those."""
     order = np.array(simulation.backward.order, dtype=np.intp)
     held = np.array(simulation.backward.held, dtype=np.int64)

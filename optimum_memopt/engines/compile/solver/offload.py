@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.memory.simulation import Simulation, seconds_of, simulate
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, seconds_of, simulate
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
@@ -186,7 +186,7 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
     )
 
 
-def stall_of(problem: Problem, simulation: Simulation, offloaded: Sequence[int], bandwidth: float) -> float:
+def stall_of(problem: Problem, simulation: GraphSimulation, offloaded: Sequence[int], bandwidth: float) -> float:
     """Seconds that the device waits for copies of a plan, where they may take no memory beyond its peak without them.
 
     Args:
@@ -201,7 +201,7 @@ def _stall(sides: Sequence["_Side"], offloaded: Sequence[int], bandwidth: float)
     return sum(side.stall(offloaded, limit, bandwidth) for side in sides)
 
 
-def _sides(problem: Problem, simulation: Simulation) -> tuple["_Side", "_Side"]:
+def _sides(problem: Problem, simulation: GraphSimulation) -> tuple["_Side", "_Side"]:
     """With the backward's time running backwards, an activation is on the host behind its last use in either."""
     forward, backward = simulation.forward, simulation.backward
     of_backward = _Side(problem, backward.order[::-1], backward.held[::-1], is_reversed=True)

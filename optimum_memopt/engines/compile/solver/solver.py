@@ -20,7 +20,7 @@ from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import (
-    Simulation,
+    GraphSimulation,
     held_at_peak,
     operator_of,
     simulate,
@@ -89,18 +89,18 @@ class Solver:
     of_run: PlansOfRun = no_plans
 
     @cached_property
-    def everything(self) -> Simulation:
+    def everything(self) -> GraphSimulation:
         return simulate_everything_saved(self.problem)
 
     @cached_property
-    def layers_recomputed(self) -> Simulation:
+    def layers_recomputed(self) -> GraphSimulation:
         """Every layer recomputed from its input, as level 1 has it."""
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
         return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
 
     @cached_property
-    def lowest(self) -> Simulation:
+    def lowest(self) -> GraphSimulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
         of_blocks = (program.lowest() for pair in self._programs for program in reversed(pair))
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
@@ -115,7 +115,7 @@ class Solver:
         """Seconds of the forward and backward with all activations saved."""
         return self.everything.seconds(self.problem)
 
-    def plan(self, simulation: Simulation) -> Plan:
+    def plan(self, simulation: GraphSimulation) -> Plan:
         extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
         return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
 
@@ -153,13 +153,13 @@ class Solver:
         cut = cut_of(self.problem, [node for node, is_one in forward if is_one and not self.problem.is_number[node]])
         return None if cut is None or len(cut.microseconds) > _LARGEST else cut
 
-    def _best(self, budget: int, is_final: bool, limits: "list[_Limit]") -> Simulation | None:
+    def _best(self, budget: int, is_final: bool, limits: "list[_Limit]") -> GraphSimulation | None:
         if self.everything.peak <= budget:
             return self.everything
         fitting = [candidate for candidate in self._candidates(budget, is_final, limits) if candidate.peak <= budget]
         return min(fitting, key=lambda one: (one.extra_seconds(self.problem), one.peak), default=None)
 
-    def _candidates(self, budget: int, is_final: bool, limits: "list[_Limit]") -> Iterator[Simulation]:
+    def _candidates(self, budget: int, is_final: bool, limits: "list[_Limit]") -> Iterator[GraphSimulation]:
         (with_borders, without_borders), *of_runs = self._programs
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
@@ -179,8 +179,8 @@ class Solver:
             yield solved
 
     def _as_program(
-        self, budget: int, start: Simulation, limits: "list[_Limit]", gap: float = GAP
-    ) -> Simulation | None:
+        self, budget: int, start: GraphSimulation, limits: "list[_Limit]", gap: float = GAP
+    ) -> GraphSimulation | None:
         """The first plan within the budget that the program of the whole graph has, which is the fastest; None where
         none was found.
 
@@ -218,7 +218,7 @@ class Solver:
         return list(map(dynamic_programs, kinds))
 
 
-def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int], ...]:
+def _holders(problem: Problem, simulation: GraphSimulation) -> tuple[tuple[str, int], ...]:
     """The largest groups of what is held at the peak: gradients, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
     held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
@@ -231,7 +231,7 @@ def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int],
     return tuple(sorted(groups.items(), key=lambda item: -item[1])[:4])
 
 
-def _improve(problem: Problem, best: Simulation, budget: int) -> Simulation:
+def _improve(problem: Problem, best: GraphSimulation, budget: int) -> GraphSimulation:
     """The plan after all changes that make it faster within the budget, as far as the work allows."""
     remaining = _WORK // len(problem.names)
     seconds = best.extra_seconds(problem)
@@ -253,7 +253,7 @@ def _improve(problem: Problem, best: Simulation, budget: int) -> Simulation:
             return best
 
 
-def _changes(problem: Problem, plan: Simulation) -> Iterator[frozenset[int]]:
+def _changes(problem: Problem, plan: GraphSimulation) -> Iterator[frozenset[int]]:
     """One more saved, the dearest to recompute first; one in exchange for another; one less."""
     own = (node for node in sorted(set(plan.recomputed)) if problem.roots[node] == node and problem.is_tensor[node])
     missing = sorted((root for root in own if problem.bytes[root]), key=lambda root: -problem.seconds[root])
@@ -267,7 +267,7 @@ def _changes(problem: Problem, plan: Simulation) -> Iterator[frozenset[int]]:
 _Limit = tuple[dict[int, float], int]
 
 
-def _limit(problem: Problem, cut: Cut, plan: Simulation, in_backward: bool) -> _Limit:
+def _limit(problem: Problem, cut: Cut, plan: GraphSimulation, in_backward: bool) -> _Limit:
     """Megabytes of the program's variables held at the highest point of a run, and bytes that are held there beside
     them, for the workspace too.
 

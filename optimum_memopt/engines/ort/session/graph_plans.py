@@ -129,7 +129,7 @@ def residual_normalizations(graph: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenPlans:
     """The plans to apply.
 
     Attributes:
@@ -164,7 +164,7 @@ def check_supported(config: PlanConfig) -> None:
             )
 
 
-def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> Choice:
+def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> ChosenPlans:
     """Match a user's config with `existing`, the plans of the graph.
 
     Raises:
@@ -174,10 +174,10 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
     if strict:
         matched.check()
     notes = {row: note for row in matched.requests if (note := matched.note(row))}
-    return Choice(tuple(matched.requests), notes, matched.remarks)
+    return ChosenPlans(tuple(matched.requests), notes, matched.remarks)
 
 
-def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:
+def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> ChosenPlans:
     """All plans in `existing` of level 1 (recompute) or 2 (also with compromise), less those that raise the peak."""
     strategies = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
     configs, notes, existing = [], {}, tuple(existing)
@@ -193,10 +193,10 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
         else:
             configs.append(plan)
     remark = f"level {level} leaves out {len(notes)} of {len(configs) + len(notes)} plans, see the table's notes"
-    return Choice(tuple(configs), notes, (remark,) if notes else ())
+    return ChosenPlans(tuple(configs), notes, (remark,) if notes else ())
 
 
-def check_applied(choice: Choice, counts: Mapping[str, int], strict: bool) -> str:
+def check_applied(choice: ChosenPlans, counts: Mapping[str, int], strict: bool) -> str:
     """A line about plans that ORT accepted and applied nowhere, empty without any.
 
     Raises:
@@ -221,7 +221,7 @@ class GraphTable:
 
     rows: tuple[PlanRow, ...] = ()
     symbols: Mapping[str, int] = field(default_factory=dict)
-    choice: Choice = field(default_factory=Choice)
+    choice: ChosenPlans = field(default_factory=ChosenPlans)
 
     def to_table(self, counts: Mapping[str, int], header: str) -> PlanTable:
         """The table, with the counts of `applied_counts` and a line above it."""
@@ -259,7 +259,7 @@ def choose_plans(
     symbols = {names[name]: value for name, value in dimensions.items() if name in names}
     rows = to_plans(parse_insight(text), combinations, names, symbols)
     existing = dict.fromkeys(part for row in rows for part in row.config.split(","))
-    choice = Choice()
+    choice = ChosenPlans()
     if selection.config is not None:
         choice = choose_config(selection.config, existing, selection.strict)
     elif selection.level:

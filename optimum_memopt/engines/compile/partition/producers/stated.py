@@ -9,7 +9,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, 
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
-    Simulation,
+    GraphSimulation,
     held_at_peak,
     simulate,
     simulate_everything_saved,
@@ -120,7 +120,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     """
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
 
-    def peak(run: Simulation) -> int:
+    def peak(run: GraphSimulation) -> int:
         """The peak of a layer with the saved activations of all."""
         return run.peak + (graph.layers_at_once - 1) * run.saved_bytes
 
@@ -156,7 +156,7 @@ def _numbers(graph: AnalyzedGraph, choice: Choice) -> list[int]:
     return [graph.joint.order[node] for node in choice.nodes_to_save]
 
 
-def _recomputed_at_peak(problem: Problem, simulation: Simulation) -> str:
+def _recomputed_at_peak(problem: Problem, simulation: GraphSimulation) -> str:
     """The layer that holds most recomputed bytes at the peak of the backward; empty where there is none."""
     if simulation.forward.peak >= simulation.backward.peak:
         return ""

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.events import Prediction, Run
+from optimum_memopt.engines.compile.memory.events import Prediction, RunMemory
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
@@ -74,7 +74,7 @@ class Offload(MemoryStrategy):
 register_strategy(Offload())
 
 
-def _most_if_kept(run: Run[str], sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
+def _most_if_kept(run: RunMemory[str], sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
     """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
     copies."""
     copies = {copy_name.format(name): size for name, size in sizes.items()}
