@@ -90,6 +90,7 @@ def test_what_makes_no_sense_is_one_line(
     assert line in error and not printed.out
 
 
+@pytest.mark.nightly
 def test_a_rank_of_several_is_said(asked: Any) -> None:
     alone, shared = asked("--global_batch", str(ROWS)), asked("--global_batch", str(ROWS), "--fsdp", "8")
     assert not alone["remarks"]

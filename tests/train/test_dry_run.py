@@ -282,6 +282,7 @@ def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Pa
     assert all(line in done.stdout for line in lines), done.stdout
 
 
+@pytest.mark.nightly
 def test_the_example(tmp_path: Path) -> None:
     arguments = ["--output_dir", "out", "--max_train_samples", "64", "--max_eval_samples", "32"]
     done = run_command(str(EXAMPLES / "sft/sft.py"), *arguments, folder=tmp_path)

@@ -306,7 +306,7 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
 
 
 def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
-    """What the two partitions of a graph hold, for any values of the symbols."""
+    """The memory of the two partitions of a graph, for any values of the symbols."""
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
     return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows)
