@@ -330,7 +330,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, each counted once."""
-    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def in_float32(outputs: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from optimum_memopt.compat import tensors_in
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import Moved, moved_by
@@ -35,7 +36,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
     value,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
@@ -237,7 +238,7 @@ def eager(joint: JointGraph) -> Iterator[None]:
     already. The state of random generators is restored."""
     tensors = (tensor for node in joint.nodes for tensor in _tensors(value(node)))
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    with fx_graph.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with fx_graph.without_modes_and_autocast(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         yield
 
 
@@ -255,7 +256,7 @@ def timed(run: Callable[[], object], is_on_cuda: bool) -> float:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return list(fake_tensors.tensors_in((tree,)))
+    return list(tensors_in(tree))
 
 
 def _numbers(sizes: Mapping[sympy.Symbol, int]) -> _Number:
@@ -307,7 +308,7 @@ def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> l
 
 
 def _work(node: fx.Node, number: _Number) -> Work:
-    with fx_graph.without_modes():
+    with fx_graph.without_modes_and_autocast():
         positional, named = _arguments(node, number, _without_data)
         result = _concrete(node, number, _without_data)
     device = next((tensor.device for tensor in _tensors(value(node))), None)
@@ -350,7 +351,7 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
         return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
     count = flop_registry.get(getattr(operator, "overloadpacket", None))
     if count is not None:
-        with fx_graph.without_modes():
+        with fx_graph.without_modes_and_autocast():
             return float(count(*positional, **named, out_val=result))
     name = dynamo.operator_name(operator)
     if not name.startswith(_CPU_ATTENTION):

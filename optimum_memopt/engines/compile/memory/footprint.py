@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from optimum_memopt.compat import tensor_bytes
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
     BATCH,
@@ -125,13 +126,13 @@ def footprint_of(
     updated = [max(flat, key=lambda tensor: tensor.nbytes)] if flat else trainable
     return Footprint(
         activations=activations,
-        parameters=tensor_bytes(parameters_of(model).values()),
-        buffers=tensor_bytes(model.buffers()),
+        parameters=local_bytes(parameters_of(model).values()),
+        buffers=local_bytes(model.buffers()),
         batch=batch,
         optimizer=sum(state_sizes(optimizer, trainable)),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
-        gradients=tensor_bytes(updated),
+        gradients=local_bytes(updated),
         step=step_bytes(optimizer, updated),
         constant=constant,
     )
@@ -144,7 +145,7 @@ def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> i
     if zero3.updated(model):
         return 0
     sharded = {id(fully_shard.local(share)) for share in fully_shard.shards(model).values()}
-    return fully_shard.unreduced_bytes(model) + tensor_bytes(each for each in trainable if id(each) not in sharded)
+    return fully_shard.unreduced_bytes(model) + local_bytes(each for each in trainable if id(each) not in sharded)
 
 
 def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:
@@ -189,14 +190,14 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
     parameters = parameters_of(model).values()
-    there = tensor_bytes([*parameters, *model.buffers()]) + batch + saved_bytes
-    there += tensor_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+    there = local_bytes([*parameters, *model.buffers()]) + batch + saved_bytes
+    there += local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
     return max(0, resident - there)
 
 
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors, each counted once."""
-    return sum(fully_shard.local(tensor).nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of this rank's share of tensors, each counted once."""
+    return tensor_bytes(map(fully_shard.local, tensors))
 
 
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -226,7 +227,7 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
     if group.get("fused"):
         return 0
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
-        return tensor_bytes(parameters)
+        return local_bytes(parameters)
     return 2 * max(tensor.nbytes for tensor in parameters)
 
 
@@ -355,7 +356,7 @@ def step_around(
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
-    batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = trainable_of(model, untrained)
     held, room = (0 if target is None else target.libraries), 0
     if target is None:

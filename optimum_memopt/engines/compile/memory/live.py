@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimum_memopt.compat import tensors_in
 from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,
@@ -394,7 +395,7 @@ class LiveRecorder(TorchDispatchMode):
             self._module_of_node[autograd.last_order()] = module
         new = [
             storage
-            for leaf in fake_tensors.tensors_in((results,))
+            for leaf in tensors_in(results)
             for storage in fake_tensors.storages(leaf)
             if storage.address not in self._alive
         ]

@@ -14,8 +14,8 @@ from optimum_memopt.engines.compile.memory.footprint import (
     StepContext,
     footprint_of,
     link_of,
+    local_bytes,
     room_to_grow,
-    tensor_bytes,
     trainable_of,
 )
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, MODEL, PLAIN
@@ -353,4 +353,4 @@ def _tensors_of(failed: FailedStep) -> int:
     if isinstance(run.optimizer, torch.optim.Optimizer) and run.optimizer.state:
         states = footprint_of(model, run.optimizer).optimizer
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
-    return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
+    return local_bytes([*model.parameters(), *model.buffers()]) + states + batch

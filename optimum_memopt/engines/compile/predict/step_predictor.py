@@ -23,10 +23,10 @@ from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
     footprint_of,
+    local_bytes,
     parameters_of,
     state_sizes,
     step_timeline,
-    tensor_bytes,
     trainable_of,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
@@ -161,7 +161,7 @@ class StepMemoryPredictor:
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
-        self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        self._batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         self._pending = pending or Pending()
         if constant is None:
             constant = constant_of(model, self._batch, resident, self._left(runs_before))
@@ -284,7 +284,7 @@ class StepMemoryPredictor:
         for name, size in wanted.items():
             if name not in self.first or size < 1:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
-        weights = tensor_bytes(trainable_of(model, self.untrained))
+        weights = local_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
         return footprint_of(

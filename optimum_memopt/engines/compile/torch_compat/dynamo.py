@@ -482,8 +482,13 @@ class Watch:
 
     def last_cause(self) -> str:
         """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
-        guards = [f"failed guard: {_COMPILE_ID.sub('', guard)}" for guard in self.recompiles()]
+        guards = [f"failed guard: {without_compile_id(guard)}" for guard in self.recompiles()]
         return next(reversed(guards or [f"graph break: {reason}" for reason in self.graph_breaks()]), "")
+
+
+def without_compile_id(reason: str) -> str:
+    """A reason of torch's to recompile, `0/1: x > 1`, without the number of what was compiled."""
+    return _COMPILE_ID.sub("", reason)
 
 
 def _first_line(text: str) -> str:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from optimum_memopt.compat import tensors_in
 from optimum_memopt.engines.shared.forward_patch import Attribute
 
 # A value, or a shape that depends on values, is not known.
@@ -403,15 +404,6 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return args[0].new_empty(shape).resize_(())
     return function(*args, **kwargs)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results: they nest in lists and tuples alone."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
 
 
 def _made(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

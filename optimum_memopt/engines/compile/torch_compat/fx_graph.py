@@ -16,7 +16,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch.amp import autocast_mode
-from torch.utils._python_dispatch import _disable_current_modes
+
+from optimum_memopt.compat import without_modes
 
 LIBRARY = "optimum_memopt"
 
@@ -113,7 +114,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
         [int(number.node.hint or 2) if isinstance(number, torch.SymInt) else number for number in numbers]
         for numbers in (tensor.shape, tensor.stride())
     )
-    with _disable_current_modes():
+    with without_modes():
         strides = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
@@ -225,9 +226,9 @@ def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes_and_autocast() -> Iterator[None]:
     """Operators run as they are called, also while a graph is traced: on real tensors, without autocast."""
-    with _disable_current_modes(), contextlib.ExitStack() as stack:
+    with without_modes(), contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield

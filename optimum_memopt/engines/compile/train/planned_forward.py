@@ -35,7 +35,6 @@ from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
-_COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
 # `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
@@ -84,7 +83,7 @@ class Recompiles:
         Returns:
             The line to log: for the first guard of a cause, and once more when a number changed again; else "".
         """
-        guard = _MODEL.sub("self", _COMPILE_ID.sub("", reason))
+        guard = _MODEL.sub("self", dynamo.without_compile_id(reason))
         if guard in self._guards:
             return ""
         self._guards[guard] = None
