@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from optimum_memopt.compat import without_modes
+from optimum_memopt.engines.compile.capture.moved_state import SavedState, StateArgs
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.host_copies import offload, reload
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -170,15 +171,16 @@ class LayerInputs:
     def run(
         self,
         run: Callable[..., Any],
-        args: Sequence[Any],
         plan: InputsPlan,
         gathered: Callable[[], contextlib.AbstractContextManager[None]],
+        state: StateArgs,
     ) -> Any:
         """The results of a run.
 
         Args:
             gathered: around one in a backward, has the parameters among its arguments.
         """
+        args = state.args
         arguments: dict[int, _Argument] = {}
         # Not in the forward's autograd graph.
         offloaded = {place: args[place].detach() for place in sorted(plan.offloaded)}
@@ -195,7 +197,9 @@ class LayerInputs:
             argument = arguments.get(dynamo.storage_id(value)) if isinstance(value, torch.Tensor) else None
             return value if argument is None else _View.of(value, argument)
 
-        def pack(saved: torch.Tensor) -> torch.Tensor | _View:
+        def pack(saved: torch.Tensor) -> torch.Tensor | _View | SavedState:
+            if state.saved is not None and (of_state := state.saved(saved)) is not None:
+                return of_state
             packed = unless_held(saved)
             if isinstance(packed, _View):
                 packed.argument.saved += 1
@@ -212,11 +216,12 @@ class LayerInputs:
             torch.ops.optimum_memopt.wait(argument.host, given, [])
         if random is not None:
             is_drawn = not random.is_equal(_Random.now(args))
-            repeated = _Repeated(run, list(map(unless_held, args)), gathered, random if is_drawn else None)
+            held = [arg.clone() if at in state.copied else unless_held(arg) for at, arg in enumerate(args)]
+            repeated = _Repeated(run, held, gathered, random if is_drawn else None)
             for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
-                    held = dynamo.StorageWeakRef(result.untyped_storage())
-                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset()), held
+                    alive = dynamo.StorageWeakRef(result.untyped_storage())
+                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset()), alive
         return results
 
 
@@ -225,5 +230,7 @@ def listed(results: Any) -> Sequence[Any]:
     return results if isinstance(results, tuple | list) else [results]
 
 
-def _unpacked(packed: torch.Tensor | _View) -> torch.Tensor:
+def _unpacked(packed: torch.Tensor | _View | SavedState) -> torch.Tensor:
+    if isinstance(packed, SavedState):
+        return packed.open()
     return packed.of_value(packed.argument.open()) if isinstance(packed, _View) else packed

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,9 @@ from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
+from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
 from optimum_memopt.engines.compile.capture.regions import (
+    LayerGroup,
     Regions,
     ResultsChangedError,
     around_regions,
@@ -191,9 +195,7 @@ class TracedForward:
         # What its backend has returned to torch.
         self._returned: list[Callable[..., Any]] = []
         groups, opened = regions_of(model, spec.unit), opened_modules(model)
-        self._regions = Regions(
-            groups, weak_method(self._compile_alone), tuple(opened.values()) if groups else (), spec.only_layers
-        )
+        self._regions = self._new_regions(groups, opened)
         around = () if spec.only_layers else groups
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
@@ -202,6 +204,7 @@ class TracedForward:
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
+        self._state = StateWatch(weak_method(self._name_of))
         # By the masks of batches.
         self._shardings: dict[KeptMasks, AnySharding] = {}
         self._has_run = False
@@ -229,7 +232,7 @@ class TracedForward:
                 self.say(f"compiling the forward of {self._name} again: {why}")
             else:
                 self._say_whole(why)
-                self._regions = Regions((), weak_method(self._compile_alone))
+                self._regions = self._new_regions(())
             self._forget_compiled()
             # They hold what the graphs that have run saved for the backward.
             traceback.clear_frames(error.__traceback__)
@@ -244,6 +247,12 @@ class TracedForward:
             return self(call, choices)
         self._has_run = choices.has_run = True
         return traced
+
+    def _new_regions(
+        self, groups: tuple[LayerGroup, ...], opened: Mapping[str, torch.nn.Module] = MappingProxyType({})
+    ) -> Regions:
+        modules = tuple(opened.values()) if groups else ()
+        return Regions(groups, weak_method(self._compile_alone), modules, self.spec.only_layers)
 
     def _forget_compiled(self) -> None:
         """Have all calls traced again: nothing holds that earlier traces took from the layers."""
@@ -268,6 +277,10 @@ class TracedForward:
 
     def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
         """Run a call; None where it has put hooks on the model's modules, and has to run again."""
+        if self._state.begin():
+            self._forget_compiled()
+            if self._regions.all:
+                self._regions = self._new_regions(regions_of(self._model, self.spec.unit), opened_modules(self._model))
         has_regions = self._regions.are_closed
         if self._regions.all and not has_regions:
             self._say_whole("modules in them, or all modules, have hooks")
@@ -310,6 +323,7 @@ class TracedForward:
         if before is not None and self._has_put_hooks(before, next_hook):
             before.restore(self._model)
             return None
+        self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
         run.tape.end(dynamo.tree_leaves(outputs))
@@ -473,6 +487,7 @@ class TracedForward:
             module,
             list(map(dynamo.traced_value, placeholders)),
             tuple(names.get(id(given.get(node.name)), "") for node in placeholders),
+            tuple(map(dynamo.state_source, placeholders)),
             losses,
             self._regions.layer,
             not self._runs_outside and any(map(dynamo.is_all_of, self._codes)),
@@ -500,19 +515,35 @@ class TracedForward:
         variant = variants.get(key)
         if variant is None:
             variant = variants[key] = self._variant(graph, args)
+        state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run.tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
-        if plan.is_empty:
-            results = variant.run(*args)
+        if plan.is_empty and state.saved is None:
+            results = variant.run(*state.args)
         else:
             gathered = zero3.gathered_again if self.spec.only_layers else fully_shard.gathered_again
             around = functools.partial(gathered, self._model.get_submodule(layer))
-            results = run.layer_inputs.run(variant.run, args, plan, around)
+            results = run.layer_inputs.run(variant.run, plan, around, state)
+        self._state.after(listed(results))
         run.tape.after(listed(results))
         if variant.partitioned is not None and variant.partitioned.sources:
             autograd.drop_unread_gradients(listed(results), args, variant.partitioned.sources)
         run.note(variant, layer)
         return results
+
+    def _state_before(self, graph: TracedGraph, variant: Variant, args: Sequence[Any], run: Hashable) -> StateArgs:
+        partitioned = variant.partitioned
+        # ZeRO 3 takes the data of parameters away, and gives them others.
+        is_watched = partitioned is not None and self.spec.is_run and not self.spec.only_layers
+        if partitioned is None or not is_watched:
+            return StateArgs(args, copied=() if partitioned is None else partitioned.copied)
+        sources = {at: graph.state_key(at) for at in partitioned.recomputed_from}
+        return self._state.before(args, sources, partitioned.recomputed_from, partitioned.copied, run)
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        model = self._model
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        return next((name for name, each in named if each is tensor), "")
 
     def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
         (*_, latest), analyzed, run, layer = graph.variants.values(), graph.analyzed, self._run, self._regions.layer
@@ -572,7 +603,8 @@ class TracedForward:
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         sources = sources_of(module.graph, num_fwd_outputs)
         cuda = spec.target.cuda if spec.target is not None else None
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(running.inputs), traced.layer)
+        state, sizes_of_batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, sizes_of_batch, traced.layer, state)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
@@ -45,6 +46,7 @@ class TracedGraph:
     Attributes:
         inputs: fake ones, that it was traced with.
         parameters: the name of each input that is a parameter, empty for the others.
+        state: where the model holds each input that is state, empty for the others.
         losses: that were decided for it.
         layer: path of the layer that it was traced for; empty: of none.
         is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
@@ -59,6 +61,7 @@ class TracedGraph:
     graph: fx.GraphModule
     inputs: Sequence[Any]
     parameters: tuple[str, ...]
+    state: tuple[str, ...]
     losses: tuple[LossDecision, ...]
     layer: str
     is_all: bool
@@ -68,6 +71,20 @@ class TracedGraph:
     analyzed: AnalyzedGraph | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
     asked: tuple[object, int, str] | None = None
+
+    def state_key(self, at: int) -> str:
+        """The source of an argument that is state, and whose attribute it is."""
+        module = self.module() if self.module is not None else None
+        return f"{type(module).__name__} {self.state[at]}"
+
+    def state_arguments(self, moved: Collection[str]) -> StateArguments:
+        """Those of its arguments that are state; `moved` are keys of some."""
+        places = [at for at, source in enumerate(self.state) if source]
+        return StateArguments(
+            frozenset(at for at in places if self.parameters[at]),
+            frozenset(at for at in places if not self.parameters[at]),
+            frozenset(at for at in places if self.state_key(at) in moved),
+        )
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from torch.utils.flop_counter import flop_registry
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
+    first_input,
     is_number,
     is_output,
+    is_state_copy,
     is_tensor,
     is_view,
     root,
@@ -44,7 +46,7 @@ def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
     seen: Counter[Path] = Counter()
     paths: dict[fx.Node, Path] = {}
     for node in joint.forward:
-        if node.op != "call_function" or is_view(node) or not is_tensor(node):
+        if node.op != "call_function" or is_view(node) or not is_tensor(node) or is_state_copy(node):
             continue
         layer = layer_of(node)
         # A layer that is called again ends in the number of the call.
@@ -129,13 +131,15 @@ def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> fro
     which hardly take memory.
     """
     frozen = {node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs}
-    constants: set[fx.Node] = set()
+    copies = {node for node in joint.forward if is_state_copy(node) and first_input(node) not in joint.mutated_inputs}
+    constants = set(copies)
     for node in joint.forward:
         is_product = getattr(node.target, "overloadpacket", None) in flop_registry
         if node.op == "call_function" and (is_product or joint.is_impure(node)):
             continue
         if all(read in constants or read in frozen or is_number(read) for read in node.all_input_nodes):
             constants.add(node)
+    constants.difference_update(copies)
     return frozenset(node for node in constants if node.op == "call_function" and not is_statistic(node))
 
 
@@ -158,6 +162,7 @@ class AnalyzedGraph:
             number in another graph with it.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
         turn: see `tape.Call`.
+        state: inputs that may change before the backward, without those that the graph itself writes to.
         layers_at_once: layers of the forward that hold what they have saved while one of them runs.
     """
 
@@ -176,13 +181,24 @@ class AnalyzedGraph:
     digest: str = ""
     layer: str = ""
     turn: int = 0
+    state: tuple[fx.Node, ...] = ()
     layers_at_once: int = 1
 
     @property
     def places(self) -> tuple[int, ...]:
         """The positions of arguments that are tensors of the batch, in order."""
         given = (node for node in self.joint.inputs if is_tensor(node) and node not in self.static_inputs)
-        return tuple(sorted(place for node in given if (place := fx_graph.input_position(node)) is not None))
+        return places_of(given)
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """The positions of arguments that are state of which the forward reads a copy."""
+        return places_of(first_input(node) for node in self.joint.forward if is_state_copy(node))
+
+
+def places_of(inputs: Iterable[fx.Node]) -> tuple[int, ...]:
+    """The positions of inputs among the arguments of the graph that dynamo has traced."""
+    return tuple(sorted(place for node in inputs if (place := fx_graph.input_position(node)) is not None))
 
 
 def nodes_to_save(

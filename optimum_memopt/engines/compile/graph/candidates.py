@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     first_input,
     is_number,
     is_output,
+    is_state_copy,
     is_tensor,
     root,
     storage_bytes,
@@ -54,8 +55,9 @@ class RecomputeChain:
 
     @property
     def _exchanged(self) -> list[sympy.Expr]:
-        """Bytes saved in exchange; neither what is negligible nor a generator's state is counted."""
-        sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
+        """Bytes saved in exchange; what is negligible, a generator's state and copies of state are not counted."""
+        counted = (node for node in self.extra_saved if not (is_generator_state(node) or is_state_copy(node)))
+        sizes = (storage_bytes(root(node)) for node in counted)
         return [size for size in sizes if not is_negligible(size)]
 
 

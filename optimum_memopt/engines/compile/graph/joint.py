@@ -20,6 +20,8 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
 # Key of a node's meta: a host copy in a graph that runs on another device.
 ON_HOST = "optimum_memopt_on_host"
+# Key of a node's meta: a copy of an input that may change before the backward (see `state_copies`).
+STATE_COPY = "optimum_memopt_state_copy"
 # As a graph has them: sizes, and other numbers that the tracer kept symbolic.
 Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 
@@ -42,6 +44,11 @@ def first_input(node: fx.Node) -> fx.Node:
 def is_on_host(node: fx.Node) -> bool:
     """True for a host copy in a graph that runs elsewhere: it takes none of the device's memory."""
     return bool(node.meta.get(ON_HOST))
+
+
+def is_state_copy(node: fx.Node) -> bool:
+    """True for a copy of an input that may change before the backward."""
+    return bool(node.meta.get(STATE_COPY))
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -188,12 +195,15 @@ class JointGraph:
 
     def is_impure(self, node: fx.Node) -> bool:
         """True where it must not run twice: it draws random numbers, reads an input that is written to in the meantime
-        (running statistics), or is a loss that computes its own gradients, three products with all classes."""
+        (running statistics), copies one that may be, or is a loss that computes its own gradients, three products with
+        all classes."""
         if is_output(node):
             node = first_input(node)
-        if fx_graph.is_random(node) or is_chunked_loss(node):
-            return True
-        return any(root(read) in self.mutated_inputs for read in node.all_input_nodes)
+        return fx_graph.is_random(node) or is_chunked_loss(node) or self.reads_former_state(node)
+
+    def reads_former_state(self, node: fx.Node) -> bool:
+        """True where it reads what an input holds before something writes to that."""
+        return is_state_copy(node) or any(root(read) in self.mutated_inputs for read in node.all_input_nodes)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:

@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
     find_constants,
     fused_attention,
     node_paths,
+    places_of,
     signature_of,
 )
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
@@ -24,12 +25,15 @@ from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     is_number,
     is_output,
+    is_state_copy,
     is_tensor,
+    is_view,
     root,
     tensor_value,
     value,
 )
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
+from optimum_memopt.engines.compile.graph.state_copies import StateArguments, copy_state, remove_unsaved_copies
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
@@ -72,6 +76,9 @@ class PartitionedGraph:
         digest: of its joint graph.
         gradients: see `gradients_of`.
         sources: see `sources_of`.
+        recomputed_from: places of arguments that are state, and that its backward recomputes from; true for those that
+            it reads for nothing else.
+        copied: see `AnalyzedGraph`.
     """
 
     candidates: tuple[Candidate, ...]
@@ -92,6 +99,8 @@ class PartitionedGraph:
     digest: str = ""
     gradients: Mapping[str, bool] = field(default_factory=dict)
     sources: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    recomputed_from: Mapping[int, bool] = field(default_factory=dict)
+    copied: tuple[int, ...] = ()
 
     def with_sizes(self, sizes: Mapping[sympy.Symbol, int]) -> "PartitionedGraph":
         """The same for another first batch."""
@@ -141,15 +150,21 @@ def analyze(
     cuda: Multiprocessors | None = None,
     batch: Mapping[str, int] | None = None,
     layer: str = "",
+    state: StateArguments | None = None,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
     Args:
         cuda: see `operator_workspace`; None: the device of its tensors.
         layer: the path of the layer whose forward it is; empty: that of no layer alone.
+        state: the arguments that may change before the backward; None: none does.
     """
+    state = state or StateArguments()
+    fx_graph.reveal_snapshots(module.graph)
     fx_graph.remove_dead_code(module.graph, lambda node: True)
-    fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
+    copy_state(JointGraph(module, num_fwd_outputs), state)
+    joint = JointGraph(module, num_fwd_outputs)
+    fx_graph.remove_copies(module.graph, [*map(root, joint.forward_outputs), *filter(is_state_copy, joint.forward)])
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     note_layers(module.graph, layer)
     joint = JointGraph(module, num_fwd_outputs)
@@ -167,8 +182,13 @@ def analyze(
 
     def by_torch() -> Modules:
         before = module.graph
+        # What reads an input before the forward writes to it computes something else in the backward, which torch's
+        # own partition does not know of (2.13; nor does `torch.compile` of the model).
+        kept = [
+            node for node in joint.forward if is_tensor(node) and not is_view(node) and joint.reads_former_state(node)
+        ]
         try:
-            return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            return fx_graph.default_partition(module, inputs, kept, num_fwd_outputs=num_fwd_outputs, **options)
         finally:
             # torch's partitioner puts a graph of its own in the joint graph's place (CSE).
             module.graph = before
@@ -191,6 +211,7 @@ def analyze(
         by_torch,
         cuda,
         digest_of(joint),
+        state=tuple(state.nodes(joint, state.parameters | state.buffers) - joint.mutated_inputs),
     )
 
 
@@ -255,6 +276,7 @@ def partitioned(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
+    remove_unsaved_copies(modules[0], {node.name for node in graph.joint.forward if is_state_copy(node)})
     _remove_dead_code(graph.joint, modules)
     if runs_operators:
         scale_in_place(modules)
@@ -283,8 +305,19 @@ def partitioned(
         is_for_cuda=graph.cuda is not None,
         bound=bound,
         digest=graph.digest,
+        recomputed_from=_recomputed_from(graph, modules[1]),
+        copied=graph.copied,
     )
     return partitioned_graph, modules
+
+
+def _recomputed_from(graph: AnalyzedGraph, backward: fx.GraphModule) -> dict[int, bool]:
+    """See `PartitionedGraph`."""
+    own = {node.name for node in graph.joint.backward}
+    inputs = backward.graph.find_nodes(op="placeholder")
+    readers = {node.name: {user.name in own for user in node.users} for node in inputs}
+    found = [node for node in graph.state if False in readers.get(node.name, ())]
+    return {place: True not in readers[node.name] for node in found for place in places_of([node])}
 
 
 def _remove_dead_code(joint: JointGraph, modules: Modules) -> None:

@@ -45,6 +45,12 @@ def order(node: Any) -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def compiled_node(results: Iterable[Any]) -> Any:
+    """The node of the compiled graph that returned these; None where it has no backward."""
+    nodes = (each.grad_fn for each in results if isinstance(each, torch.Tensor))
+    return next((node for node in nodes if type(node).__name__ == _COMPILED), None)
+
+
 def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
     """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
 
@@ -56,7 +62,7 @@ def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: 
         sources: for the place of an argument, those of the results whose gradients its own is computed from.
     """
     placed = [(at, each) for at, each in enumerate(results) if isinstance(each, torch.Tensor)]
-    node = next((each.grad_fn for _, each in placed if type(each.grad_fn).__name__ == _COMPILED), None)
+    node = compiled_node(results)
     if node is None:
         return
     numbers = {at: each.output_nr for at, each in placed if each.grad_fn is node}

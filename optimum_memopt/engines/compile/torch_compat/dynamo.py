@@ -29,7 +29,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext, tracing
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as symbolic_config
@@ -70,6 +71,8 @@ _NO_LIMIT = 2**31 - 1
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 # What dynamo calls the rest of a function behind a graph break.
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+# In a source without its quoted keys: an attribute of something, or a global variable.
+_QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[3])
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
@@ -113,9 +116,27 @@ def compile_with_inductor(
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
         return compiled
 
-    patches = {"custom_partitioner_fn": partitioner, **inductor_patches()}
+    passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
+    patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}
     # Other results than functions are for programs that are compiled ahead of time.
     return cast("Callable[..., Any]", compile_fx(module, inputs, compile_inner, config_patches=patches))
+
+
+class _HideSnapshots(CustomGraphPass):
+    """The pass `fx_graph.hide_snapshots`, behind one that the user has set."""
+
+    def __init__(self, of_user: Any) -> None:
+        self._of_user = tree_leaves([] if of_user is None else of_user)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for custom_pass in self._of_user:
+            custom_pass(graph)
+        fx_graph.hide_snapshots(graph)
+
+    def uuid(self) -> Any:
+        """None, which keeps the graph out of inductor's cache, where the user's has none."""
+        uuids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._of_user]
+        return None if None in uuids else str(("snapshots", *uuids))
 
 
 def silenced(runner: Any) -> Callable[..., Any]:
@@ -509,6 +530,18 @@ def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     torch._dynamo.mark_static(tensor, list(dims))
 
 
+def state_source(node: fx.Node) -> str:
+    """Where dynamo has found an input that an object or a module of Python holds, `L['self']._buffers['bias']`; empty
+    for arguments of the function that it has traced (`torch/_dynamo/source.py`)."""
+    name = _source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
+    return name if _HELD.search(_QUOTED.sub("", name)) else ""
+
+
+def _source_name(source: Any) -> str:
+    # A property since 2.11, a method before.
+    return cast(str, source.name if isinstance(source.name, str) else source.name())
+
+
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     """While a graph is partitioned: each symbol and the sizes that it stands for, as `L['input_ids'].size()[0]`.
 
@@ -519,8 +552,7 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     if shapes is None:
         return texts
     for symbol, sources in shapes.var_to_sources.items():
-        # A property since 2.11, a method before.
-        names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
+        names = list(map(_source_name, sources))
         same = shapes.replacements.get(symbol, symbol)
         texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
     return texts

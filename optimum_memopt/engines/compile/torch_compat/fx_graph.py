@@ -16,6 +16,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch.amp import autocast_mode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from optimum_memopt.compat import without_modes
 
@@ -122,12 +124,25 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
 
-    AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
-    (`torch/_functorch/_aot_autograd/descriptors.py`).
+    Without a compiler AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
+    (`torch/_functorch/_aot_autograd/descriptors.py`). For inductor the writes are operators of the graph, `copy_` of
+    the new value to the input (`keep_inference_input_mutations`).
     """
     (output,) = graph.find_nodes(op="output")
-    written = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
-    return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
+    descriptors = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
+    by_caller = {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in descriptors}
+    in_graph = {node for operator in graph.nodes for node in written_by(operator) if node.op == "placeholder"}
+    return frozenset(by_caller | in_graph)
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes to, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    written = [value for name, value in _arguments(node).items() if name in names]
+    return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
 def input_position(node: fx.Node) -> int | None:
@@ -199,11 +214,45 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
             node.meta["val"] = value
 
 
+# `clone` of an input within the passes that inductor runs on a joint graph; see `hide_snapshots`.
+_library = torch.library.Library(LIBRARY, "FRAGMENT")
+_library.define("snapshot(Tensor source, *, MemoryFormat? memory_format=None) -> Tensor")
+
+
+def hide_snapshots(graph: fx.Graph) -> None:
+    """Keep inductor from removing copies of inputs before the graph is partitioned.
+
+    It takes a copy for its source (`remove_noop_ops`, called in `torch/_inductor/fx_passes/joint_graph.py`), which the
+    forward may write to before the backward reads the copy.
+    """
+    if any(map(is_tangent, graph.nodes)):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+            if isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder":
+                node.target = torch.ops.optimum_memopt.snapshot.default
+
+
+def reveal_snapshots(graph: fx.Graph) -> None:
+    """Undo `hide_snapshots`."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.snapshot.default):
+        node.target = torch.ops.aten.clone.default
+
+
 def default_partition(
-    joint: fx.GraphModule, joint_inputs: Any, **options: Any
+    joint: fx.GraphModule, joint_inputs: Any, kept: Iterable[fx.Node], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch.compile's own partition."""
-    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
+    """torch.compile's own partition, which recomputes none of the nodes that are `kept`.
+
+    They have the tag of a checkpoint's policy meanwhile, as torch's own such nodes have
+    (`torch/_functorch/partitioners.py`, `force_save_bw_mutation_src`).
+    """
+    tagged = [node for node in kept if "recompute" not in node.meta]
+    for node in tagged:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
+    finally:
+        for node in tagged:
+            del node.meta["recompute"]
 
 
 def is_checkpointed(graph: fx.Graph) -> bool:

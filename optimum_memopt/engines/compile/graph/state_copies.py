@@ -1,0 +1,98 @@
+"""Copies of a model's state in a joint graph, for backwards that recompute from it.
+
+State are buffers, frozen parameters and tensor attributes of modules: tensors that a graph reads and computes no
+gradient for. A recompute reads them when the backward runs, while plain PyTorch has saved what the forward made of
+them. In between code may have written to them: a memory bank, an expert bias that a hook updates, a teacher that
+follows its student. So the forward reads a copy, which is saved, and everything behind it can be recomputed.
+
+A copy is worth its memory where the state is small, or is known to move. Frozen weights are neither: those are watched
+while they run (`capture/moved_state.py`). State that the graph itself writes to needs none: what reads it is saved
+(`JointGraph.is_impure`).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.joint import STATE_COPY, JointGraph, first_input, is_tensor, tensor_value
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+
+# Larger buffers are copied only where they are known to move, bytes.
+_MOST_BYTES = 2**18
+
+
+@dataclass(frozen=True)
+class StateArguments:
+    """The arguments of a graph that are state, by their places.
+
+    Attributes:
+        parameters: frozen ones and those that train.
+        buffers: tensor attributes included.
+        moved: those of both that have changed between a forward and its backward.
+    """
+
+    parameters: frozenset[int] = frozenset()
+    buffers: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
+
+    def nodes(self, joint: JointGraph, places: Collection[int]) -> frozenset[fx.Node]:
+        """The inputs of a joint graph at these places that are tensors without a gradient."""
+        given = (node for node in joint.inputs if is_tensor(node) and joint.gradients.get(node) is None)
+        return frozenset(node for node in given if fx_graph.input_position(node) in places)
+
+
+def copy_state(joint: JointGraph, state: StateArguments) -> None:
+    """Let the forward read copies of small buffers and of all state that moves; nothing that was read of the graph
+    holds any more.
+
+    A `clone` that the model itself makes of state, or of what it writes to, is such a copy, too.
+    """
+    written, copied = joint.mutated_inputs, state.nodes(joint, state.moved)
+    copied |= frozenset(node for node in state.nodes(joint, state.buffers) if _is_small(node))
+    all_state = state.nodes(joint, state.parameters | state.buffers)
+    graph = joint.module.graph
+    first = next(node for node in joint.nodes if node.op != "placeholder")
+    for node in joint.inputs:
+        readers = [user for user in node.users if user.op == "call_function" and user not in joint.backward]
+        snapshots = [user for user in readers if node in written | all_state and _is_snapshot(user)]
+        for user in snapshots:
+            user.meta[STATE_COPY] = True
+        readers = [user for user in readers if user not in snapshots]
+        if node not in copied or node in written or not readers:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        value = tensor_value(node)
+        with value.fake_mode:
+            copy.meta.update(val=value.clone(), partitioner_tag="is_forward")
+        copy.meta[STATE_COPY] = True
+        for user in readers:
+            user.replace_input_with(node, copy)
+
+
+def remove_unsaved_copies(forward: fx.GraphModule, copies: Collection[str]) -> None:
+    """Let a forward graph read the state itself where no backward needs the copy; changes the graph.
+
+    Args:
+        copies: their names in the joint graph.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        if node.name in copies and output not in node.users:
+            node.replace_all_uses_with(first_input(node))
+            forward.graph.erase_node(node)
+
+
+def _is_small(node: fx.Node) -> bool:
+    tensor = tensor_value(node)
+    is_static = all(isinstance(size, int) for size in tensor.shape)
+    return is_static and tensor.numel() * tensor.dtype.itemsize <= _MOST_BYTES
+
+
+def _is_snapshot(node: fx.Node) -> bool:
+    """True for a copy with the strides of its source, which nothing but a later write would be the reason for."""
+    if node.target is not torch.ops.aten.clone.default or not is_tensor(node):
+        return False
+    return tensor_value(node).stride() == tensor_value(first_input(node)).stride()
