@@ -238,7 +238,7 @@ def reveal_snapshots(graph: fx.Graph) -> None:
 
 
 def default_partition(
-    joint: fx.GraphModule, joint_inputs: Any, kept: Iterable[fx.Node], **options: Any
+    joint: fx.GraphModule, joint_inputs: Any, kept: Iterable[fx.Node] = (), **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch.compile's own partition, which recomputes none of the nodes that are `kept`.
 
