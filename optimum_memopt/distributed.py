@@ -1,16 +1,16 @@
-"""Several processes of a run must have in common: one world, one plan, one software.
+"""Checks of a run of several processes: one world, the same options and software on all ranks.
 
 Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another version of an engine,
-or with another variable in its environment, would go unnoticed. Nor does anybody notice a launch of several processes
-in which each would train alone: without a GPU this happens silently in every launcher (accelerate 1.15, transformers
-5.23), since a script that is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu
---num_processes 2` starts one process only. The same examples are then trained once or twice, at a fraction of the
-batch that was meant.
+or with another variable in its environment, would go unnoticed; where ranks gather parameters together, other options
+are other collectives, which hang. Nor does anybody notice a launch of several processes in which each would train
+alone: without a GPU this happens silently in every launcher (accelerate 1.15, transformers 5.23), since a script that
+is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu --num_processes 2` starts one process
+only. The same examples are then trained once or twice, at a fraction of the batch that was meant.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
@@ -20,13 +20,11 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.compat import fsdp_version, of_all_ranks, software
-from optimum_memopt.engines.api.run import REPLAN
+from optimum_memopt.compat import fsdp_version, is_sharded_by_deepspeed, of_all_ranks, software
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger
+from optimum_memopt.logs import get_logger, launcher_number
 from optimum_memopt.options import MemOptOptions
-from optimum_memopt.plans.table import PlanTable
 
 # What may differ from rank to rank: where things lie, and what is shown.
 _OWN_OPTIONS = {
@@ -41,13 +39,11 @@ _FAILURE = "failure"
 _ABSENT = "nothing"
 
 
-def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[str, str]:
-    """Facts that must be the same on all ranks, by name.
+def facts(engine: str, options: MemOptOptions) -> dict[str, str]:
+    """Facts that must be the same on all ranks, by name: what was asked for, and the software.
 
-    Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
-    first batch, which is another one on each rank. So may what a budget turns on, where the length of the run's rows
-    is not known or the processes hold different amounts, and a plan after memory ran out on one of the ranks. A plan
-    changes no gradient, so ranks may differ in it.
+    Nothing of the plan table is among them. Its rows come from the first batch, which is another one on each rank:
+    with padding or without, longer or shorter than a window of local attention. A plan changes no gradient.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
     result = {
@@ -64,17 +60,25 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     result |= {f"version of {distribution}": version for distribution, version in software().items()}
     for registration in registrations():
         result |= factory(registration.name).version_facts()
-    may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN
-    for plan in table.plans if table is not None else ():
-        if not plan.depends_on_batch:
-            applied = "" if may_differ else f", {plan.applied_count} applied"
-            result[f"plan {plan.config}"] = f"{plan.frequency} occurrences{applied}"
     return result
 
 
-def failure(error: BaseException) -> dict[str, str]:
-    """The facts that a rank tells the others instead of its facts when its first step has failed."""
-    return {_FAILURE: " ".join(f"{type(error).__name__}: {error}".split())}
+def failure(error: BaseException, when: str) -> dict[str, str]:
+    """The facts of a rank that has failed; `when` as in "rank 1 failed {when}"."""
+    return {_FAILURE: f"{when}, so all ranks stop: {' '.join(f'{type(error).__name__}: {error}'.split())}"}
+
+
+@contextlib.contextmanager
+def stopping_all(when: str) -> Iterator[None]:
+    """Within it an error of this rank is told to the others, which call `check_ranks_agree` behind it; arguments as in
+    `failure`."""
+    try:
+        yield
+    except Exception as error:
+        # This rank ends in its own error in any case.
+        with contextlib.suppress(Exception):
+            check_ranks_agree(failure(error, when))
+        raise
 
 
 def check_ranks_agree(own: Mapping[str, str]) -> None:
@@ -91,7 +95,7 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
     """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree."""
     for rank, other in enumerate(ranks):
         if _FAILURE in other:
-            return f"rank {rank} failed in its first training step, so all ranks stop: {other[_FAILURE]}"
+            return f"rank {rank} failed {other[_FAILURE]}"
     first = ranks[0]
     for rank, other in enumerate(ranks):
         differences = [
@@ -105,35 +109,37 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
-def comparing(
-    trainer: Trainer, facts_of_run: Callable[[], dict[str, str]], compute_loss: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`compute_loss` that compares the ranks after the first training forward of each run.
+def gathers_parameters(model: torch.nn.Module) -> bool:
+    """True for a model whose parameters ranks gather together: under FSDP2 and ZeRO 3."""
+    from torch.distributed.fsdp import FSDPModule
 
-    Then the plan table exists and no gradient does: DDP averages during the backward, and under DeepSpeed even the
-    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`).
+    return is_sharded_by_deepspeed(model) or any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def failing_together(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute_loss` that ends all ranks where the first training forward of a run fails on one.
+
+    Then there is no gradient yet: DDP averages during the backward, and under DeepSpeed even the optimizer steps there
+    (accelerate, `DeepSpeedEngineWrapper.backward`). Where ranks gather parameters in the forward, a rank that fails
+    ends by itself: the others wait in a gather, which another collective would be mistaken for.
     """
-    compared: TrainerState | None = None
+    checked: TrainerState | None = None
 
-    def compute_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal compared
+    def compute_and_check(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
         # Each train() makes a new state.
-        if not model.training or compared is trainer.state:
+        if not model.training or checked is trainer.state:
             return compute_loss(model, *args, **kwargs)
-        compared = trainer.state
-        try:
+        if gathers_parameters(model):
+            checked = trainer.state
+            return compute_loss(model, *args, **kwargs)
+        with stopping_all("in its first training step"):
             result = compute_loss(model, *args, **kwargs)
-            own = facts_of_run()
-        except Exception as error:
-            compared = None
-            # The others wait for this rank; it ends in its own error in any case.
-            with contextlib.suppress(Exception):
-                check_ranks_agree(failure(error))
-            raise
-        check_ranks_agree(own)
+        checked = trainer.state
+        check_ranks_agree({})
         return result
 
-    return compute_and_compare
+    return compute_and_check
 
 
 def warn_unsharded(trainer: Trainer) -> None:
@@ -159,7 +165,7 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
     """
     if world_size > 1:
         return
-    if (announced := environment.get("WORLD_SIZE", "")).isdigit() and int(announced) > 1:
+    if (announced := launcher_number("WORLD_SIZE", environment)) is not None and announced > 1:
         suggestion = "on a machine without a GPU add --use_cpu true to the script's arguments"
         if "LOCAL_RANK" not in environment:
             suggestion = "set RANK and LOCAL_RANK too, as torchrun does"

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from tqdm.auto import tqdm
@@ -22,10 +22,18 @@ LOG_LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "devinfo": loggi
 
 
 def rank() -> int:
-    """The global rank of this process, 0 without distributed training."""
+    """The global rank of this process: that of its process group, else the launcher's; 0 without several processes."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    # RANK alone may be a variable of the user's, such as the rank of an adapter.
+    announced, processes = launcher_number("RANK"), launcher_number("WORLD_SIZE")
+    return announced if announced is not None and processes is not None and announced < processes else 0
+
+
+def launcher_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number that a launcher tells its processes in a variable; None: there is none."""
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 class _BarSafeHandler(logging.Handler):

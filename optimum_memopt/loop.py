@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt import distributed
 from optimum_memopt.callbacks.plan_stats import tables_shown
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import EngineOptions
@@ -53,7 +54,24 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     engine.attach(model)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _show_plans(model, engine)
+    _compare_ranks(model, engine, resolved.options)
     return engine
+
+
+def _compare_ranks(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:
+    """Compare the options of ranks before the first training forward of a model whose parameters they gather together:
+    ranks with other options would wait for each other. The model may be sharded until then."""
+    patch = training_forward(model)
+    train = patch.train
+    assert train is not None
+
+    def compare_and_train(*args: Any, **kwargs: Any) -> Any:
+        if distributed.gathers_parameters(model):
+            distributed.check_ranks_agree(distributed.facts(engine.name, options))
+        patch.train = train
+        return train(*args, **kwargs)
+
+    patch.train = compare_and_train
 
 
 def _show_plans(model: torch.nn.Module, engine: Engine) -> None:

@@ -120,7 +120,7 @@ class MemOptTrainer(Trainer):
 
 
 def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: Any) -> Attachment:
-    """Have an engine train a Trainer's model, in place, in each `train()`.
+    """Have an engine train a Trainer's model, in place, in each `train()`. With several processes all ranks call this.
 
     After `train()`, also one that failed or was interrupted, the model is as it was. What was compiled is kept for the
     next `train()` on the same model, until `detach`.
@@ -131,8 +131,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         overrides: single fields of `MemOptOptions`, over `options` or the Trainer's arguments.
 
     Raises:
-        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, or a launch
-            of several processes that would each train alone.
+        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, a launch of
+            several processes that would each train alone, or ranks with different options or software.
     """
     if not isinstance(trainer, Trainer):
         raise MemOptError(
@@ -141,28 +141,30 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         )
     if hasattr(trainer, "memopt"):
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
-    given = _options(trainer.args, options, overrides)
-    given.check()
-    distributed.check_world(trainer.args.world_size)
-    resolved = resolve(given)
-    resolved.log()
-    chosen = resolved.options
-    engine = create(resolved)
-    engine.outputs_read_by = outputs_read_by
-    engine.run = _run_of(trainer)
-    engine.check_arguments(trainer.args)
-    distributed.warn_unsharded(trainer)
-    if chosen.memory_opt_optim is not None:
-        optimizers.check(chosen.memory_opt_optim, trainer)
-    if chosen.group_by_complexity:
-        batches.check(trainer.args, trainer.train_dataset)
-    if chosen.memory_opt_batch is not None:
-        batches.check_micro_batch(trainer)
-    # Whatever is likely to fail comes before the Trainer is changed.
-    callbacks = _callbacks(trainer, chosen)
-    if chosen.memory_opt_on_oom == REPLAN:
-        callbacks[MemoryReportCallback].replanner = replan.Replanner(engine, trainer)
-    parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
+    with distributed.stopping_all("before its training"):
+        given = _options(trainer.args, options, overrides)
+        given.check()
+        distributed.check_world(trainer.args.world_size)
+        resolved = resolve(given)
+        resolved.log()
+        chosen = resolved.options
+        engine = create(resolved)
+        engine.outputs_read_by = outputs_read_by
+        engine.run = _run_of(trainer)
+        engine.check_arguments(trainer.args)
+        distributed.warn_unsharded(trainer)
+        if chosen.memory_opt_optim is not None:
+            optimizers.check(chosen.memory_opt_optim, trainer)
+        if chosen.group_by_complexity:
+            batches.check(trainer.args, trainer.train_dataset)
+        if chosen.memory_opt_batch is not None:
+            batches.check_micro_batch(trainer)
+        # Whatever is likely to fail comes before the Trainer is changed.
+        callbacks = _callbacks(trainer, chosen)
+        if chosen.memory_opt_on_oom == REPLAN:
+            callbacks[MemoryReportCallback].replanner = replan.Replanner(engine, trainer)
+        parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
+    distributed.check_ranks_agree(distributed.facts(engine.name, chosen))
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
     with TrainerPatches() as patches:
@@ -197,11 +199,7 @@ def _put_on(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         if options.memory_opt_on_oom == REPLAN:
             patches.put(trainer, Patch.AGREED_FAILURE, partial(guard.agreeing, trainer))
-
-        def facts() -> dict[str, str]:
-            return distributed.facts(engine.name, options, engine.plans())
-
-        patches.put(trainer, Patch.COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
+        patches.put(trainer, Patch.FAILED_TOGETHER, partial(distributed.failing_together, trainer))
     patches.put(trainer, Patch.FALLBACK, partial(replan.falling_back, trainer, engine))
     attaching = partial(_attaching, trainer, engine, options.memory_opt_optim, undo is not None)
     patches.put(trainer, Patch.ATTACHED_ENGINE, attaching)

@@ -25,7 +25,7 @@ class Patch(Enum):
 
     SMOOTHED_LOSS = "compute_loss", "the engine smooths labels where it computes the loss"
     AGREED_FAILURE = "compute_loss", "memory that runs out on one rank ends the forward on all, which run it again"
-    COMPARED_RANKS = "compute_loss", "ranks are compared when the plan table exists and no gradient does"
+    FAILED_TOGETHER = "compute_loss", "a rank whose first forward fails ends all, before they wait for its gradients"
     FALLBACK = "training_step", "a first step whose backward cannot run goes on without a plan"
     GUARDED_STEP = "training_step", "a step that runs out of memory is explained, or runs again"
     COUNTED_TOKENS = "training_step", "padding is counted before label smoothing takes the labels out"

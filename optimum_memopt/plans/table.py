@@ -31,7 +31,6 @@ class PlanRow:
         measured_saving_bytes: how much this row alone lowered the measured peak (negative: raised it), None when it
             was not measured.
         applied_saving_bytes: `saving_bytes` of the applied occurrences, None where the engine applies all or none.
-        depends_on_batch: whether it is on depends on the sizes of the first batch, which ranks do not share.
     """
 
     config: str
@@ -43,7 +42,6 @@ class PlanRow:
     note: str = ""
     measured_saving_bytes: int | None = None
     applied_saving_bytes: int | None = None
-    depends_on_batch: bool = False
 
     @property
     def is_on(self) -> bool:

@@ -222,7 +222,7 @@ class AutoEngine:
             return train_by_first(*args, **kwargs)
         except UnsupportedModelError as error:
             if has_trained and world_size() > 1:
-                # The ranks have been compared, and this one cannot know whether the others go on with the first.
+                # The other ranks go on with the first engine.
                 raise
             why = error.why
         self._attach_second(model, why)

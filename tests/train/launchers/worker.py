@@ -37,9 +37,10 @@ from optimum_memopt.logs import rank
 from tests.compiled import below_recompute
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
+from tests.model_zoo import IGNORE
 from tests.train.launchers.accelerators import cpus_as_accelerators
 from tests.train.trainers.harness import tokenizer
-from tests.trainer_runs import ROWS, arguments, build, log_lines, make, rows, weights
+from tests.trainer_runs import ROWS, arguments, build, collate, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
 OPTIMIZERS = {
@@ -62,6 +63,7 @@ class Job:
         killed: this rank ends itself with SIGKILL before this step.
         count_reductions: let DDP tell how often it averages gradients.
         runs_out: memory runs out on these ranks, in the forward with these numbers.
+        batches: the kinds of each rank's batches, in turn, the last for all that follow; see `Batches`.
         config: changes to the model's config.
         adapters: train adapters of these modules, and nothing else.
         sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
@@ -83,12 +85,36 @@ class Job:
     killed: tuple[int, int] | None = None
     count_reductions: bool = False
     runs_out: dict[str, list[int]] | None = None
+    batches: dict[str, list[str]] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     adapters: list[str] = field(default_factory=list)
     sharded_from_start: bool = False
     distributed: dict[str, Any] = field(default_factory=dict)
     sft: bool = False
     segments: bool = False
+
+
+class Batches:
+    """A collator that makes batches of these kinds in turn: `padded`, `whole` (rows cut to the shortest), `long` (rows
+    repeated behind themselves, without padding), `unlabelled` (no token has a label), `maskless` (no attention mask)."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        self.kinds = iter(kinds)
+        self.kind = ""
+
+    def __call__(self, examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        self.kind = next(self.kinds, self.kind)
+        if self.kind != "padded":
+            shortest = min(len(row["input_ids"]) for row in examples)
+            examples = [{name: value[:shortest] for name, value in row.items()} for row in examples]
+        batch = collate(examples)
+        if self.kind == "long":
+            batch = {name: value.repeat(1, 2) for name, value in batch.items()}
+        if self.kind == "unlabelled":
+            batch["labels"] = torch.full_like(batch["labels"], IGNORE)
+        if self.kind == "maskless":
+            del batch["attention_mask"]
+        return batch
 
 
 class Killed(TrainerCallback):
@@ -218,6 +244,8 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
                 trainer = sft_trainer(job, output, changes)
             else:
                 changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+                if job.batches is not None:
+                    changes["data_collator"] = Batches(job.batches[own])
                 if job.config or job.adapters or job.sharded_from_start or job.distributed:
                     changes["model_init"] = functools.partial(model_of, job)
                 trainer = make(output, job.model, plain=job.engine == "plain", **changes)

@@ -375,9 +375,13 @@ class TracedForward:
         """For each of the model's parameters, whether it trains."""
         return _trains(self._parameters)
 
-    def note_batch(self, inputs: Mapping[str, Any], is_sharded: bool = False) -> None:
-        """Find the masks that the batch of the next call needs; see `AttentionMasks.note`."""
-        self._masks.note(inputs, is_sharded)
+    def note_batch(self, inputs: Mapping[str, Any]) -> None:
+        """Find the masks that the batch of the next call needs."""
+        self._masks.note(inputs)
+
+    def agree_on_masks(self) -> None:
+        """Make the same attention masks on all ranks; see `AttentionMasks.agree`."""
+        self._masks.agree()
 
     def keep_masks(self, masks: KeptMasks) -> None:
         """Make these attention masks for all batches to come."""

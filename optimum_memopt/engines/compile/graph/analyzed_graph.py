@@ -187,13 +187,32 @@ class AnalyzedGraph:
     @property
     def places(self) -> tuple[int, ...]:
         """The positions of arguments that are tensors of the batch, in order."""
-        given = (node for node in self.joint.inputs if is_tensor(node) and node not in self.static_inputs)
-        return places_of(given)
+        return tuple(sorted(self._kinds))
+
+    def places_like(self, other: "AnalyzedGraph", places: Collection[int]) -> frozenset[int]:
+        """The positions of arguments with the type, dimensions and features of those at `places` of another graph of
+        the layer, which may be given other masks, and other sizes of a batch."""
+        kinds = {other._kinds[place] for place in places}
+        return frozenset(place for place, kind in self._kinds.items() if kind in kinds)
+
+    @property
+    def _kinds(self) -> dict[int, tuple[object, ...]]:
+        """The type, dimensions and features of the batch's tensors among the arguments, by their positions."""
+        kinds: dict[int, tuple[object, ...]] = {}
+        for node in self.joint.inputs:
+            place = fx_graph.input_position(node)
+            if place is not None and is_tensor(node) and node not in self.static_inputs:
+                tensor = tensor_value(node)
+                # Not compared with a symbol, which would be a guard.
+                features = tuple(size for size in tensor.shape[-1:] if isinstance(size, int))
+                kinds[place] = tensor.dtype, tensor.dim(), features
+        return kinds
 
     @property
     def copied(self) -> tuple[int, ...]:
         """The positions of arguments that are state of which the forward reads a copy."""
         return places_of(first_input(node) for node in self.joint.forward if is_state_copy(node))
+
 
 
 def places_of(inputs: Iterable[fx.Node]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.plans.plan_file import PlanFile
@@ -55,6 +55,7 @@ class PlannerSpec:
         fused: a compiler fuses what is bound by memory.
         target: the device that steps are planned for; None: where the model lies.
         options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
+        is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
     """
 
     producer: Producer
@@ -64,6 +65,7 @@ class PlannerSpec:
     with_curve: bool = False
     with_lengths: bool = False
     options: str = ""
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,10 @@ class Planner:
         return self._spec.producer
 
     @property
+    def is_sharded(self) -> bool:
+        return self._spec.is_sharded
+
+    @property
     def solves(self) -> bool:
         """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
@@ -180,7 +186,7 @@ class Planner:
         """
         if not self.solves:
             planned = attempt()
-            if planned.predictor is not None and self._know(planned.predictor.graphs):
+            if any(self._of_ranks(planned.predictor is not None and self._know(planned.predictor.graphs))):
                 del planned
                 again()
                 planned = attempt()
@@ -268,12 +274,8 @@ class Planner:
         return not line
 
     def _of_ranks(self, own: _T) -> list[_T]:
-        """This of each rank with which this one gathers parameters: all run a forward again, or none does."""
-        return of_all_ranks(own) if self._is_sharded else [own]
-
-    @property
-    def _is_sharded(self) -> bool:
-        return bool(self._graphs) and self._graphs[0].tape.sharding.is_sharded
+        """This of each rank with which this one gathers parameters."""
+        return of_all_ranks(own) if self.is_sharded else [own]
 
     def _solve_again(self) -> None:
         """Solve for all graphs. Where plans of ranks differ, all have the segments of the one with most: a layer that
@@ -322,24 +324,17 @@ class Planner:
         return choice or self._in_segments(graph, self.producer.choose(graph, state.choices))
 
     def _in_segments(self, graph: AnalyzedGraph, choice: Choice) -> Choice:
-        """The choice for a graph that was not solved, as it may be traced for a batch of one row: in the segments of
-        that for other batches, which ranks may run meanwhile, and gather parameters for.
-
-        Raises:
-            UnsupportedModelError: it is given other tensors than that, and the model is sharded.
-        """
+        """The choice for a graph that was not solved, as it may be traced for a batch of one row, or with padding: in
+        the segments of that for other batches, which ranks may run meanwhile, and gather parameters for."""
         if self.solved is None or not self.solved.segments:
             return choice
         choice = replace(choice, is_for_all_runs=False)
         for (digest, layer, turn), saved in self.solved.saved.items():
             if (layer, turn) == (graph.layer, graph.turn) and not saved.inputs.is_empty:
-                before, now = self._analyzed[digest].places, graph.places
-                if len(before) == len(now):
-                    recomputed = frozenset(now[before.index(place)] for place in saved.inputs.recomputed)
-                    return replace(choice, inputs=replace(saved.inputs, recomputed=recomputed))
-                if self._is_sharded:
-                    why = f"{layer} is given other tensors than in the batch that its segments were planned for"
-                    raise UnsupportedModelError(f"{choice.why}: {why}", "give each batch the same inputs")
+                solved = self._analyzed[digest]
+                recomputed = graph.places_like(solved, saved.inputs.recomputed)
+                offloaded = saved.inputs.offloaded if graph.places == solved.places else frozenset()
+                return replace(choice, inputs=replace(saved.inputs, offloaded=offloaded, recomputed=recomputed))
         return choice
 
     def _cached_choice(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:

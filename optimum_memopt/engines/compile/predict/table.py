@@ -197,7 +197,6 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
             applied_count=len(chunked),
             note="; ".join(dict.fromkeys(loss.note for loss in losses)),
             applied_saving_bytes=sum(loss.first_saving for loss in chunked),
-            depends_on_batch=True,
         )
     ]
 

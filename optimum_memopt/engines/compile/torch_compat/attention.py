@@ -107,21 +107,20 @@ class AttentionMasks:
         self._numbers_tokens = _numbers_tokens(model, forward, paths)
         self._replaced: dict[tuple[bool, bool], list[Replacement]] = {}
 
-    def note(self, inputs: Mapping[str, Any], is_sharded: bool) -> None:
-        """Find the masks that a batch needs, the keyword arguments of a forward.
-
-        Args:
-            is_sharded: ranks gather parameters together, and trace the same; each of them calls this.
-        """
+    def note(self, inputs: Mapping[str, Any]) -> None:
+        """Find the masks that a batch needs, the keyword arguments of a forward."""
         if all(self._always):
             return
         has_padding = not all(map(is_known_true, _masks(inputs).values()))
         needed = self.needed(has_padding, max(_lengths(inputs), default=math.inf))
-        for of_rank in of_all_ranks(needed) if is_sharded else [needed]:
-            needed = needed.with_those_of(of_rank)
         self.kept = needed.with_those_of(self._always)
         if self._is_first:
             self._always, self._is_first = self.kept, False
+
+    def agree(self) -> None:
+        """Make the masks that any rank makes now for all batches to come; every rank must call this."""
+        for of_rank in of_all_ranks(self.kept):
+            self.keep(of_rank)
 
     def keep(self, masks: KeptMasks) -> None:
         """Make these for all batches to come."""

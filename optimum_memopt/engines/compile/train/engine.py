@@ -174,7 +174,7 @@ class CompileEngine(in_place.InPlaceEngine):
             if is_sharded and self._most_variants > 1:
                 get_logger().warning("one variant: ranks that gather parameters together cannot plan batches alone")
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
-            self._buckets = LengthBuckets(most, weak_method(self._new_forward), is_alone=not is_sharded)
+            self._buckets = LengthBuckets(most, weak_method(self._new_forward), may_rerun=not is_sharded)
         reader = self._loss.reader(self.outputs_read_by)
         loss_only = not reader and self.outputs_read_by is not None
         call = ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
@@ -219,6 +219,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._compiler == "inductor",
             with_curve=with_curve,
             with_lengths=with_lengths,
+            is_sharded=self._is_sharded,
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)

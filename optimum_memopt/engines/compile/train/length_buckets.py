@@ -53,11 +53,11 @@ class LengthBuckets:
     """The compiled forwards of one model.
 
     Args:
-        is_alone: this process may run a forward once more than others do; False where they gather parameters together.
+        may_rerun: this rank may run a forward again on its own; False where ranks gather parameters together.
     """
 
-    def __init__(self, most: int, new_forward: _NewForward, is_alone: bool = True) -> None:
-        self._most, self._new_forward, self._is_alone, self._is_over = most, new_forward, is_alone, False
+    def __init__(self, most: int, new_forward: _NewForward, may_rerun: bool = True) -> None:
+        self._most, self._new_forward, self._may_rerun, self._is_over = most, new_forward, may_rerun, False
         # From the cheapest to the dearest.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
@@ -68,7 +68,7 @@ class LengthBuckets:
 
     def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
-        self.largest.traced.note_batch(call.inputs, is_sharded=not self._is_alone)
+        self.largest.traced.note_batch(call.inputs)
         forward = self._cheapest(call.inputs)
         is_first = not forward.is_compiled
         try:
@@ -128,7 +128,7 @@ class LengthBuckets:
                 if forward.is_within(inputs) if forward.is_compiled else forward.covers(sizes):
                     return forward
         if line := self.largest.excess(inputs):
-            if self._is_alone:
+            if self._may_rerun:
                 get_logger().info(line)
                 self._replace_largest()
             elif not self._is_over:
@@ -149,12 +149,10 @@ class LengthBuckets:
     def _plan_for_kind(self) -> None:
         """Take the forwards whose budget was solved for batches and parameters of this kind."""
         former, before, now = self.largest, self._kind, self._kind_now()
-        if not former.planner.solves or now == before:
+        # Solving runs the forward again, and the other ranks may have no batch of this kind.
+        if not (former.planner.solves and self._may_rerun) or now == before:
             return
         (masks, _), (former_masks, _) = now, before
-        # Which parameters train may be noticed by one rank alone.
-        if not (self._is_alone or masks != former_masks):
-            return
         self._kind = now
         if not former.is_compiled:
             return

@@ -175,6 +175,9 @@ class PlannedForward:
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.largest) is not None:
                 self.traced.expect(largest)
+            if self.planner.is_sharded:
+                # Segments name arguments of layers, of which a mask is one.
+                self.traced.agree_on_masks()
             return Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
