@@ -4,8 +4,8 @@ Ranks that differ do train: DDP and ZeRO average whatever they are given. So a n
 or with another variable in its environment, would go unnoticed; where ranks gather parameters together, other options
 are other collectives, which hang. Nor does anybody notice a launch of several processes in which each would train
 alone: without a GPU this happens silently in every launcher (accelerate 1.15, transformers 5.23), since a script that
-is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu --num_processes 2` starts one process
-only. The same examples are then trained once or twice, at a fraction of the batch that was meant.
+is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu --num_processes 2` starts one
+process. The same examples are then trained once or twice, at a fraction of the batch that was meant.
 """
 
 import contextlib

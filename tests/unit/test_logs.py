@@ -51,6 +51,7 @@ def test_each_level_hears_itself_and_what_matters_more(capsys, level, heard):
 
 def test_other_ranks_speak_from_devinfo_on_only(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert rank() == 1
     set_log_level("verbose")
     for name in LOG_LEVELS:
@@ -62,10 +63,23 @@ def test_other_ranks_speak_from_devinfo_on_only(capsys, monkeypatch):
     assert "rank 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rank_of_lora", ["16", "", "x", "-1", "1.5", "²"])
+@pytest.mark.parametrize("world_size", [None, "", "x", "0", "1", "16"])
+def test_a_variable_for_something_else_silences_nothing(capsys, monkeypatch, rank_of_lora, world_size):
+    monkeypatch.setenv("RANK", rank_of_lora)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert rank() == 0
+    say("info", "a line")
+    assert capsys.readouterr().err == "[memopt] a line\n"
+
+
 def test_the_rank_is_that_of_the_process_group_once_there_is_one(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

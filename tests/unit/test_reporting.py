@@ -6,6 +6,8 @@ import types
 import weakref
 
 import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import DVCLiveCallback, TensorBoardCallback
@@ -60,11 +62,14 @@ def test_records_are_appended_as_json_lines(trainer_of, tmp_path):
     assert records == [{"step": step, "kind": "plan_stats", "marker": True} for step in (1, 2, 3)] * 2
 
 
-def test_other_ranks_are_silent(trainer_of, tmp_path, capsys, monkeypatch):
+def test_other_ranks_are_silent(trainer_of, tmp_path, capsys):
     path, tracker = tmp_path / "memopt.jsonl", Tracker()
-    monkeypatch.setenv("RANK", "1")
     callbacks = [tracker, Marker(path), MemoryPhasesCallback(path=path), InputDensityCallback(path=path)]
-    trainer_of(callbacks, Worker).train()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        trainer_of(callbacks, Worker).train()
+    finally:
+        torch.distributed.destroy_process_group()
     assert not path.exists()
     assert tracker.ours == []
     assert "[memopt]" not in capsys.readouterr().err
@@ -185,6 +190,7 @@ def test_attach_refuses_it_and_leaves_the_trainer_as_it_was(trainer_of, tmp_path
 
 def test_other_ranks_neither_create_nor_check_it(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     JsonLines(tmp_path / "new" / "found.jsonl")
     JsonLines(tmp_path)
     assert not (tmp_path / "new").exists()

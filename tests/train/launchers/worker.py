@@ -95,8 +95,8 @@ class Job:
 
 
 class Batches:
-    """A collator that makes batches of these kinds in turn: `padded`, `whole` (rows cut to the shortest), `long` (rows
-    repeated behind themselves, without padding), `unlabelled` (no token has a label), `maskless` (no attention mask)."""
+    """A collator that makes batches of these kinds in turn: `padded`, `whole` (rows cut to the shortest), `long` (cut
+    and repeated), `unlabelled` (no token has a label), `maskless` (no attention mask)."""
 
     def __init__(self, kinds: list[str]) -> None:
         self.kinds = iter(kinds)
@@ -145,6 +145,26 @@ class Reductions(TrainerCallback):
         self.after_backward.append(self.count)
 
     on_pre_optimizer_step = on_substep_end
+
+
+class Exchanges(TrainerCallback):
+    """How many objects this rank has exchanged with the others at the end of each step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.after_step: list[int] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.after_step.append(self.count)
+
+    def counted(self) -> contextlib.AbstractContextManager:
+        own = torch.distributed.all_gather_object
+
+        def count(*args, **kwargs):
+            self.count += 1
+            return own(*args, **kwargs)
+
+        return mock.patch.object(torch.distributed, "all_gather_object", count)
 
 
 def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
@@ -218,8 +238,8 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def train(job: Job, folder: Path) -> dict[str, Any]:
     """Train, and return what a test may ask about this rank: world, optimizer, log, plan table, or the error."""
-    own, reductions = str(rank()), Reductions()
-    callbacks = [reductions] if job.count_reductions else []
+    own, reductions, exchanges = str(rank()), Reductions(), Exchanges()
+    callbacks = [exchanges, *([reductions] if job.count_reductions else [])]
     if job.killed and job.killed[0] == rank():
         callbacks.append(Killed(job.killed[1]))
     engine = {} if job.engine == "plain" else {"memory_opt_engine": job.engine}
@@ -237,6 +257,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         mock.patch.dict(os.environ, job.environment.get(own, {})),
         cpus_as_accelerators() if is_sharded else contextlib.nullcontext(),
         below_recompute() if job.segments and rank() == 0 else contextlib.nullcontext(),
+        exchanges.counted(),
     ):
         try:
             output = folder / f"{job.name}-output"
@@ -271,6 +292,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         "digest": hashlib.sha256(save(after)).hexdigest(),
         "steps": trainer.state.global_step,
         "reductions": reductions.after_backward,
+        "exchanges": exchanges.after_step,
         "lines": lines,
         "table": json.loads(table.to_json()) if table else None,
     }

@@ -187,16 +187,16 @@ class AnalyzedGraph:
     @property
     def places(self) -> tuple[int, ...]:
         """The positions of arguments that are tensors of the batch, in order."""
-        return tuple(sorted(self._kinds))
+        return tuple(sorted(self.argument_kinds))
 
     def places_like(self, other: "AnalyzedGraph", places: Collection[int]) -> frozenset[int]:
         """The positions of arguments with the type, dimensions and features of those at `places` of another graph of
         the layer, which may be given other masks, and other sizes of a batch."""
-        kinds = {other._kinds[place] for place in places}
-        return frozenset(place for place, kind in self._kinds.items() if kind in kinds)
+        kinds = {other.argument_kinds[place] for place in places}
+        return frozenset(place for place, kind in self.argument_kinds.items() if kind in kinds)
 
     @property
-    def _kinds(self) -> dict[int, tuple[object, ...]]:
+    def argument_kinds(self) -> dict[int, tuple[object, ...]]:
         """The type, dimensions and features of the batch's tensors among the arguments, by their positions."""
         kinds: dict[int, tuple[object, ...]] = {}
         for node in self.joint.inputs:

@@ -1,0 +1,152 @@
+"""Two ranks whose batches are of different kinds, of which the first batch decides nothing: weights are those of stock
+ranks. And ranks with other options, which end before the first forward.
+
+Of the launches `make test` takes the first one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rotation import nightly
+from tests.train.launchers.launching import Done, launcher, needs_compiler, needs_deepspeed, run_jobs
+from tests.train.launchers.sharded_jobs import DEPTH
+from tests.train.launchers.test_fsdp import fsdp
+from tests.train.launchers.test_zero3 import zero_3
+from tests.train.launchers.worker import Job
+from tests.trainer_runs import CLOSE, distance
+
+# The kinds of each rank's batches, in turn; see `Batches`. All but `late` begin with two kinds.
+BATCHES = {
+    "padding": {"0": ["whole", "padded", "whole"], "1": ["padded", "whole"]},
+    "late": {"0": ["whole"], "1": ["whole", "whole", "padded", "whole"]},
+    "window": {"0": ["whole", "long", "whole"], "1": ["long", "whole"]},
+    "labels": {"0": ["whole", "unlabelled", "whole"], "1": ["unlabelled", "whole"]},
+    "masks": {"0": ["maskless", "whole", "padded"], "1": ["padded", "maskless", "whole"]},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "level": {"memory_opt_level": 1},
+    "config": {"memory_opt_config": "Silu+:1:2"},
+    "budget": {"memory_opt_budget": "90%"},
+}
+# Rows of each rank are shorter, but for the long ones.
+WINDOW = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 0}
+ZERO_2 = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+
+
+def arguments(shared_by: str, is_stock: bool, layer: str) -> dict[str, Any]:
+    """A Trainer's, by which it shards its model."""
+    config = fsdp("llama")
+    config["fsdp_config"]["transformer_layer_cls_to_wrap"] = layer
+    leaf = layer if is_stock else ""
+    return {"ddp": {}, "fsdp2": config, "zero_2": {"deepspeed": ZERO_2}, "zero_3": {"deepspeed": zero_3(leaf)}}[
+        shared_by
+    ]
+
+
+def job(shared_by: str, batches: str, plan: str) -> Job:
+    """A training; `plan` may be `stock`."""
+    model, layer = ("qwen2", "Qwen2DecoderLayer") if batches == "window" else ("llama", "LlamaDecoderLayer")
+    window = WINDOW if batches == "window" else {}
+    config = {"num_hidden_layers": DEPTH, "use_cache": False, "attention": "sdpa", **window}
+    is_stock = plan == "stock"
+    ours = {} if is_stock else {"memory_opt_loss": "plain", **PLANS[plan]}
+    return Job(
+        f"{shared_by}-{batches}-{plan}",
+        "plain" if is_stock else "compile",
+        model=model,
+        rows=40,
+        arguments={**arguments(shared_by, is_stock, layer), **ours},
+        batches=BATCHES[batches],
+        config=config,
+    )
+
+
+# With other options on rank 1, and what is said of them.
+OTHER_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "budget": (
+        {"memory_opt_level": 0, "memory_opt_budget": "90%"},
+        "--memory_opt_budget: None on rank 0, 90% on rank 1; --memory_opt_level: 1 on rank 0, 0 on rank 1",
+    ),
+    "unit": ({"memory_opt_unit": "model"}, "--memory_opt_unit: auto on rank 0, model on rank 1"),
+}
+
+
+def other_options(name: str) -> Job:
+    own, _ = OTHER_OPTIONS[name]
+    changes = {"memory_opt_level": 1, **fsdp("llama")}
+    config = {"num_hidden_layers": DEPTH}
+    return Job(f"other-{name}", "compile", "llama", arguments=changes, rank_arguments={"1": own}, config=config)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Ranks that train, and ranks that are refused."""
+    cells = ("ddp-padding-stock", "ddp-padding-none", "ddp-padding-level", "fsdp2-late-stock", "fsdp2-late-level")
+    jobs = [*map(other_options, OTHER_OPTIONS), *(job(*cell.split("-")) for cell in cells)]
+    return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("launched"), jobs)
+
+
+def check(done: Done, *cells: str) -> None:
+    for cell in cells:
+        ranks = done.trained(cell)
+        assert [rank["steps"] for rank in ranks] == [5, 5]
+        assert len({rank["digest"] for rank in ranks}) == 1
+        stock = done.weights(f"{cell.rpartition('-')[0]}-stock")
+        assert distance(done.weights(cell), stock) < CLOSE
+        for rank in ranks:
+            assert rank["table"]["plans"] and not [line for line in rank["lines"] if "NOT " in line]
+            # Before and in the first forward alone.
+            assert len(set(rank["exchanges"])) == 1
+
+
+def test_padding_on_one_rank(launched: Done) -> None:
+    check(launched, "ddp-padding-none", "ddp-padding-level")
+    first, second = launched.trained("ddp-padding-level")
+    assert first["table"]["plans"] != second["table"]["plans"]
+
+
+def test_later_padding_on_one_rank_of_those_that_gather_parameters(launched: Done) -> None:
+    """It alone compiles another graph."""
+    check(launched, "fsdp2-late-level")
+    said = [
+        "compiling another training graph: the first batch with padding" in rank["lines"]
+        for rank in launched.trained("fsdp2-late-level")
+    ]
+    assert said == [False, True]
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_other_options_on_one_rank(launched: Done, name: str) -> None:
+    line = f"rank 1 does not train as rank 0 does: {OTHER_OPTIONS[name][1]}"
+    assert [(rank["error"], rank["steps"]) for rank in launched.ranks(f"other-{name}")] == [(line, 0)] * 2
+
+
+MATRIX = (
+    *(("torchrun", "ddp", batches, "level budget") for batches in ("window", "labels", "masks")),
+    ("torchrun", "ddp", "padding", "config budget"),
+    ("accelerate", "ddp", "padding", "none level budget"),
+    *(("torchrun", "fsdp2", batches, "level budget") for batches in BATCHES),
+    ("accelerate", "fsdp2", "padding", "none level config"),
+)
+DEEPSPEED = (
+    ("deepspeed", "zero_2", "padding", "none level budget"),
+    *(("torchrun", "zero_3", batches, "level budget") for batches in BATCHES),
+    ("deepspeed", "zero_3", "padding", "none level"),
+)
+
+
+@pytest.mark.parametrize("launched_by, shared_by, batches, plans", nightly(MATRIX))
+def test_batches_of_other_kinds(tmp_path: Path, launched_by: str, shared_by: str, batches: str, plans: str) -> None:
+    cells = [job(shared_by, batches, plan) for plan in ("stock", *plans.split())]
+    done = run_jobs(launcher(launched_by), tmp_path, cells, WITHOUT_SHARED_MEMORY="1")
+    check(done, *(each.name for each in cells[1:]))
+
+
+@needs_deepspeed
+@needs_compiler
+@pytest.mark.parametrize("launched_by, shared_by, batches, plans", nightly(DEEPSPEED))
+def test_under_deepspeed(tmp_path: Path, launched_by: str, shared_by: str, batches: str, plans: str) -> None:
+    test_batches_of_other_kinds(tmp_path, launched_by, shared_by, batches, plans)
