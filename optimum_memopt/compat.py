@@ -1,6 +1,7 @@
 """Private names of torch and transformers that the package needs beside those of its engines, and versions of what is
 installed."""
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -317,6 +318,15 @@ def checkpoint_layers(model: Any, every: int) -> None:
         raise MemOptError(
             f"checkpointing of every {every} layers needs transformers 5.23; pip install -U transformers"
         )
+
+
+def offloads_checkpoints(module: Any) -> bool:
+    """True for a module whose activation checkpointing holds its inputs in host memory: `offload` of transformers'
+    `activation_checkpointing_enable` (5.23), or a function of the user's that does as much."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return torch.autograd.graph.save_on_cpu.__name__ in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

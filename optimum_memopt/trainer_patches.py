@@ -1,4 +1,4 @@
-"""All that is put on a Trainer: one ordered list, with undo.
+"""All that is put on a Trainer: one ordered list, with undo. Copies of the Trainer have none of it.
 
 A method is replaced once, by a function that calls the wrappers of `Patch` in their order around what was there.
 Where somebody else has wrapped that function meanwhile, `close` leaves it inside of theirs, with nothing to do. What
@@ -6,7 +6,9 @@ is put on for a run (`HookingCallback`) is undone when `train()` is over, howeve
 with the Trainer for its next `train()`, unless `attach` itself fails.
 """
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
@@ -14,7 +16,9 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from optimum_memopt import copies
 from optimum_memopt.compat import TRAIN_SAMPLER
+from optimum_memopt.logs import get_logger
 
 # The method as it is before, to the method with the wrapper around it.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -49,25 +53,25 @@ class _Method:
     """A method of a Trainer or its optimizer, with wrappers around it."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name = owner, name
+        self._owner, self.name = owner, name
         self._inner = self._call = getattr(owner, name)
-        self._before = vars(owner).get(name)
+        self.before = vars(owner).get(name)
         self._wrappers: list[tuple[Patch, Wrap]] = []
 
         @functools.wraps(self._inner)
         def function(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
-        function.memopt_method = self  # type: ignore[attr-defined]
-        self.function = function
+        self.function: Callable[..., Any] = function
+        copies.mark(self)
+        copies.leave_out_of_copies(owner, _without_engine)
         setattr(owner, name, function)
 
     @classmethod
     def of(cls, owner: Any, name: str) -> "_Method":
         """The method that is in place; a new one where nobody has put one on, or somebody has wrapped it since."""
-        current = vars(owner).get(name)
-        known: _Method | None = getattr(current, "memopt_method", None)
-        return known if known is not None and known.function is current else cls(owner, name)
+        known = copies.patched_of(vars(owner).get(name))
+        return known if isinstance(known, cls) else cls(owner, name)
 
     def add(self, patch: Patch, wrap: Wrap) -> Callable[[], None]:
         wrapper = (patch, wrap)
@@ -79,12 +83,12 @@ class _Method:
     def _remove(self, wrapper: tuple[Patch, Wrap]) -> None:
         self._wrappers.remove(wrapper)
         self._compose()
-        if self._wrappers or vars(self._owner).get(self._name) is not self.function:
+        if self._wrappers or vars(self._owner).get(self.name) is not self.function:
             return
-        if self._before is None:
-            delattr(self._owner, self._name)
+        if self.before is None:
+            delattr(self._owner, self.name)
         else:
-            setattr(self._owner, self._name, self._before)
+            setattr(self._owner, self.name, self.before)
 
     def _compose(self) -> None:
         self._call = self._inner
@@ -92,8 +96,22 @@ class _Method:
             self._call = wrap(self._call)
 
 
+# The attribute by which a Trainer has its engine.
+ATTACHMENT = "memopt"
+# Not those that the user gave to the Trainer.
+_callbacks_put_on: "weakref.WeakSet[TrainerCallback]" = weakref.WeakSet()
+
+
 class TrainerPatches(ExitStack):
     """Wrappers and callbacks that are put on together; `close` takes them off, the last first."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nothing is put on a copy.
+        return TrainerPatches, ()
+
+    def put_attachment(self, trainer: Trainer, attachment: Any) -> None:
+        setattr(trainer, ATTACHMENT, attachment)
+        self.callback(delattr, trainer, ATTACHMENT)
 
     def put(self, owner: Any, patch: Patch, wrap: Wrap) -> None:
         """Put a wrapper around a method of a Trainer or its optimizer, at its place among those that are there."""
@@ -103,3 +121,18 @@ class TrainerPatches(ExitStack):
         if callback not in trainer.callback_handler.callbacks:
             trainer.add_callback(callback)
             self.callback(trainer.remove_callback, callback)
+            _callbacks_put_on.add(callback)
+
+
+def _without_engine(state: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer's attributes, without the engine and the callbacks that came with it; an optimizer has neither."""
+    if ATTACHMENT not in state:
+        return state
+    get_logger().info(
+        "a copy of a Trainer trains in plain PyTorch, without a memory plan; optimum_memopt.attach(copy) gives it one"
+    )
+    handler = copy.copy(state["callback_handler"])
+    # By identity, since a user's callbacks may have no hash.
+    put_on = {id(callback) for callback in _callbacks_put_on}
+    handler.callbacks = [callback for callback in handler.callbacks if id(callback) not in put_on]
+    return {name: value for name, value in state.items() if name != ATTACHMENT} | {"callback_handler": handler}

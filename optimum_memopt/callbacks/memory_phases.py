@@ -13,6 +13,7 @@ from transformers import TrainerState, TrainingArguments
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import StepCallback, callback_of, is_final
 from optimum_memopt.compat import at_end_of_backward, tensors_in
+from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.predictions import Phase
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakMonitor, held, merged, peak
 
@@ -161,9 +162,8 @@ class MemoryPhasesCallback(StepCallback):
             self._readings[phase] = merged(self._readings.get(phase), self._monitor.start_phase())
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
-        # Plain functions, since a deepcopy of the model (EMA, exporters) must not copy this object with them; and
-        # they ask which module calls, since a shallow copy of the model, as engines make, shares its hooks. The
-        # reference is weak, as dynamo may keep what it was told to leave alone. A compiled model must not trace them.
+        # They ask which module calls, since a shallow copy of the model may share its hooks. The reference is weak, as
+        # dynamo may keep what it was told to leave alone. A compiled model must not trace them.
         hooked = weakref.ref(model)
 
         def observed(module: torch.nn.Module) -> bool:
@@ -183,8 +183,8 @@ class MemoryPhasesCallback(StepCallback):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda gradient: self._begin_backward())
 
-        self._hooks.callback(model.register_forward_pre_hook(before_forward).remove)
-        self._hooks.callback(model.register_forward_hook(after_forward).remove)
+        self._hooks.callback(add_hook(model, "forward_pre", before_forward))
+        self._hooks.callback(add_hook(model, "forward", after_forward))
 
     def _begin_backward(self) -> None:
         # Every output that the loss depends on calls this; the first is the start of backward.

@@ -180,6 +180,10 @@ class Reporter:
         # the model, until the next garbage collection.
         self._trainer = weakref.ref(trainer)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no Trainer yet.
+        return {**vars(self), "_trainer": None}
+
     @property
     def trainer(self) -> Trainer | None:
         """None before the first run, and when it is gone."""

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -220,10 +220,15 @@ class PeakMonitor:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._gauge = _gauge(_cuda_index(torch.device(device)), os.getpid())
+        self._device = torch.device(device)
+        self._gauge = _gauge(_cuda_index(self._device), os.getpid())
         self._phase: CpuMemory | CudaMemory | None = None
         self._run_peak = 0.0
         self.method = self._gauge.method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy keeps what was read until now; the mark is the process's.
+        return PeakMonitor, (self._device,), {"_phase": self._phase, "_run_peak": self.run_peak}
 
     def start_run(self) -> None:
         self._gauge.reset()

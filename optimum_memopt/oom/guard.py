@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by, train_batch_size
+from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
 from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
@@ -85,6 +86,10 @@ class MemoryReportCallback(HookingCallback):
         self._start: StepStart | None = None
         # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
         self._first_outside: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no run, and to no engine.
+        return {**vars(self), "replanner": None, "call": None, "_start": None}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
@@ -175,7 +180,7 @@ class MemoryReportCallback(HookingCallback):
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
         self.remove_hooks()  # of a run that died
-        # A plain function, since copies of the model share its hooks.
+        # A plain function, since shallow copies of the model share its hooks.
         hooked, held = weakref.ref(model), weakref.ref(self)
 
         @torch.compiler.disable
@@ -184,7 +189,7 @@ class MemoryReportCallback(HookingCallback):
             if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
                 callback.call = forward_call(args, kwargs, outputs_read_by())
 
-        self._hooks.callback(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
+        self._hooks.callback(add_hook(model, "forward_pre", before_forward, with_kwargs=True))
 
     def remove_hooks(self) -> None:
         super().remove_hooks()

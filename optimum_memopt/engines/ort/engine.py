@@ -235,7 +235,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._exported = SharedCopy(self._model)
         module = self._exported.module
         module.__dict__.pop("forward", None)
-        previous = self._attached.training_forward.previous
+        previous = self._attached.training_forward.before
         if isinstance(previous, types.MethodType):
             module.forward = types.MethodType(previous.__func__, module)
         for name in internals.MODULE_HOOKS:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimum_memopt.compat import forward_hooks, without_modes
+from optimum_memopt import copies
+from optimum_memopt.compat import forward_hooks, offloads_checkpoints, without_modes
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,17 +158,20 @@ class TrainingForward:
     Attributes:
         train: called as the model's forward in training mode with gradients on; None: the model's own is.
         plain_forward: the model's own, bound.
-        previous: a forward of the instance, over that of its class, from before; None: there was none.
+        before: a forward of the instance, over that of its class; None: there was none.
+        function: what takes its place, not bound.
     """
+
+    name = "forward"
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.train: TrainForward | None = None
-        self.previous = model.__dict__.get("forward")
+        self.before = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
         # The forward that had wrapped this one at `stop`, so that it could not be removed.
         self._wrapped_by: Any = None
-        patched = self.previous.__func__ if isinstance(self.previous, types.MethodType) else type(model).forward
+        patched = self.before.__func__ if isinstance(self.before, types.MethodType) else type(model).forward
 
         @functools.wraps(patched)
         def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -177,13 +181,15 @@ class TrainingForward:
                 return self.train(*args, **kwargs)
             return self.plain_forward(*args, **kwargs)
 
-        self._function = forward
+        self.function: Callable[..., Any] = forward
+        copies.mark(self)
+        copies.leave_out_of_copies(model)
 
     def start(self, train: TrainForward) -> None:
         """Send training forwards to `train` until `stop`."""
         self.train = train
         if self._wrapped_by is None:
-            self._model.forward = types.MethodType(self._function, self._model)
+            self._model.forward = types.MethodType(self.function, self._model)
         self._wrapped_by = None
 
     def stop(self) -> None:
@@ -192,18 +198,18 @@ class TrainingForward:
             return
         self.train = None
         current = self._model.__dict__.get("forward")
-        if getattr(current, "__func__", None) is not self._function:
+        if getattr(current, "__func__", None) is not self.function:
             self._wrapped_by = current
-        elif self.previous is None:
+        elif self.before is None:
             del self._model.forward
         else:
-            self._model.forward = self.previous
+            self._model.forward = self.before
 
     @property
     def is_in_place(self) -> bool:
         """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")
-        return self.train is not None or current is (self.previous if self._wrapped_by is None else self._wrapped_by)
+        return self.train is not None or current is (self.before if self._wrapped_by is None else self._wrapped_by)
 
 
 # Weak both ways: one that something has wrapped is kept by the model, any other one by its engine.
@@ -248,6 +254,11 @@ class Checkpointing:
     def is_on(self) -> bool:
         """True where any module would checkpoint its next training forward."""
         return any(module.gradient_checkpointing for module in self._able)
+
+    @property
+    def offloads(self) -> bool:
+        """True where any of them would hold its inputs in host memory."""
+        return any(module.gradient_checkpointing and offloads_checkpoints(module) for module in self._able)
 
     def switch_off(self) -> None:
         for module in self._able:

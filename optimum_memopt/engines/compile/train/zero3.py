@@ -8,12 +8,13 @@ import functools
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from optimum_memopt.compat import backward_pass, full_shape
+from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
 from optimum_memopt.engines.compile.predict.planner import unpredicted
@@ -23,7 +24,6 @@ from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from transformers import TrainingArguments
 
 _STAGE = 3
@@ -45,7 +45,7 @@ class LeafLayers:
         self._sizes_prefetch = config.get(_PREFETCH) == "auto"
         # Elements of a layer, until it is known whether there is room for them.
         self._ahead = 0
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[Callable[[], None]] = []
 
     @classmethod
     def of(
@@ -97,9 +97,9 @@ class LeafLayers:
             is_trained = any(parameter.requires_grad for parameter in layer.parameters())
             hook = functools.partial(_with_gradient, _first_parameter(layer), is_trained)
             # Before those of DeepSpeed, which may be there from an earlier run.
-            self._handles.append(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            self._hooks.append(add_hook(layer, "forward_pre", hook, prepend=True, with_kwargs=True))
             if is_trained:
-                self._handles.append(layer.register_full_backward_hook(_OnceInABackward()))
+                self._hooks.append(add_hook(layer, "full_backward", _OnceInABackward()))
         own, elements = self._config.get(_PREFETCH), max(map(_elements, layers))
         if self._sizes_prefetch and isinstance(own, int) and own < elements:
             self._ahead = elements
@@ -125,8 +125,8 @@ class LeafLayers:
 
     def stop(self) -> None:
         """Undo `start`, but for the flags, by which DeepSpeed's hooks go as long as they are there."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._hooks:
+            self._hooks.pop()()
 
 
 def _offloaded(config: Mapping[str, Any]) -> str:
