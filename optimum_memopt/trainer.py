@@ -29,6 +29,7 @@ from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared import optimizers
+from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import create, factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
@@ -38,23 +39,26 @@ from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.page import Page, training_page, write_training_page
-from optimum_memopt.trainer_patches import Patch, TrainerPatches
+from optimum_memopt.trainer_patches import ATTACHMENT, Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attachment:
     """The engine of a Trainer, and the results of its runs; `trainer.memopt`.
 
     Attributes:
         options: those in force: of the flags, the keywords and the environment.
+        patches: what `attach` has put on the Trainer.
     """
 
     options: MemOptOptions
     engine: Engine
     plan_stats: PlanStatsCallback
     _trainer: "weakref.ref[Trainer]" = field(repr=False)
+    patches: TrainerPatches = field(repr=False)
+    _was_detached: bool = field(default=False, repr=False)
 
     @property
     def table(self) -> PlanTable | None:
@@ -98,8 +102,19 @@ class Attachment:
         return training_page(trainer, self.engine, path)
 
     def detach(self) -> None:
-        """Restore the model and free what was compiled for it; the next `train()` compiles again."""
+        """Restore the model and free what was compiled for it; the next `train()` compiles again.
+
+        Between two `train()` another `attach` may follow, with other options.
+        """
+        # A run that goes on has what was put on the Trainer.
+        trainer = self._trainer()
+        self._was_detached = trainer is None or engine_of(cast(torch.nn.Module, trainer.model)) is not self.engine
         self.engine.detach()
+
+    @property
+    def is_in_use(self) -> bool:
+        """True until `detach`, and from the next training forward on."""
+        return not self._was_detached or self.engine.plans() is not None
 
 
 class MemOptTrainer(Trainer):
@@ -131,16 +146,21 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         overrides: single fields of `MemOptOptions`, over `options` or the Trainer's arguments.
 
     Raises:
-        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, a launch of
-            several processes that would each train alone, or ranks with different options or software.
+        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach` without
+            `trainer.memopt.detach()`, a launch of several processes that would each train alone, or ranks with different
+            options or software.
     """
     if not isinstance(trainer, Trainer):
         raise MemOptError(
             f"attach takes a transformers Trainer, not {excerpt(type(trainer).__name__)}; for a model without one: "
             "optimum_memopt.optimize(model, …)"
         )
-    if hasattr(trainer, "memopt"):
-        raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
+    former: Attachment | None = getattr(trainer, ATTACHMENT, None)
+    if former is not None and former.is_in_use:
+        raise MemOptError(
+            "this Trainer has an engine already, trainer.memopt; to attach another one, call trainer.memopt.detach() "
+            "before, and not while it trains"
+        )
     with distributed.stopping_all("before its training"):
         given = _options(trainer.args, options, overrides)
         given.check()
@@ -160,9 +180,11 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         if chosen.memory_opt_batch is not None:
             batches.check_micro_batch(trainer)
         # Whatever is likely to fail comes before the Trainer is changed.
+        if former is not None:
+            former.patches.close()
         callbacks = _callbacks(trainer, chosen)
-        if chosen.memory_opt_on_oom == REPLAN:
-            callbacks[MemoryReportCallback].replanner = replan.Replanner(engine, trainer)
+        replans = chosen.memory_opt_on_oom == REPLAN
+        callbacks[MemoryReportCallback].replanner = replan.Replanner(engine, trainer) if replans else None
         parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
     distributed.check_ranks_agree(distributed.facts(engine.name, chosen))
     get_logger().info(f"engine {engine.name} ({engine.reason})")
@@ -170,9 +192,9 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     with TrainerPatches() as patches:
         _put_on(patches, trainer, engine, chosen, callbacks, parts)
         # They stay, unless one of them could not be put on.
-        patches.pop_all()
-    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], weakref.ref(trainer))
-    trainer.memopt = attachment  # type: ignore[attr-defined]
+        own = patches.pop_all()
+    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], weakref.ref(trainer), own)
+    own.put_attachment(trainer, attachment)
     return attachment
 
 

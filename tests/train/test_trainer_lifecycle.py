@@ -11,6 +11,7 @@ from optimum_memopt import (
     MemOptOptions,
     MemOptTrainer,
     MemOptTrainingArguments,
+    MemoryPhasesCallback,
     attach,
     optimize,
     run_summary,
@@ -19,6 +20,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from tests.trainer_runs import CLOSE, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME, ATTENTION = "small", "roberta-classification"
+COMPILED = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 
 
 class Engines(TrainerCallback):
@@ -150,6 +152,47 @@ def test_a_subclass_that_overrides_train(tmp_path):
     trainer.train()
     assert engines.seen == [trainer.memopt.engine] * 4
     assert_plain(trainer.model, "eager")
+
+
+def test_another_attach_after_detach(tmp_path):
+    """With other options, and callbacks of its own; the user's callbacks stay."""
+    given = MemoryPhasesCallback()
+    trainer = make(tmp_path, NAME, plain=True, callbacks=[given], max_steps=1)
+    kinds = []
+    first = attach(trainer, memory_opt_level=1, log_input_density=True, **COMPILED)
+    with pytest.raises(MemOptError, match=r"call trainer.memopt.detach\(\) before, and not while it trains"):
+        attach(trainer, memory_opt_level=2)
+    for changes in ({"memory_opt_level": 2}, {"memory_opt_config": "Gelu+:1:-1"}):
+        trainer.train()
+        with pytest.raises(MemOptError, match="this Trainer has an engine already"):
+            attach(trainer, **changes, **COMPILED)
+        trainer.memopt.detach()
+        second = attach(trainer, **changes, **COMPILED)
+        assert trainer.memopt is second is not first
+        kinds.append(sorted(type(callback).__name__ for callback in trainer.callback_handler.callbacks))
+    assert kinds[0] == kinds[1] and kinds[0].count("MemoryPhasesCallback") == 1
+    assert "InputDensityCallback" not in kinds[0] and given in trainer.callback_handler.callbacks
+    trainer.train()
+    assert [plan.config for plan in second.table.enabled] == ["Gelu+:1:-1"]
+
+
+def test_detach_in_a_run_is_not_followed_by_attach(tmp_path):
+    """What `attach` puts on the Trainer in a run would have no effect in it."""
+
+    class Detach(TrainerCallback):
+        refused = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.memopt.detach()
+            with pytest.raises(MemOptError, match="not while it trains") as self.refused:
+                attach(trainer, memory_opt_level=2)
+
+    detach = Detach()
+    trainer = make(tmp_path, NAME, max_steps=1, callbacks=[detach], memory_opt_level=1, memory_opt_engine="compile")
+    trainer.train()
+    assert detach.refused is not None
+    trainer.memopt.detach()
+    assert attach(trainer, memory_opt_level=2) is trainer.memopt
 
 
 def test_an_optimizer_that_is_made_before_train(tmp_path):

@@ -214,7 +214,6 @@ class AnalyzedGraph:
         return places_of(first_input(node) for node in self.joint.forward if is_state_copy(node))
 
 
-
 def places_of(inputs: Iterable[fx.Node]) -> tuple[int, ...]:
     """The positions of inputs among the arguments of the graph that dynamo has traced."""
     return tuple(sorted(place for node in inputs if (place := fx_graph.input_position(node)) is not None))
