@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from optimum_memopt import optimize
 from tests.model_zoo import ZOO
@@ -52,6 +54,15 @@ def test_a_plan_stays_the_plan(tmp_path, engine):
     assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
     (line,) = replaced(lines)
     assert "config Gelu+:1:-1 recomputes instead" in line
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="offload came with 5.17")
+@pytest.mark.parametrize("asked, said", [({"offload": True}, 1), ({"use_reentrant": False}, 0)])
+def test_a_lost_offload_is_said(tmp_path, asked, said):
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": asked}
+    with log_lines() as lines:
+        make(tmp_path, NAME, memory_opt_engine="compile", max_steps=1, **changes).train()
+    assert sum("its offload is off too" in line and "--memory_opt_budget" in line for line in lines) == said
 
 
 def test_a_model_that_is_switched_on_in_the_middle(engine):

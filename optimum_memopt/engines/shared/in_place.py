@@ -145,6 +145,7 @@ class InPlaceEngine(Engine):
         return self._train_forward(*args, **kwargs)
 
     def _replace_checkpointing(self) -> None:
+        offloads = self._attached.checkpointing.offloads
         self._attached.checkpointing.switch_off()
         chosen = self._selection
         if chosen == replace(Selection(), strict=chosen.strict):
@@ -154,6 +155,11 @@ class InPlaceEngine(Engine):
             f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "
             f"{self._selection.name} recomputes instead"
         )
+        if offloads and self._selection.budget is None:
+            get_logger().warning(
+                "its offload is off too, so layers' inputs stay on the device; with --memory_opt_budget those are "
+                "offloaded that the budget has no room for"
+            )
 
     def _check(self, model: torch.nn.Module) -> None:
         """Refuse what the engine cannot train. Raises MemOptError."""
