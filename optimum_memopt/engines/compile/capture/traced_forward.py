@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import threading
 import traceback
 import types
 import weakref
@@ -51,7 +50,7 @@ from optimum_memopt.engines.compile.partition.partitioned_graph import Partition
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -130,10 +129,6 @@ class TracedCall:
     tape: Tape
     graph_breaks: tuple[str, ...]
     recompiles: tuple[str, ...]
-
-
-# While a forward runs, functions of transformers and torch's switches are others for the whole process.
-_ONE_AT_A_TIME = threading.RLock()
 
 
 class _Kind(NamedTuple):
@@ -219,7 +214,7 @@ class TracedForward:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
         try:
-            with _ONE_AT_A_TIME:
+            with one_at_a_time:
                 traced = self._call(call, choices)
         except Exception as error:
             is_changed = isinstance(error, ResultsChangedError)

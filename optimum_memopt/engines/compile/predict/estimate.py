@@ -35,6 +35,7 @@ from optimum_memopt.engines.compile.predict.reconstruction import step_of
 from optimum_memopt.engines.compile.solver.offload import stall_of
 from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
@@ -51,6 +52,7 @@ _NO_PLAN = Technique("compile engine, no plan", ("--memory_opt_engine compile",)
 _LEVEL_1 = Technique("compile engine, level 1", ("--memory_opt_level 1",))
 
 
+@one_at_a_time
 def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     """Plain PyTorch, and Trainer's checkpointing of every layer.
 
@@ -142,6 +144,7 @@ _EXACT = {
 }
 
 
+@one_at_a_time
 def estimate(
     workload: Workload,
     selection: Selection,
@@ -247,6 +250,7 @@ _MOST_ROWS = 2**24
 _BLOCKS = 0.005
 
 
+@one_at_a_time
 def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
     """The most rows with which a step's peak is within a budget.
 

@@ -32,6 +32,7 @@ from optimum_memopt.engines.compile.predict.reconstruction import (
     step_of,
 )
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
@@ -235,6 +236,7 @@ class _Ran:
     unit: str = AUTO
 
 
+@one_at_a_time
 def explain(failed: FailedStep) -> Explanation:
     """The explanation of a failed step, as far as the search came in time, since the error waits meanwhile.
 

@@ -41,6 +41,7 @@ from optimum_memopt.engines.compile.memory.live import (
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
@@ -231,6 +232,7 @@ def simulator(device: str | None) -> contextlib.AbstractContextManager["FakeSimu
 def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
     mode = fake_tensors.mode_without_pointers()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(one_at_a_time)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(eager_standin(target))

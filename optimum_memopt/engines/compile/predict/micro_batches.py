@@ -56,6 +56,7 @@ from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import without_padding
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity
@@ -304,12 +305,15 @@ class MicroBatchPredictor:
             *(Technique(name, is_own=False) for name, every in plain.items() if every <= layers),
         )
 
+    @one_at_a_time
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         return self.graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
 
+    @one_at_a_time
     def lowest(self, plan: Technique, accumulates: bool) -> int:
         return self.graphs[plan.chunks_loss].lowest(plan.name, accumulates)
 
+    @one_at_a_time
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self.update)
 
@@ -336,6 +340,7 @@ class _Case:
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
+@one_at_a_time
 def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatchPredictor:
     """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
 
@@ -367,6 +372,7 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatc
         return _predictor(case, model, batch)
 
 
+@one_at_a_time
 def of_model(run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool) -> MicroBatchPredictor:
     """Steps of a model that is about to train, where it is; it is left as it is.
 

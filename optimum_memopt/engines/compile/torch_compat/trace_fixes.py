@@ -9,6 +9,7 @@ states of their vision tower in each forward.
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,25 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
+
+
+class _OneAtATime(contextlib.ContextDecorator):
+    """Held by the thread that traces or simulates; it may take it several times."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+# Meanwhile functions of transformers, torch's switches and hooks of all modules are others for the whole process, and
+# torch's fake tensors are in one mode.
+one_at_a_time = _OneAtATime()
+
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
 _ONE_LABEL = "single_label_classification"
 # What `PreTrainedModel.loss_function` uses, after a warning that breaks the graph, where no name of a loss fits the
