@@ -31,7 +31,9 @@ _VALUES = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft",
 _PREDICTED = ("bf16", "fp16", *_VALUES, "no_padding", "keep_outputs")
 _OF_DEVICE = ("device", "budget_curve", "html")
 PLAIN_WAYS = "plain"
-_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
+_NUMBER = re.compile(r"[1-9][0-9]*")
+# Digits up to which the error of a step of too many tokens has the number.
+_MOST_DIGITS = 19
 
 
 def case_of(args: Any) -> Case:
@@ -87,11 +89,13 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     """The numbers of `--batch_size`, in order.
 
     Raises:
-        MemOptError: what is no number from 1 on.
+        MemOptError: what is no number from 1 on, or far beyond any batch.
     """
     numbers = [part.strip() for part in text.split(",")]
     if not all(_NUMBER.fullmatch(number) for number in numbers):
         raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
+    if max(map(len, numbers)) > _MOST_DIGITS:
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {step.MOST_COUNT}")
     return tuple(sorted({int(number) for number in numbers}))
 
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.predict.workload import Workload
 
+# Of rows, ranks and steps; torch's operators index more with 64 bits.
+MOST_COUNT = 2**31
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of the model, of its batch without the rows, and of how it trains."""
@@ -117,12 +120,14 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
 
 
 def check_counts(args: Any, *flags: str) -> None:
-    """Raise a MemOptError for a flag that was given and is no number from 1 on."""
-    from optimum_memopt.errors import MemOptError
+    """Raise a MemOptError for a flag that was given and is no number from 1 to `MOST_COUNT`."""
+    from optimum_memopt.errors import MemOptError, excerpt
 
     for flag in flags:
         if (value := getattr(args, flag)) is not None and value < 1:
             raise MemOptError(f"--{flag} {value}: allowed are numbers from 1 on")
+        if value is not None and value > MOST_COUNT:
+            raise MemOptError(f"--{flag} {excerpt(value)}: allowed are numbers from 1 to {MOST_COUNT}")
 
 
 def checked_options(**options: Any) -> "MemOptOptions":

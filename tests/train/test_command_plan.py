@@ -67,7 +67,16 @@ def refused(capsys, *arguments: str) -> str:
         (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
         (["--model", "./nowhere/config.json"], "error: --model ./nowhere/config.json: no such folder or config file"),
         (["--batch_size", "0"], "error: --batch_size 0: allowed are numbers from 1 on"),
+        (
+            ["--batch_size", "1" + 20 * "0"],
+            "error: --batch_size 100000000000000000000: allowed are numbers from 1 to 2147",
+        ),
+        (["--batch_size", "1," + 5000 * "9"], "error: --batch_size 1,999"),
         (["--steps", "0"], "error: --steps 0: allowed are numbers from 1 on"),
+        (
+            ["--steps", "1" + 20 * "0"],
+            "error: --steps 100000000000000000000: allowed are numbers from 1 to 2147483648",
+        ),
         (["--level", "5"], "error: --level 5: allowed are 0 (the config), 1 "),
         (["--level", "1", "--config", "Gelu+:1:-1"], "error: --level 1 together with --config: "),
         (["--level", "1", "--measure"], "error: --level 1 with --measure: both levels are measured anyway"),
