@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from optimum_memopt.compat import embeddings, final_norm, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.compile.torch_compat import autocast, kernels
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes, without_tracebacks
 from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
@@ -45,7 +45,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_tracebacks())
         if device is not None and device.cuda is not None:
-            stack.enter_context(kernels.autocast_lists())
+            stack.enter_context(autocast.casts_of_cuda())
             stack.enter_context(_attention_of(device))
         if dtype is not None:
             stack.enter_context(torch.autocast(here, dtype))
@@ -56,6 +56,8 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 def eager_standin(device: Device | None) -> Iterator[None]:
     """As `traced_for`, for code that runs without a compiler."""
     with traced_for(device, None), contextlib.ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(autocast.of_any_device(device.capability >= _AMPERE))
         if device is not None and device.cuda is not None:
             stack.enter_context(kernels.fused_dropout())
             stack.enter_context(kernels.foreach_optimizers())
@@ -105,15 +107,21 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
     taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
+    if not _is_dense(query, key, value, *(() if attn_mask is None else (attn_mask,))):
+        taken = "math"
     operator = kernels.ATTENTION[taken]
     if taken == "math":
-        return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if taken == "flash":
         return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     mask = None if attn_mask is None else _bias(attn_mask, query, key)
     if taken == "cudnn":
         return operator(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
     return operator(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _is_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

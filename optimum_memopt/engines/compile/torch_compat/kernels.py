@@ -1,12 +1,11 @@
 """The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold; and
-those of CUDA's operators and its autocast, used where there is no device."""
+those of CUDA's operators, used where there is no device."""
 
 import contextlib
 import functools
 import inspect
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -180,41 +179,6 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 }
 
 
-# Operators that autocast runs in float32 on CUDA and leaves alone on a CPU (`aten/src/ATen/autocast_mode.h`, 2.13), as
-# far as transformers' models have them.
-_IN_FLOAT32 = (
-    "binary_cross_entropy_with_logits",
-    "exp",
-    "group_norm",
-    "layer_norm",
-    "log",
-    "logsumexp",
-    "mse_loss",
-    "nll_loss",
-    "nll_loss_nd",
-    "pow.Scalar",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "reciprocal",
-    "rsqrt",
-)
-# Those whose result it makes float32.
-_TO_FLOAT32 = ("cumsum", "log_softmax.int", "prod", "softmax.int", "sum", "sum.dim_IntList")
-
-
-@contextlib.contextmanager
-def autocast_lists() -> Iterator[None]:
-    """Autocast on the CPU casts as it does on CUDA."""
-    with torch.library._scoped_library("aten", "IMPL", "AutocastCPU") as library:
-        with warnings.catch_warnings():
-            # The CPU has rules of its own for some.
-            warnings.simplefilter("ignore")
-            for names, cast in ((_IN_FLOAT32, _in_float32), (_TO_FLOAT32, _to_float32)):
-                for name in names:
-                    library.impl(name, _cast_by(cast, name), allow_override=True)
-        yield
-
-
 @contextlib.contextmanager
 def fused_dropout() -> Iterator[None]:
     """Dropout on the CPU saves a boolean mask, as CUDA's kernel does, where the CPU's own saves one in the input's
@@ -236,28 +200,6 @@ def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:
 
     name = "_get_foreach_kernels_supported_devices"
     return mock.patch.object(optimizer, name, return_value=[*getattr(optimizer, name)(), "cpu"])
-
-
-def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
-    """An operator without autocast, whose arguments are cast before."""
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast(args, kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*args, **kwargs)
-
-    return call
-
-
-def _in_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return torch.utils._pytree.tree_map_only(_is_half, torch.Tensor.float, (args, kwargs))
-
-
-def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    is_cast = kwargs.get("dtype") is None and _is_half(args[0])
-    return args, {**kwargs, "dtype": torch.float32} if is_cast else kwargs
 
 
 def _is_half(value: Any) -> bool:

@@ -1,0 +1,251 @@
+"""Autocast as on CUDA for tensors on the CPU, where there is no device (`aten/src/ATen/autocast_mode.h` and
+`torch/amp/autocast_mode.py`, 2.13)."""
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.amp import autocast_mode
+from torch.utils import _pytree as pytree
+
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
+from optimum_memopt.logs import get_logger
+
+# Operators that autocast runs in half precision on CUDA, and not on a CPU.
+_IN_HALF = (
+    "_convolution",
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "addmv",
+    "addr",
+    "chain_matmul",
+    "convolution",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "einsum",
+    "gru_cell",
+    "linalg_multi_dot",
+    "lstm_cell",
+    "mv",
+    "rnn_relu_cell",
+    "rnn_tanh_cell",
+)
+# Those whose result it makes float32, unless the call names a dtype, as cross entropy does.
+_TO_FLOAT32 = (
+    "cumprod",
+    "cumsum",
+    "linalg_matrix_norm",
+    "linalg_vector_norm",
+    "log_softmax",
+    "norm",
+    "prod",
+    "softmax",
+    "sum",
+)
+# Those that it runs in the widest dtype of their arguments. All others that it knows run in float32.
+_IN_WIDEST = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
+)
+_CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def casts_of_cuda() -> Iterator[None]:
+    """Autocast on the CPU casts as it does on CUDA."""
+    kernels = _kernels()
+    with torch.library._scoped_library("aten", "IMPL", _CPU) as library:
+        with warnings.catch_warnings():
+            # The CPU has rules of its own for some.
+            warnings.simplefilter("ignore")
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, allow_override=True)
+        yield
+
+
+@functools.cache
+def _kernels() -> dict[str, Callable[..., Any]]:
+    """What stands for a CPU's kernel, by operator: of those that CUDA casts, and of those that only a CPU does."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    on_cpu, on_cuda = ({name for name in names if has_kernel(name, key)} for key in (_CPU, _CUDA))
+    kernels = {name: torch.library.fallthrough_kernel for name in on_cpu - on_cuda}
+    for name in on_cuda:
+        packet = name.removeprefix("aten::").partition(".")[0]
+        policies = {_IN_HALF: _in_half, _TO_FLOAT32: _to_float32, _IN_WIDEST: _in_widest}
+        cast = next((policy for packets, policy in policies.items() if packet in packets), None)
+        # Of float32 or half precision in both.
+        if cast is not None or name not in on_cpu:
+            kernels[name] = _cast_by(cast or _in_float32, name)
+    return {name.removeprefix("aten::"): kernel for name, kernel in kernels.items()}
+
+
+def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
+    """An operator without autocast, whose arguments are cast before."""
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0])
+    operator = getattr(packet, name.partition(".")[2] or "default")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, cast_kwargs = cast(args, kwargs)
+        # Norms with a dtype are an overload of their own.
+        called = operator if cast_kwargs.keys() == kwargs.keys() else packet
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return called(*args, **cast_kwargs)
+
+    return call
+
+
+def _in_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return pytree.tree_map_only(_is_half, torch.Tensor.float, (args, kwargs))
+
+
+def _in_half(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = torch.get_autocast_dtype("cpu")
+    return pytree.tree_map_only(_is_cast, lambda tensor: tensor.to(dtype), (args, kwargs))
+
+
+def _in_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    tensors = filter(_is_cast, pytree.tree_leaves((args, kwargs)))
+    is_wide = any(tensor.dtype == torch.float32 for tensor in tensors)
+    return _in_float32(args, kwargs) if is_wide else (args, kwargs)
+
+
+def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    is_named = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+    return args, kwargs if is_named or not _is_half(args[0]) else {**kwargs, "dtype": torch.float32}
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALVES
+
+
+def _is_cast(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (*_HALVES, torch.float32)
+
+
+class _PlannedAutocast:
+    """The functions of autocast that name a type of device, for tensors on the CPU that stand for those of another.
+
+    Whatever type a step names, autocast is on for the CPU, or off.
+    """
+
+    def __init__(self) -> None:
+        self._dtypes = {"cpu": _GET_DTYPE("cpu")}
+        self._outer: list[dict[str, torch.dtype]] = []
+
+    def begin(self) -> None:
+        self._outer.append(dict(self._dtypes))
+
+    def end(self) -> None:
+        """Types of devices have the dtypes again that they had at `begin`, whatever was on."""
+        self._dtypes = self._outer.pop()
+
+    def is_autocast_enabled(self, device_type: str = "cuda") -> bool:
+        return _IS_ENABLED("cpu")
+
+    def set_autocast_enabled(self, *args: Any) -> None:
+        # Without a type of device it is CUDA's.
+        *device_type, enabled = args
+        if enabled and not _IS_ENABLED("cpu"):
+            _SET_DTYPE("cpu", self.get_autocast_dtype(*device_type))
+        _SET_ENABLED("cpu", enabled)
+
+    def get_autocast_dtype(self, device_type: str = "cuda") -> torch.dtype:
+        if _IS_ENABLED("cpu"):
+            return _GET_DTYPE("cpu")
+        return self._dtypes.get(device_type) or _GET_DTYPE(device_type)
+
+    def set_autocast_dtype(self, device_type: str, dtype: torch.dtype) -> None:
+        if _IS_ENABLED("cpu"):
+            _SET_DTYPE("cpu", dtype)
+        else:
+            self._dtypes[device_type] = dtype
+
+
+_IS_ENABLED, _SET_ENABLED = torch.is_autocast_enabled, torch.set_autocast_enabled
+_GET_DTYPE, _SET_DTYPE = torch.get_autocast_dtype, torch.set_autocast_dtype
+
+
+@contextlib.contextmanager
+def of_any_device(has_bfloat16: bool) -> Iterator[None]:
+    """Within it autocast of every type of device is that of the CPU, and there is CUDA's though there is no GPU.
+
+    Args:
+        has_bfloat16: what torch says of the GPU; each computes with bfloat16 in some way.
+    """
+    planned, common = _PlannedAutocast(), torch.cuda.amp.common
+    before = _IS_ENABLED("cpu"), _GET_DTYPE("cpu")
+    is_off_here = common.amp_definitely_not_available()
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    told: set[torch.dtype] = set()
+    cast, context_class = autocast_mode._cast, autocast_mode.autocast
+    init, enter, leave = context_class.__init__, context_class.__enter__, context_class.__exit__
+
+    def made_in_step(context: Any, *args: Any, **kwargs: Any) -> None:
+        init(context, *args, **kwargs)
+        made.add(context)
+
+    def entered(context: Any) -> Any:
+        planned.begin()
+        if context in made or context._enabled or context.device != "cuda" or not is_off_here:
+            return enter(context)
+        # torch turned it off where it was made, or its caller did, who would have named no other dtype than CUDA's.
+        is_on = context.fast_dtype != _GET_DTYPE("cuda")
+        if context.fast_dtype not in told:
+            told.add(context.fast_dtype)
+            get_logger().warning(_premade_line(context.fast_dtype, is_on))
+        with mock.patch.object(context, "_enabled", is_on):
+            return enter(context)
+
+    def left(context: Any, *error: Any) -> Any:
+        leave(context, *error)
+        planned.end()
+
+    replaced = (
+        (torch, "is_autocast_enabled", planned.is_autocast_enabled),
+        (torch, "set_autocast_enabled", planned.set_autocast_enabled),
+        (torch, "get_autocast_dtype", planned.get_autocast_dtype),
+        (torch, "set_autocast_dtype", planned.set_autocast_dtype),
+        (torch, "get_autocast_gpu_dtype", planned.get_autocast_dtype),
+        (torch, "set_autocast_gpu_dtype", functools.partial(planned.set_autocast_dtype, "cuda")),
+        (torch, "is_autocast_cpu_enabled", planned.is_autocast_enabled),
+        (torch, "set_autocast_cpu_enabled", planned.set_autocast_enabled),
+        (torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bfloat16),
+        (common, "amp_definitely_not_available", lambda: False),
+        (autocast_mode, "_cast", lambda value, _, dtype: cast(value, "cpu", dtype)),
+    )
+    with (
+        mock.patch.multiple(context_class, __init__=made_in_step, __enter__=entered, __exit__=left),
+        with_attributes(replaced),
+    ):
+        if _IS_ENABLED("cuda"):
+            planned.set_autocast_enabled("cuda", True)
+        try:
+            yield
+        finally:
+            _SET_ENABLED("cpu", before[0])
+            _SET_DTYPE("cpu", before[1])
+
+
+def _premade_line(dtype: torch.dtype, is_on: bool) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f'torch.autocast("cuda") in {name} is simulated as {"on" if is_on else "off"}: it was made before the step, where '
+        f"torch turns it off for want of a GPU; make it in the step to have it {'off' if is_on else 'on'}"
+    )
