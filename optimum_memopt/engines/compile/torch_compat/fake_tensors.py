@@ -40,6 +40,8 @@ _FEW_VALUES = 64
 _MOST_CONSTANTS = "CONSTANT_NUMEL_LIMIT"
 _FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
+# In place, as if all gradients were finite: the scale of a loss, and whether a step is skipped, stay known.
+_SCALER = (_aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_update_scale_.default)
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
 # What `copy.deepcopy` returns as it is.
 _NOT_COPIED = (
@@ -100,10 +102,11 @@ _WITHOUT_KERNEL = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new
 
 @contextlib.contextmanager
 def run_as_eager() -> Iterator[None]:
-    """Models do not take this for tracing, values of small tensors are followed, and optimizers take the same
-    functions for many tensors.
+    """Models do not take this for tracing, values of small tensors are followed, optimizers take the same functions
+    for many tensors, and functions of TorchScript run as the Python that they were compiled from.
 
-    transformers builds other masks where it is traced (`is_tracing`, 5.23); checks of values pass.
+    transformers builds other masks where it is traced (`is_tracing`, 5.23); checks of values pass. TorchScript's
+    interpreter makes real tensors beside fake ones (DeBERTa-v2 in transformers 5.17).
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -123,8 +126,20 @@ def run_as_eager() -> Iterator[None]:
             for owner in (optimizer, _foreach_utils)
         ),
     )
-    with with_attributes(each for each in replaced if hasattr(*each[:2])):
+    with (
+        with_attributes(each for each in replaced if hasattr(*each[:2])),
+        mock.patch.object(torch.jit.ScriptFunction, "__call__", _call_source),
+    ):
         yield
+
+
+_CALL_SCRIPT = torch.jit.ScriptFunction.__call__
+
+
+def _call_source(function: Any, *args: Any, **kwargs: Any) -> Any:
+    # `torch/jit/_script.py`, 2.13; a function that was loaded from a file has none.
+    source = getattr(function, "_torchdynamo_inline", None)
+    return _CALL_SCRIPT(function, *args, **kwargs) if source is None else source(*args, **kwargs)
 
 
 _TENSOR = torch.tensor
@@ -158,8 +173,14 @@ def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_
         value: its tensors may be on any device, `meta` too.
         device: of the copy's tensors; None: each one's own.
         keeps_values: those of small tensors of integers and booleans, and of a few other numbers, are followed.
+
+    Raises:
+        TypeError: there is a module of TorchScript.
     """
-    tensors = [found for found in reachable(value) if isinstance(found, torch.Tensor)]
+    objects = list(reachable(value))
+    if any(isinstance(found, torch.jit.ScriptModule) for found in objects):
+        raise TypeError("a module of TorchScript keeps its tensors; give the module that it was made from")
+    tensors = [found for found in objects if isinstance(found, torch.Tensor)]
     bases: dict[int, torch.Tensor] = {}
     memo: dict[int, Any] = {}
     with mode:
@@ -383,6 +404,8 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         DataDependentOutputException: a value is read that is not known.
         DynamicOutputShapeException: a shape depends on values, and no bound of it is known.
     """
+    if function in _SCALER:
+        return args[0] if function is _aten._amp_update_scale_.default else None
     tensors = list(tensors_in((*args, *kwargs.values())))
     if not tensors:
         return _made(function, args, kwargs)
