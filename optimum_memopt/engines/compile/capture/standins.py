@@ -7,7 +7,7 @@ process group that moves nothing.
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -74,20 +74,45 @@ def _attention_of(device: Device) -> contextlib.AbstractContextManager[None]:
     return with_attributes([(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)])
 
 
-def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:
+def kernel(
+    capability: tuple[int, int],
+    is_half: bool,
+    has_mask: bool,
+    has_dropout: bool,
+    shares_keys: bool,
+    fused: Collection[str] = ("cudnn", "flash", "efficient"),
+) -> str:
     """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`): cudnn, flash, efficient
     or math. cuDNN is not taken with a mask (`kernels.cudnn_attention_warning`).
 
     Args:
         shares_keys: fewer heads of keys than of queries, expanded by the kernel.
+        fused: the kernels that take the sizes and strides.
     """
-    if not is_half:
-        return "math" if shares_keys else "efficient"
-    if capability >= _HOPPER and not has_mask and not has_dropout:
-        return "cudnn"
-    if has_mask or capability < _AMPERE:
-        return "math" if shares_keys else "efficient"
-    return "flash"
+    if is_half and not has_mask:
+        if capability >= _HOPPER and not has_dropout and "cudnn" in fused:
+            return "cudnn"
+        if capability >= _AMPERE and "flash" in fused:
+            return "flash"
+    return "math" if shares_keys or "efficient" not in fused else "efficient"
+
+
+def _fused_kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> list[str]:
+    """Those that take these sizes and strides: all want rows without gaps, of T5's biases by heads too."""
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    if query.dim() != 4 or any(tensor.stride(-1) != 1 for tensor in tensors):
+        return []
+    of_keys, of_values = query.size(-1), value.size(-1)
+    step = 8 if query.dtype in _HALVES else 4
+    is_square = not is_causal or query.size(-2) == key.size(-2)
+    taken = {
+        "cudnn": max(of_keys, of_values) <= 128 and of_keys % 8 == of_values % 8 == 0,
+        "flash": of_keys == of_values <= 256 and is_square,
+        "efficient": of_keys % step == of_values % step == 0,
+    }
+    return [name for name, is_taken in taken.items() if is_taken]
 
 
 def _attention(
@@ -106,9 +131,8 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
-    taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
-    if not _is_dense(query, key, value, *(() if attn_mask is None else (attn_mask,))):
-        taken = "math"
+    fused = _fused_kernels(query, key, value, attn_mask, is_causal)
+    taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys, fused)
     operator = kernels.ATTENTION[taken]
     if taken == "math":
         return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -118,10 +142,6 @@ def _attention(
     if taken == "cudnn":
         return operator(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
     return operator(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
-
-
-def _is_dense(*tensors: torch.Tensor) -> bool:
-    return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

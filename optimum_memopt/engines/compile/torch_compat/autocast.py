@@ -85,7 +85,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     on_cpu, on_cuda = ({name for name in names if has_kernel(name, key)} for key in (_CPU, _CUDA))
-    kernels = {name: torch.library.fallthrough_kernel for name in on_cpu - on_cuda}
+    kernels = dict.fromkeys(on_cpu - on_cuda, torch.library.fallthrough_kernel)
     for name in on_cuda:
         packet = name.removeprefix("aten::").partition(".")[0]
         policies = {_IN_HALF: _in_half, _TO_FLOAT32: _to_float32, _IN_WIDEST: _in_widest}
@@ -244,8 +244,8 @@ def of_any_device(has_bfloat16: bool) -> Iterator[None]:
 
 
 def _premade_line(dtype: torch.dtype, is_on: bool) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name, state, other = str(dtype).removeprefix("torch."), *(("on", "off") if is_on else ("off", "on"))
     return (
-        f'torch.autocast("cuda") in {name} is simulated as {"on" if is_on else "off"}: it was made before the step, where '
-        f"torch turns it off for want of a GPU; make it in the step to have it {'off' if is_on else 'on'}"
+        f'torch.autocast("cuda") in {name} is simulated as {state}: it was made before the step, where torch turns it '
+        f"off for want of a GPU; make it in the step to have it {other}"
     )
