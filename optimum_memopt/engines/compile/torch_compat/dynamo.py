@@ -119,7 +119,27 @@ def compile_with_inductor(
     passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
     patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}
     # Other results than functions are for programs that are compiled ahead of time.
-    return cast("Callable[..., Any]", compile_fx(module, inputs, compile_inner, config_patches=patches))
+    compiled = compile_fx(
+        module, inputs, compile_inner, config_patches=patches, decompositions=_inductor_decompositions()
+    )
+    return cast("Callable[..., Any]", compiled)
+
+
+def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """inductor's, without that of an embedding's gradient, which PyTorch's kernel computes.
+
+    inductor adds it up in float32 by atomic additions, and casts it then: in half precision that holds three times the
+    gradient of the vocabulary, at the end of the backward, where all other gradients are held too
+    (`embedding_dense_backward` in `torch/_decomp/decompositions.py`, 2.13). inductor itself takes the kernel on XPUs
+    (`torch/_inductor/lowering.py`).
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    gradient = torch.ops.aten.embedding_dense_backward
+    if gradient.default not in lowerings:
+        make_fallback(gradient, warn=False, override_decomp=True)
+    return {operator: each for operator, each in select_decomp_table().items() if operator != gradient.default}
 
 
 class _HideSnapshots(CustomGraphPass):
