@@ -1,9 +1,11 @@
 """Private names of torch and transformers that the package needs beside those of its engines, and versions of what is
 installed."""
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +42,25 @@ def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+@contextlib.contextmanager
+def without_kernel_warning() -> Iterator[None]:
+    """Without the warning of bitsandbytes, which PEFT and Trainer import, about a kernel for CPUs that it did not load
+    (0.50): what is predicted runs none.
+
+    https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/backends/cpu/ops.py
+    """
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "gemm_4bit_forward" not in record.msg
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def software() -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 
 import torch
 from tqdm.auto import tqdm
@@ -112,10 +113,59 @@ _EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """A running task; `stage` is what it does now, as `partitioning`, for the next log line."""
+    """A running task.
+
+    Attributes:
+        stage: what it does now, as `partitioning`, for the next log line.
+        part: a task within it that has a progress of its own.
+    """
 
     def __init__(self, stage: str = "") -> None:
         self.stage = stage
+        self.part: Progress | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.stage, str(self.part or ""))))
+
+
+_current: ContextVar[Progress | None] = ContextVar("current", default=None)
+
+
+@contextlib.contextmanager
+def watched(doing: str, stage: str = "", every: float = _EVERY_SECONDS) -> Iterator[Progress]:
+    """Log a line every `every` seconds while a task runs; within another task it is a part of that one's lines.
+
+    The lines come from a thread, since neither torch's compilers nor engines' exporters report progress.
+
+    Args:
+        doing: `predicting a training step`.
+        stage: the first one; the task sets those that follow.
+    """
+    progress, whole = Progress(stage), _current.get()
+    if whole is not None:
+        part = Progress(doing)
+        part.part, before, whole.part = progress, whole.part, part
+        try:
+            yield progress
+        finally:
+            whole.part = before
+        return
+    is_over, begin, token = threading.Event(), time.monotonic(), _current.set(progress)
+
+    def report() -> None:
+        while not is_over.wait(every):
+            now = ": ".join(filter(None, (doing, str(progress))))
+            get_logger().info(f"still {now}, {time.monotonic() - begin:.0f} s so far")
+
+    reporter = threading.Thread(target=report, name="memopt progress", daemon=True)
+    reporter.start()
+    try:
+        yield progress
+    finally:
+        _current.reset(token)
+        is_over.set()
+        # No line of the thread may follow the task's last one.
+        reporter.join()
 
 
 @contextlib.contextmanager
@@ -124,30 +174,17 @@ def announced(
 ) -> Iterator[Progress]:
     """Log one line when a task begins, one every `every` seconds while it runs, and one when it has ended.
 
-    The lines in between come from a thread, since neither torch's compilers nor engines' exporters report progress. A
-    task that raises has no last line.
+    A task that raises has no last line.
 
     Args:
         doing: `compiling the training graph of GPT2LMHeadModel`; `done` is the same in the past tense.
         note: appended to the first line: what the task consists of, how often it runs.
         stage: the first one; the task sets those that follow.
     """
-    progress, is_over, begin = Progress(stage), threading.Event(), time.monotonic()
-
-    def report() -> None:
-        while not is_over.wait(every):
-            stage = f": {progress.stage}" if progress.stage else ""
-            get_logger().info(f"still {doing}{stage}, {time.monotonic() - begin:.0f} s so far")
-
+    begin = time.monotonic()
     get_logger().info(f"{doing}{note and f': {note}'}")
-    reporter = threading.Thread(target=report, name="memopt progress", daemon=True)
-    reporter.start()
-    try:
+    with watched(doing, stage, every) as progress:
         yield progress
-    finally:
-        is_over.set()
-        # No line of the thread may follow the last one.
-        reporter.join()
     get_logger().info(f"{done} in {time.monotonic() - begin:.1f} s")
 
 

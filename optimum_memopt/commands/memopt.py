@@ -49,16 +49,19 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
     def run(self) -> None:
+        from optimum_memopt.compat import without_kernel_warning
         from optimum_memopt.errors import run
         from optimum_memopt.memory import process
 
-        with process.fewer_collections():
+        with process.fewer_collections(), without_kernel_warning():
             run(self._run)
 
     def _run(self) -> None:
         from optimum_memopt.engines.shared.registry import factory, predicting_engine
         from optimum_memopt.errors import MemOptError
+        from optimum_memopt.logs import watched
         from optimum_memopt.predict.advise import advise, to_dict, to_text
+        from optimum_memopt.predict.workload import warn_of_precision
 
         args = self.args
         workload = step.workload_of(args)
@@ -67,11 +70,13 @@ class AdviseCommand(BaseOptimumCLICommand):
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
         name = predicting_engine()
+        warn_of_precision(factory(name).planned_device(spec.device), spec.autocast, workload)
         options = step.checked_options(
             memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
         )
-        steps = factory(name).predict_steps(workload, options, spec)
-        advice = advise(steps, args.global_batch)
+        with watched("comparing plans and micro-batches"):
+            steps = factory(name).predict_steps(workload, options, spec)
+            advice = advise(steps, args.global_batch)
         print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))
 
 
@@ -241,9 +246,10 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
+        from optimum_memopt.compat import without_kernel_warning
         from optimum_memopt.memory import process
 
-        with process.fewer_collections():
+        with process.fewer_collections(), without_kernel_warning():
             from optimum_memopt.commands import plan
             from optimum_memopt.errors import run
 

@@ -12,17 +12,18 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from optimum_memopt.commands import step
-from optimum_memopt.engines.api.predictions import Way
+from optimum_memopt.engines.api.predictions import Way, fits_cell
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure import Case, spawn, sweep
 from optimum_memopt.memory import optimizers
+from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
-from optimum_memopt.predict.workload import Workload
+from optimum_memopt.predict.workload import Workload, warn_of_precision
 from optimum_memopt.report import charts
 from optimum_memopt.sizes import gib_text
 
@@ -180,12 +181,15 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     sizes = batch_sizes(args.batch_size)
     spec = step.spec_of(args, args.device, args.gradient_accumulation_steps or 1, args.loss or AUTO)
     engine = factory(resolved.engine)
+    device = engine.planned_device(spec.device)
+    warn_of_precision(device, spec.autocast, workload)
     # Plain PyTorch is simulated on one device.
     has_plain = len(sizes) == 1 and spec.fsdp == 1
     plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
     if args.ways == PLAIN_WAYS:
-        return PlanOutput({"ways": _ways_dict(plain)}, _ways_text(plain, header), "", ways=plain)
+        only = {"ways": _ways_dict(plain, device.memory)}
+        return PlanOutput(only, _ways_text(plain, header, device.memory), "", ways=plain)
     estimate = engine.estimate(
         workload,
         resolved.selection,
@@ -199,15 +203,13 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     if estimate.batches:
         return PlanOutput([asdict(batch) for batch in estimate.batches], estimate.to_text(), config, estimate)
     ways = (*plain, *estimate.ways)
-    report = estimate.to_dict() | ({"ways": _ways_dict(ways)} if ways else {})
-    shown = _ways_text(ways, header) if ways else header
+    report = estimate.to_dict() | ({"ways": _ways_dict(ways, device.memory)} if ways else {})
+    shown = _ways_text(ways, header, device.memory) if ways else header
     if spec.fsdp > 1:
         twice = engine.estimate(workload, resolved.selection, replace(spec, fsdp=2 * spec.fsdp))
         peak, less = twice.peak, estimate.peak - twice.peak
-        shown += (
-            f"\n{2 * spec.fsdp} ranks: predicted peak {gib_text(peak)}, {gib_text(less)} less than on each of "
-            f"{spec.fsdp}"
-        )
+        change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "as"
+        shown += f"\n{2 * spec.fsdp} ranks: predicted peak {gib_text(peak)}, {change} on each of {spec.fsdp}"
         report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": peak}
     return PlanOutput(report, f"{shown}\n\n{estimate.to_text()}", config, estimate, ways)
 
@@ -217,16 +219,19 @@ def _header(workload: Workload, spec: StepSpec) -> str:
     padding = "" if workload.has_padding or not tokens else " without padding"
     autocast = f", autocast to {spec.autocast}" if spec.autocast else ""
     adapter = f", adapter {workload.adapter}" if workload.adapter else ""
+    sharded = f", one of {spec.fsdp} ranks under FSDP2" if spec.fsdp > 1 else ""
+    if sharded and autocast:
+        sharded += ", which holds in float32 what trains"
     micro_batches = (
         f", {spec.gradient_accumulation_steps} micro-batches" if spec.gradient_accumulation_steps > 1 else ""
     )
     return (
         f"{workload.task}, {workload.batch_size} rows{tokens}{padding}{micro_batches}, weights in "
-        f"{workload.weights_dtype}{adapter}{autocast}, {spec.optim}, on {spec.device or 'this machine'}:"
+        f"{workload.weights_dtype}{adapter}{autocast}{sharded}, {spec.optim}, on {spec.device or 'this machine'}:"
     )
 
 
-def _ways_text(ways: Sequence[Way], header: str) -> str:
+def _ways_text(ways: Sequence[Way], header: str, memory: Capacity) -> str:
     """A table with a row for each way, and what the first one holds at its peak."""
     has_reserved = any(way.reserved is not None for way in ways)
     has_time = any(way.seconds is not None for way in ways)
@@ -235,6 +240,7 @@ def _ways_text(ways: Sequence[Way], header: str) -> str:
             "way to train": way.plan.name,
             "loss": "chunked" if way.plan.chunks_loss else "plain",
             "predicted peak": "-" if way.note else gib_text(way.peak),
+            **fits_cell(memory, None if way.note else way.peak),
             **({"reserved": "-" if way.reserved is None else gib_text(way.reserved)} if has_reserved else {}),
             **({"time": "-" if way.seconds is None else f"{1000 * way.seconds:.0f} ms"} if has_time else {}),
             "flags": " ".join(way.plan.flags) or "-",
@@ -248,13 +254,14 @@ def _ways_text(ways: Sequence[Way], header: str) -> str:
     return "\n".join((header, grid, *notes, *held))
 
 
-def _ways_dict(ways: Sequence[Way]) -> list[dict[str, Any]]:
+def _ways_dict(ways: Sequence[Way], memory: Capacity) -> list[dict[str, Any]]:
     """For JSON; bytes and seconds."""
     return [
         {
             "name": way.plan.name,
             "chunked_loss": way.plan.chunks_loss,
             "peak": way.peak or None,
+            "fits": None if way.note else way.peak <= memory.available,
             "reserved": way.reserved,
             "seconds": way.seconds,
             "flags": list(way.plan.flags),

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.sizes import gib_text
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class Capacity:
     total: int
     available: int
     elsewhere: int = 0
+
+    def verdict(self, peak: int) -> str:
+        """`fits: 12.30 GiB of 13.60 GiB` of a step with this peak in bytes, as a budget of `auto` bounds it."""
+        fits = "fits" if peak <= self.available else "does not fit"
+        return f"{fits}: {gib_text(peak)} of {gib_text(self.available)}"
 
 
 def capacity(device: torch.device) -> Capacity:

@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from optimum_memopt.engines.api.predictions import PredictedStep, StepPredictor, Technique
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.logs import watched
 from optimum_memopt.sizes import gib_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -157,7 +158,14 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     Raises:
         DoesNotFitError: not even a micro-batch of one row is within the budget under any plan of the package.
     """
-    searches = [_Search(predictor, plan, rows) for plan in predictor.plans]
+    searches = []
+    for plan in predictor.plans:
+        with watched(f"searching the micro-batch of {plan.name}, {_loss(plan)} loss"):
+            search = _Search(predictor, plan, rows)
+            if search.sizes:
+                # Predicts the steps that are asked for below, which are kept.
+                search.row()
+        searches.append(search)
     own = [search for search in searches if search.plan.is_own and search.sizes]
     if not own:
         lowest = min(predictor.lowest(plan, rows != 1) for plan in predictor.plans if plan.is_own)
@@ -237,7 +245,7 @@ def flags(row: Row) -> tuple[str, ...]:
         f"--gradient_accumulation_steps {row.accumulation}",
         "--memory_opt_engine compile",
         *row.plan.flags,
-        f"--memory_opt_loss {_loss(row)}",
+        f"--memory_opt_loss {_loss(row.plan)}",
     )
 
 
@@ -280,7 +288,7 @@ def _cells(row: Row, has_accumulation: bool) -> dict[str, str]:
     bound, share = row.bound
     return {
         "plan": row.plan.name,
-        "loss": _loss(row),
+        "loss": _loss(row.plan),
         "rows": str(row.rows),
         **({"accumulated": str(row.accumulation)} if has_accumulation else {}),
         "predicted peak": gib_text(row.step.peak),
@@ -293,7 +301,7 @@ def _cells(row: Row, has_accumulation: bool) -> dict[str, str]:
 def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
     row = advice.recommended
     tokens = f", {row.rows * predictor.tokens:,} tokens" if predictor.tokens else ""
-    chosen = f"{row.plan.name}, {_loss(row)} loss, micro-batches of {row.rows} rows{tokens}"
+    chosen = f"{row.plan.name}, {_loss(row.plan)} loss, micro-batches of {row.rows} rows{tokens}"
     on_host = f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
     return (
         "",
@@ -304,8 +312,8 @@ def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
     )
 
 
-def _loss(row: Row) -> str:
-    return "chunked" if row.plan.chunks_loss else "plain"
+def _loss(plan: Technique) -> str:
+    return "chunked" if plan.chunks_loss else "plain"
 
 
 def _row_dict(row: Row) -> dict[str, Any]:

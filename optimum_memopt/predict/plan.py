@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from tabulate import tabulate
 
+from optimum_memopt.compat import without_kernel_warning
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Way
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
@@ -23,7 +24,7 @@ from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of
+from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of, warn_of_precision
 from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
 
 if TYPE_CHECKING:
@@ -120,7 +121,9 @@ def plan(
     autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
     keeps_outputs = checked("keep_outputs", keep_outputs, bool)
     spec = StepSpec(device, compiler, autocast, optim, steps, loss, keeps_outputs=keeps_outputs, fsdp=ranks)
-    return Estimate(engine, workload, resolve(options).selection, spec)
+    warn_of_precision(factory(engine).planned_device(device), autocast, workload)
+    with without_kernel_warning():
+        return Estimate(engine, workload, resolve(options).selection, spec)
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
@@ -138,7 +141,7 @@ def _workload(
     seq_len: int | None,
     trainable: tuple[str, ...],
     given: Mapping[str, Any],
-) -> predictions.Workload:
+) -> Workload | ModuleWorkload:
     if isinstance(model, torch.nn.Module):
         if said := [name for name, value in given.items() if value and name != "has_padding"]:
             raise MemOptError(f"{', '.join(said)}: a module has it already; leave it out")

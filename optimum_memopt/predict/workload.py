@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.compat import tensors_in, torch_init, without_modes
+from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.logs import get_logger
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -182,6 +184,11 @@ class Workload:
             return self.dtype
         of_config = getattr(self.load_config(), "dtype", None)
         return f"{str(of_config).removeprefix('torch.')} by its config" if of_config else "float32 by default"
+
+    @property
+    def dtypes(self) -> set[str]:
+        """Types of the weights."""
+        return {self.weights_dtype.partition(" ")[0]}
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -443,6 +450,11 @@ class ModuleWorkload:
         return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
 
     @property
+    def dtypes(self) -> set[str]:
+        """Types of the weights."""
+        return {str(parameter.dtype).removeprefix("torch.") for parameter in self.module.parameters()}
+
+    @property
     def tokens(self) -> int:
         """As many as the inputs have."""
         return 0
@@ -475,6 +487,17 @@ class ModuleWorkload:
         if isinstance(labels := batch.get("labels"), torch.Tensor) and hasattr(model, "config"):
             decide_problem_type(model.config, labels)
         return model.train(), batch
+
+
+def warn_of_precision(device: PlannedDevice, autocast: str, workload: Workload | ModuleWorkload) -> None:
+    """Log a line where a device does not compute in the type of the weights or of autocast."""
+    for dtype in device.lacks:
+        if dtype == autocast or dtype in workload.dtypes:
+            given = f"autocast to {dtype}" if dtype == autocast else f"weights in {dtype}"
+            get_logger().warning(
+                f"{given} on {device.name}: it computes in float32 what is in {dtype}, which is slow, and inductor "
+                "compiles none of it; give fp16, and float32 as the type of the weights"
+            )
 
 
 def _without_data(module: torch.nn.Module) -> torch.nn.Module:

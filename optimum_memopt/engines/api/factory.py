@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import ModelOfRun, Simulator, StepEstimate, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import (
+    ModelOfRun,
+    PlannedDevice,
+    Simulator,
+    StepEstimate,
+    StepPredictor,
+    Way,
+    Workload,
+)
 from optimum_memopt.engines.api.run import Options, Selection, StepSpec
 from optimum_memopt.sizes import Budget
 
@@ -60,7 +68,8 @@ class EngineFactory(Generic[Options]):
     """Makes an engine, and answers for it before it has a model. The defaults are those of an engine without needs.
 
     Attributes:
-        predicts: has `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps` and `largest_batch`.
+        predicts: has `planned_device`, `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps` and
+            `largest_batch`.
         allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
@@ -102,6 +111,17 @@ class EngineFactory(Generic[Options]):
 
     def build(self) -> None:
         """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
+
+    def planned_device(self, device: str | None) -> PlannedDevice:
+        """The device that steps are predicted for.
+
+        Args:
+            device: as `h100` or a JSON file; None: this machine's.
+
+        Raises:
+            MemOptError: an unknown device.
+        """
+        raise NotImplementedError
 
     def estimate(
         self,

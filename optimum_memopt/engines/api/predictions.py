@@ -191,6 +191,19 @@ class ModelOfRun:
 
 
 @dataclass(frozen=True)
+class PlannedDevice:
+    """The device that is planned for.
+
+    Attributes:
+        lacks: half-precision dtypes that it does not compute in, as `bfloat16`.
+    """
+
+    name: str
+    memory: "Capacity"
+    lacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """The plan of one budget, in bytes.
 
@@ -285,7 +298,11 @@ class StepEstimate:
     def to_text(self) -> str:
         """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
         curve = f"\n\n{_curve_text(self.frontier)}\n" if self.frontier else ""
-        table = f"{self.table.header[0]}\n{_batches_text(self.batches)}" if self.batches else self.table.to_text()
+        table = self.table.to_text()
+        if self.batches:
+            table = f"{self.table.header[0]}\n{_batches_text(self.batches, self.capacity)}"
+        elif self.capacity is not None:
+            table = f"{table}\nOn {self.device} it {self.capacity.verdict(self.peak)}"
         return f"{table}{curve}\n{self.assumes}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -297,17 +314,24 @@ class StepEstimate:
         return {**entries, "curve": [asdict(point) for point in frontier.points], "costs": frontier.costs}
 
 
-def _batches_text(points: Sequence[BatchPoint]) -> str:
+def _batches_text(points: Sequence[BatchPoint], memory: "Capacity | None") -> str:
     sizes = {"predicted peak": "peak", "allocated": "allocated", "reserved": "reserved", "activations": "activations"}
     rows = [
         {
             "batch size": str(point.batch_size),
+            **(fits_cell(memory, max(point.peak, point.allocated or 0)) if memory is not None else {}),
             **{title: gib_text(size) for title, name in sizes.items() if (size := getattr(point, name)) is not None},
             "saved for backward": gib_text(point.saved),
         }
         for point in points
     ]
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
+
+
+def fits_cell(memory: "Capacity", peak: int | None) -> dict[str, str]:
+    """The column of a table that says whether a step with this peak fits into a device's memory; None: not known."""
+    verdict = "-" if peak is None else memory.verdict(peak).partition(":")[0]
+    return {f"in {gib_text(memory.available)}": verdict}
 
 
 def _curve_text(frontier: Frontier) -> str:

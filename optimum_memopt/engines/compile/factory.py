@@ -15,7 +15,15 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
-from optimum_memopt.engines.api.predictions import ModelOfRun, Simulator, StepEstimate, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import (
+    ModelOfRun,
+    PlannedDevice,
+    Simulator,
+    StepEstimate,
+    StepPredictor,
+    Way,
+    Workload,
+)
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
@@ -86,6 +94,11 @@ class CompileFactory(EngineFactory[CompileOptions]):
         if why := self.missing():
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
         return _report()
+
+    def planned_device(self, device: str | None) -> PlannedDevice:
+        from optimum_memopt.engines.compile.predict.planned_step import planned_device
+
+        return planned_device(device)
 
     def estimate(self, workload: Workload, selection: Selection, spec: StepSpec, **asked: Any) -> StepEstimate:
         from optimum_memopt.engines.compile.predict.estimate import estimate

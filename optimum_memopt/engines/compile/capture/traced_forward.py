@@ -54,7 +54,7 @@ from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, 
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.logs import Progress, announced, get_logger
+from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -626,13 +626,16 @@ class TracedForward:
         )
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)
-        running.progress.stage = f"compiling graph {number}"
+        if spec.is_run:
+            running.progress.stage = f"compiling graph {number}"
         return choice, modules
 
     def _announced(self, is_first: bool, purpose: str) -> contextlib.AbstractContextManager[Progress]:
         if not is_first:
             return contextlib.nullcontext(Progress())
         subject = f"the training graph of {self._name}{purpose}"
+        if not self.spec.is_run:
+            return watched(f"tracing {subject}")
         return announced(
             f"compiling {subject} with {self.spec.compiler}",
             f"compiled {subject} and ran its forward",

@@ -80,6 +80,11 @@ class Device:
     peers: float = 0.0
 
     @property
+    def lacks(self) -> tuple[str, ...]:
+        """Half-precision dtypes that it does not compute in."""
+        return tuple(dtype for dtype in _DTYPES if dtype not in self.flops)
+
+    @property
     def memory_rate(self) -> float:
         """Bytes a second that kernels read and write."""
         return self.attained.bandwidth * self.bandwidth
@@ -112,7 +117,7 @@ def _device(
     gib: int,
     gb_a_second: float,
     fp32: float,
-    bf16: float,
+    bf16: float | None,
     fp16: float,
     link: float,
     multiprocessors: tuple[int, int] | None = None,
@@ -120,12 +125,12 @@ def _device(
     attained: Attained = _ADA,
     peers: float = 0.0,
 ) -> Device:
-    rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
+    listed = zip(_DTYPES, (fp32, bf16, fp16), strict=True)
+    rates = {dtype: rate * 1e12 for dtype, rate in listed if rate is not None}
     cuda = None if multiprocessors is None else Multiprocessors(*multiprocessors)
     return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability, attained, peers * 1e9)
 
 
-# The T4 has no bfloat16: torch computes in float32.
 DEVICES = {
     device.name: device
     for device in (
@@ -136,7 +141,8 @@ DEVICES = {
         _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
         _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9), _GEFORCE),
         _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6), _GEFORCE),
-        _device("T4", 16, 320, 8.1, 8.1, 65, 16, (40, 1024), (7, 5)),
+        # Turing has no bfloat16: torch computes it in float32.
+        _device("T4", 16, 320, 8.1, None, 65, 16, (40, 1024), (7, 5)),
         _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64, peers=448),
     )
 }

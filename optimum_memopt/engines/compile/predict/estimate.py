@@ -37,6 +37,7 @@ from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
+from optimum_memopt.logs import watched
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
@@ -61,9 +62,11 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     """
     plain = Training(keeps_outputs=spec.keeps_outputs)
     with plain_steps(workload, spec) as run:
-        step = run(plain)
+        with watched("simulating plain PyTorch"):
+            step = run(plain)
         try:
-            checkpointing = run(replace(plain, checkpoints=1))
+            with watched("simulating Trainer's checkpointing"):
+                checkpointing = run(replace(plain, checkpoints=1))
         except MemOptError as error:
             return _way(_PLAIN, step), Way(_CHECKPOINTING, note=str(error))
     return _way(_PLAIN, step), _way(_CHECKPOINTING, checkpointing)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers.initialization import no_init_weights
 
-from optimum_memopt.engines.api.predictions import Workload
+from optimum_memopt.engines.api.predictions import PlannedDevice, Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.costs.devices import Device, device_of
+from optimum_memopt.engines.compile.costs.devices import Device, device_at, device_of
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
@@ -71,6 +71,16 @@ def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapp
         return workload.build()
 
 
+def planned_device(name: str | None) -> PlannedDevice:
+    """The device that is planned for; None: this machine's. Raises MemOptError for an unknown device."""
+    if name is not None:
+        target = device_of(name)
+        return PlannedDevice(target.name, capacity_of(target.memory), target.lacks)
+    here = stand_in_place(None)
+    lacks = device_at(here).lacks if here.type == "cuda" else ()
+    return PlannedDevice(here.type, capacity(here), lacks)
+
+
 @dataclass(frozen=True)
 class PlannedStep:
     """A step that is planned for.
@@ -119,7 +129,7 @@ class PlannedStep:
 
     @property
     def capacity(self) -> Capacity:
-        return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
+        return planned_device(self.spec.device).memory
 
     def costs_of(self, graph: AnalyzedGraph) -> Costs:
         """Costs of a graph's operators on the device."""

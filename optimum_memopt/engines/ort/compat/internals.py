@@ -233,6 +233,13 @@ def keep_output_visible() -> AbstractContextManager[Any]:
     return mock.patch.object(logger, "_suppress_os_stream_output", return_value=contextlib.nullcontext())
 
 
+def without_exporter_log() -> AbstractContextManager[Any]:
+    """Keep the exporter from printing the graph that it fails at, hundreds of lines on stdout. Its own switch is on
+    during each export (`setup_onnx_logging` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/onnx/_internal/torchscript_exporter/utils.py)."""
+    return mock.patch.object(torch._C, "_jit_onnx_log", return_value=None)
+
+
 def observe_traced_graphs(observe: Callable[[object], None]) -> AbstractContextManager[Any]:
     """Call `observe` with each graph (`torch.Graph`) that `torch.onnx.export` has traced, before it converts the graph
     (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""

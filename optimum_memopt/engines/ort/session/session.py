@@ -23,7 +23,7 @@ from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, m
 from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
-from optimum_memopt.errors import MemOptError, says_out_of_memory
+from optimum_memopt.errors import MemOptError, excerpt, says_out_of_memory
 from optimum_memopt.logs import announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
@@ -32,6 +32,12 @@ _FAILED_CHECK = re.compile(
     r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
+# The same of torch's, as in its exporter.
+_FAILED_ASSERT = re.compile(
+    r"(?P<condition>\S.*?) ?INTERNAL ASSERT FAILED at \"\S*?(?P<place>[^/\s\"]+)\":\d+, "
+    r"please report a bug to PyTorch\. ?(?P<reason>.*)"
+)
+_LONGEST_REASON = 300
 
 
 class OrtSession:
@@ -147,6 +153,8 @@ class OrtSession:
         marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
         with contextlib.ExitStack() as stack:
             stack.enter_context(internals.keep_output_visible())
+            if self._options.memory_opt_log_level != "verbose":
+                stack.enter_context(internals.without_exporter_log())
             opset, functions = options.onnx_opset_version, options.enable_custom_autograd_function
             stack.enter_context(internals.register_symbolics(opset, functions))
             stack.enter_context(module_with_loss.exportable(opset))
@@ -260,9 +268,9 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    if failed := _FAILED_CHECK.search(lines[-1]):
+    if failed := _FAILED_CHECK.search(lines[-1]) or _FAILED_ASSERT.search(lines[-1]):
         lines[-1] = f"{failed['place']}: {failed['reason'] or failed['condition']}"
-    return f"{type(error).__name__}: {lines[-1]}"
+    return f"{type(error).__name__}: {excerpt(lines[-1], longest=_LONGEST_REASON)}"
 
 
 def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
