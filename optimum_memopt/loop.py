@@ -14,6 +14,7 @@ from optimum_memopt.engines.shared.registry import create, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions, RunOptions, from_keywords, resolve
+from optimum_memopt.plans.table import PlanTable
 
 # What `optimize` has no use for: it sees neither batches nor steps.
 _OF_ENGINES = {option.name for option in fields(EngineOptions)}
@@ -77,14 +78,16 @@ def _compare_ranks(model: torch.nn.Module, engine: Engine, options: MemOptOption
 def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
     """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
     patch = training_forward(model)
-    train, shown = patch.train, None
+    train = patch.train
+    # Batches of several kinds have tables that take turns.
+    shown: list[PlanTable] = []
     assert train is not None
 
     def train_and_show(*args: Any, **kwargs: Any) -> Any:
-        nonlocal shown
         outputs = train(*args, **kwargs)
-        if (table := engine.plans()) is not None and table is not shown:
-            shown = tables_shown[model] = table
+        if (table := engine.plans()) is not None and not any(each is table for each in shown):
+            shown.append(table)
+            tables_shown[model] = table
             get_logger().info(str(table))
         return outputs
 

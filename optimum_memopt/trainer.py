@@ -146,9 +146,9 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         overrides: single fields of `MemOptOptions`, over `options` or the Trainer's arguments.
 
     Raises:
-        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach` without
-            `trainer.memopt.detach()`, a launch of several processes that would each train alone, or ranks with different
-            options or software.
+        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`
+            without `trainer.memopt.detach()`, a launch of several processes that would each train alone, or ranks
+            with different options or software.
     """
     if not isinstance(trainer, Trainer):
         raise MemOptError(

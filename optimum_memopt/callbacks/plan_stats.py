@@ -42,6 +42,8 @@ class PlanStatsCallback(TrainerCallback):
         self.reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
         self._is_checked = False
+        # Batches of several kinds have tables that take turns.
+        self._shown: list[PlanTable] = []
         self.table: PlanTable | None = None
         self.predicted_peak_mib: float | None = None
 
@@ -52,6 +54,7 @@ class PlanStatsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.table, self.predicted_peak_mib, self._is_checked = None, None, False
+        self._shown.clear()
         self.reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
@@ -72,9 +75,10 @@ class PlanStatsCallback(TrainerCallback):
         if state.global_step == _COMPARED_AFTER:
             when = f"after {_COMPARED_AFTER} steps"
             self.reporter.metrics(self._compared(engine, args, kwargs.get("optimizer"), when))
-        if table is self.table:
-            return
         self.table = table
+        if any(each is table for each in self._shown):
+            return
+        self._shown.append(table)
         if tables_shown.get(kwargs["model"]) is not table:
             self.reporter.lines(table.to_text())
         if insight := engine.insight():

@@ -120,6 +120,7 @@ class TracedCall:
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
         recompiles: reasons, one line each, where an earlier call had compiled graphs for it.
+        before: the state to restore where the call is to run again; None where it has changed more than that.
     """
 
     outputs: Any
@@ -129,6 +130,7 @@ class TracedCall:
     tape: Tape
     graph_breaks: tuple[str, ...]
     recompiles: tuple[str, ...]
+    before: ForwardState | None = None
 
 
 class _Kind(NamedTuple):
@@ -328,9 +330,12 @@ class TracedForward:
         sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
         breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(run.watch.recompiles())
-        return TracedCall(
-            outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape.under(sharding), breaks, recompiles
-        )
+        analyzed = tuple(run.ran.values())
+        if before is not None and run.buffers is not None:
+            before = replace(before, buffers=run.buffers.buffers, attributes=run.buffers.attributes)
+        elif run.has_written:
+            before = None
+        return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape.under(sharding), breaks, recompiles, before)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
@@ -369,6 +374,14 @@ class TracedForward:
     def trains(self) -> tuple[bool, ...]:
         """For each of the model's parameters, whether it trains."""
         return _trains(self._parameters)
+
+    def go_on_with(self, choices: GraphChoices) -> None:
+        """Have the call that runs make these choices for all graphs that have not run yet."""
+        run = self._run
+        run.choices = choices
+        if run.buffers is None and not run.has_written:
+            with without_modes():
+                run.buffers = ForwardState.of(self._model, with_buffers=True)
 
     def note_batch(self, inputs: Mapping[str, Any]) -> None:
         """Find the masks that the batch of the next call needs."""

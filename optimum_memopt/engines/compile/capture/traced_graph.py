@@ -1,5 +1,6 @@
 """The graphs of a training forward as dynamo has traced them, the choices for each, and the forward while it runs."""
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossDecision
@@ -19,6 +20,7 @@ from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.logs import Progress
 
 
@@ -93,12 +95,15 @@ class GraphInForward:
 
     Attributes:
         choices: that of each run of a graph so far.
+        untrained: see `without_gradient`.
+        trained: see `with_gradient`.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
     inputs: Mapping[str, Any]
     choices: tuple[Choice, ...]
     untrained: frozenset[str]
+    trained: frozenset[str]
     progress: Progress
     is_all: bool
 
@@ -128,6 +133,11 @@ class GraphChoices:
     partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
     seen: set[PartitionedGraph] = field(default_factory=set)
 
+    def copied(self) -> "GraphChoices":
+        """The same choices, to which others may be added."""
+        own = {name: copy.copy(getattr(self, name)) for name in ("sizes", "variants", "partitions", "seen")}
+        return replace(self, **own)
+
 
 @dataclass(eq=False)
 class ForwardRun:
@@ -141,6 +151,7 @@ class ForwardRun:
         layer_inputs: arguments of those runs that are offloaded or recomputed.
         chosen: the choice of each run of a graph so far.
         ran: the graphs among those, with their joint graphs.
+        buffers: the state of the model's buffers before it; None where they were not read.
     """
 
     choices: GraphChoices
@@ -152,7 +163,15 @@ class ForwardRun:
     progress: Progress = field(default_factory=Progress)
     chosen: list[Choice] = field(default_factory=list)
     ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
+    buffers: ForwardState | None = None
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def has_written(self) -> bool:
+        """True where it may have written to buffers."""
+        return any(graph.joint.mutated_inputs for graph in self.ran.values()) or not all(
+            graph.is_all_of_forward for graph in self.ran
+        )
 
     def turn(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
         """See `Call`; 0 for a graph of which nothing is trained."""
@@ -164,9 +183,11 @@ class ForwardRun:
 
     def choose(self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool], layer: str) -> Choice:
         """The choice for a graph that runs next, of these gradients of parameters. Raises what choosing does."""
-        untrained = without_gradient([*(earlier.gradients for earlier in self.ran), gradients])
+        so_far = [*(earlier.gradients for earlier in self.ran), gradients]
         is_all = graph.is_whole and graph.is_all
-        state = GraphInForward(self.inputs, tuple(self.chosen), untrained, self.progress, is_all)
+        state = GraphInForward(
+            self.inputs, tuple(self.chosen), without_gradient(so_far), with_gradient(so_far), self.progress, is_all
+        )
         choice = self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)
         # A plan file may say so all the same, of another layer or of an earlier version.
         if choice.inputs.is_repeated and analyzed.joint.mutated_inputs:

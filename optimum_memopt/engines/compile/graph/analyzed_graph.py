@@ -123,6 +123,11 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
     return frozenset(name for name, _ in read if (name, True) not in read)
 
 
+def with_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
+    """Parameters that a graph of a forward returns a gradient of."""
+    return frozenset(name for gradients in graphs for name, is_trained in gradients.items() if is_trained)
+
+
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
 

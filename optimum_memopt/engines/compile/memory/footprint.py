@@ -114,11 +114,13 @@ def footprint_of(
     constant: int = 0,
     other_forwards: int = 0,
     untrained: Collection[str] = (),
+    trained: Collection[str] = (),
 ) -> Footprint:
     """A step of a model.
 
     Args:
         optimizer: None before there is one: AdamW.
+        trained: names of parameters that certainly get a gradient.
     """
     trainable = trainable_of(model, untrained)
     # ZeRO 3 updates its flat tensors one after the other.
@@ -129,7 +131,7 @@ def footprint_of(
         parameters=local_bytes(parameters_of(model).values()),
         buffers=local_bytes(model.buffers()),
         batch=batch,
-        optimizer=sum(state_sizes(optimizer, trainable)),
+        optimizer=sum(state_sizes(optimizer, trainable)) + _states_to_come(model, optimizer, trained),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
         gradients=local_bytes(updated),
@@ -211,6 +213,19 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     # The step count of each parameter, a scalar, is left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
     return [fully_shard.local(tensor).nbytes for tensor in tensors.values()]
+
+
+def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained: Collection[str]) -> int:
+    """Bytes of the states that an optimizer makes in its next step beside those that it has: of parameters that train
+    for the first time, as much as of the others."""
+    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
+        return 0
+    groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    new = [each for name, each in model.named_parameters() if name in trained and id(each) in groups]
+    if not (size := local_bytes(each for each in new if each not in optimizer.state)):
+        return 0
+    known = local_bytes(each for each in groups.values() if each in optimizer.state)
+    return size * sum(state_sizes(optimizer, ())) // known if known else 0
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
@@ -348,6 +363,7 @@ def step_around(
     run: Run,
     target: Device | None = None,
     untrained: Collection[str] = (),
+    trained: Collection[str] = (),
 ) -> StepContext:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
@@ -367,7 +383,13 @@ def step_around(
     held += room
     constant = constant_of(model, batch, held)
     fixed = footprint_of(
-        model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
+        model,
+        run.optimizer,
+        run.gradient_accumulation,
+        batch=batch,
+        constant=constant,
+        untrained=untrained,
+        trained=trained,
     )
     link, host = link_of(device, target)
     known = device_at(device) if target is None and device.type == "cuda" else target

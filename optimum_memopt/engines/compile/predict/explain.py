@@ -312,8 +312,8 @@ def _suggestions(
     now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
-    around = {"batch": batch, "constant": failed.outside}
-    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=ran.untrained)
+    accumulates, outside = run.gradient_accumulation, failed.outside
+    plain = footprint_of(model, run.optimizer, accumulates, batch=batch, constant=outside, untrained=ran.untrained)
     link, host = link_of(device)
     fixed, largest = replace(plain, constant=constant), run.largest_batch()
     search = Search(

@@ -8,7 +8,7 @@ where its step is over the budget in this process, another one is solved for.
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,9 +23,10 @@ from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path,
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
+from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
-from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
@@ -99,6 +100,8 @@ class CachedPlan:
         written_whole(path, kept.to_json())
 
 
+# The runs of a forward's graphs: digest, layer and turn of each, as in `SolvedForward.saved`.
+RunKeys = frozenset[tuple[str, str, int]]
 _T = TypeVar("_T")
 
 
@@ -126,6 +129,9 @@ class Planner:
     Attributes:
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
         solved: None without a budget, and until all graphs are known.
+        siblings: planners for batches of other kinds.
+        has_foreign: since it was last set to False, a graph has run that the plan in force was not solved for.
+        has_unplanned: the same of one that no sibling's plan was solved for either.
     """
 
     def __init__(self, model: torch.nn.Module, spec: PlannerSpec) -> None:
@@ -141,12 +147,18 @@ class Planner:
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
         self.solved: SolvedForward | None = None
-        # The first batch, parameters that get no gradient, and the graphs by their digests.
+        # The first batch, parameters that get no gradient and that get one, and the graphs by their digests.
         self._inputs: Mapping[str, object] = {}
         self._untrained: Collection[str] = ()
+        self._trained: Collection[str] = ()
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._graphs: tuple[CapturedGraph, ...] = ()
-        self._has_unknown = False
+        self.siblings: Callable[[], Iterable[Planner]] = tuple
+        self.has_foreign = self.has_unplanned = False
+        # Whose steps are within the budget, as the plan has it.
+        self._covered: set[RunKeys] = set()
+        # Something else is held than when the plan was solved for.
+        self._is_stale = False
         # A plan of an earlier start, while all graphs are those that it was made for, and its choices.
         self._cached: CachedPlan | None = None
         self._cached_nodes: dict[tuple[str, str, int], SavedNodes] = {}
@@ -202,13 +214,17 @@ class Planner:
             raise unpredicted(why)
         first = planned.predictor
         if first is not None and self._is_within_by_cache(first):
+            self.cover(runs_of(first.graphs, first.tape))
             return planned.outputs
         if self.solved is None and first is not None:
             # It holds what the forward has saved.
             del planned
             again()
             self._graphs = self._captured(first)
-            self._solve_again()
+            if (solved := self._solved_by_sibling(first)) is not None:
+                self.solved = solved
+            else:
+                self._solve_again()
             planned = attempt()
         while (predictor := planned.predictor) is not None:
             line = ""
@@ -231,7 +247,34 @@ class Planner:
             self._solve_again()
             planned = attempt()
             number += 1
+        if planned.predictor is not None:
+            self.cover(runs_of(planned.predictor.graphs, planned.predictor.tape))
         return planned.outputs
+
+    def _solved_by_sibling(self, predictor: StepMemoryPredictor) -> SolvedForward | None:
+        """The plan of another kind of batches that runs the same graphs; None: there is none, or for smaller ones."""
+        runs, sizes = runs_of(predictor.graphs, predictor.tape), self._largest_sizes(predictor)
+        if self._is_sharded:
+            return None
+        return next((each.solved for each in self.siblings() if each.covers(runs) and each.is_for(sizes)), None)
+
+    def is_for(self, sizes: Mapping[str, int]) -> bool:
+        """True where the plan in force was solved for a batch of these sizes."""
+        return not self._is_stale and all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
+
+    def cover(self, runs: RunKeys) -> None:
+        """Take a forward with these runs to be within the budget."""
+        self._covered.add(runs)
+
+    def covers(self, runs: RunKeys) -> bool:
+        """True where a forward with these runs is known to be within the budget: it is one that was checked, or a part
+        of one."""
+        return runs in self._covered or any(runs < each for each in self._covered)
+
+    def expect_more(self) -> None:
+        """Check the plan anew: batches of another kind may have added to what the optimizer holds."""
+        self._is_stale = True
+        self._peaks.clear()
 
     def _entry(self, inputs: Mapping[str, object]) -> Path | None:
         """The path of this run's plan in the cache; None where it is switched off, or none is to be kept, as what is
@@ -313,15 +356,23 @@ class Planner:
             choice = self._cached_choice(graph, state)
             if choice is None and state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
-                self._untrained = state.untrained
+                self._untrained, self._trained = state.untrained, state.trained
                 self._graphs = (self._captured_graph(graph),)
                 choice = self._solve(self._graphs).choice(graph)
-            elif choice is None and self.solved is not None and not self._has_unknown:
-                self._has_unknown = True
-                get_logger().info(
-                    "graphs that the budget's plan was not solved for run with as little saved as level 1 has"
-                )
+            elif choice is None and self.solved is not None:
+                choice = self._choice_of_another_run(graph)
+                self.has_foreign, self.has_unplanned = True, self.has_unplanned or choice is None
         return choice or self._in_segments(graph, self.producer.choose(graph, state.choices))
+
+    def _choice_of_another_run(self, graph: AnalyzedGraph) -> Choice | None:
+        """The choice for the same graph in another layer, or in batches of another kind; None where there is none."""
+        for solved in (self.solved, *(each.solved for each in self.siblings())):
+            runs = {} if solved is None else solved.saved
+            same = {key: saved for key, saved in runs.items() if key[0] == graph.digest}
+            if solved is not None and same:
+                own = same.get((graph.digest, graph.layer, graph.turn), next(iter(same.values())))
+                return self._in_segments(graph, replace(own, inputs=InputsPlan()).choice(graph, solved.why))
+        return None
 
     def _in_segments(self, graph: AnalyzedGraph, choice: Choice) -> Choice:
         """The choice for a graph that was not solved, as it may be traced for a batch of one row, or with padding: in
@@ -384,14 +435,26 @@ class Planner:
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the budget; empty where it does not; arguments as above."""
         sizes = predictor.sizes_of(inputs)
-        is_solved = all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
-        if self._limit is None or is_solved or (peak := self._peak(predictor, sizes)) <= self._limit:
+        if self._limit is None or self.is_for(sizes):
+            return ""
+        if (peak := self._peak(predictor, sizes)) <= self._limit:
+            self._is_stale &= self._peak(predictor, self._largest_sizes(predictor)) > self._limit
             return ""
         shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
         return (
             f"a batch with {shown} would take {gib_text(peak)}, over the budget of {gib_text(self._limit)}: solving "
             "again for it"
         )
+
+    def excess_of_runs(self, predictor: StepMemoryPredictor) -> str:
+        """A line about a forward that the plan was not made for; empty where the largest such step is within the
+        budget."""
+        if self._limit is None or (peak := self._peak(predictor, self._largest_sizes(predictor))) <= self._limit:
+            return ""
+        return f"it takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget"
+
+    def _largest_sizes(self, predictor: StepMemoryPredictor) -> Mapping[str, int]:
+        return larger_sizes(predictor.first, {name: name for name in predictor.first}, self.largest)
 
     def _captured_graph(self, graph: AnalyzedGraph) -> CapturedGraph:
         device = next(self._model.parameters()).device
@@ -402,7 +465,7 @@ class Planner:
 
     def _captured(self, predictor: StepMemoryPredictor) -> tuple[CapturedGraph, ...]:
         """The graphs that ran, each with the runs of all."""
-        self._untrained = predictor.untrained
+        self._untrained, self._trained = predictor.untrained, predictor.trained
         captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
         return tuple(
             replace(captured[graph.digest], partitioned=graph, runs=runs, tape=predictor.tape)
@@ -427,7 +490,9 @@ class Planner:
         """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
-        around = step_around(self._model, self._inputs, budget, spec.run(), spec.target, untrained=self._untrained)
+        around = step_around(
+            self._model, self._inputs, budget, spec.run(), spec.target, self._untrained, trained=self._trained
+        )
         step = _without_second_room(around, self._first_constant)
         self._constant = step.fixed.constant
         if self._first_constant is None:
@@ -443,7 +508,7 @@ class Planner:
 
     def _check(self, predictor: StepMemoryPredictor) -> str:
         """A line where what was made of the plan passes the budget all the same; empty where it does not."""
-        self.solved_for = larger_sizes(predictor.first, {name: name for name in predictor.first}, self.largest)
+        self.solved_for = self._largest_sizes(predictor)
         peak = self._peak(predictor, self.solved_for)
         if self._limit is None or peak <= self._limit:
             return ""
@@ -458,6 +523,11 @@ class Planner:
             run = self._spec.run()
             self._peaks[key] = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
         return self._peaks[key]
+
+
+def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
+    """The keys of a tape's runs."""
+    return frozenset((graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls)
 
 
 def unpredicted(why: str) -> MemOptError:

@@ -14,7 +14,7 @@ import torch
 from optimum_memopt.compat import is_encoder_decoder, is_sharded_by_deepspeed
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
-from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
+from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
@@ -158,6 +158,7 @@ class StepMemoryPredictor:
         # Of batches that have run: in several graphs not all sizes follow from those of the first.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
+        self.trained = with_gradient(graph.gradients for graph in graphs)
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
@@ -296,6 +297,7 @@ class StepMemoryPredictor:
             constant=self._constant,
             other_forwards=saved_before,
             untrained=self.untrained,
+            trained=self.trained,
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:

@@ -9,6 +9,10 @@ another choice for the same graphs.
 
 A batch over the budget under all of them gets a plan of its own, as the largest so far. The one that was the largest
 stays for shorter batches where the number of buckets allows it.
+
+Batches of several kinds run other graphs: with padding, with other inputs, for another task. Each kind has a plan,
+made when its first batch comes. What a batch does not tell, as a model's attribute, is seen once the graphs have run:
+then that forward runs again under a plan for them.
 """
 
 from collections import Counter
@@ -22,18 +26,20 @@ from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
+from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
-from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
+from optimum_memopt.engines.compile.train.batch_kind import BatchKind, input_kinds
+from optimum_memopt.engines.compile.train.planned_forward import RUN_AGAIN, PlannedForward
+from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 
 # Makes a forward, not compiled yet: the former one whose budget and traces it shares, the largest batch that it is for
 # (None: the run's), and what it is for.
 _NewForward = Callable[[PlannedForward | None, LargestBatch | None, str], PlannedForward]
-# The masks of a batch, and for each parameter whether it trains: other ones are other graphs.
-_SolvedFor = tuple[KeptMasks, tuple[bool, ...]]
+# Of batches, with a plan each. Where there are more, inputs tell no kinds, as names that differ in each batch.
+_MOST_KINDS = 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,19 @@ class LengthBucket:
     share: float
 
 
+@dataclass(frozen=True, eq=False)
+class _KindPlans:
+    """The forwards for batches of one kind.
+
+    Attributes:
+        shorter: from the cheapest to the dearest.
+    """
+
+    kind: BatchKind
+    largest: PlannedForward
+    shorter: tuple[LengthBucket, ...]
+
+
 class LengthBuckets:
     """The compiled forwards of one model.
 
@@ -61,18 +80,19 @@ class LengthBuckets:
         # From the cheapest to the dearest.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
-        self.largest = new_forward(None, None, "")
-        # The batch's masks and which parameters train, and the forwards that were planned for others.
-        self._kind = self._kind_now()
-        self._others: dict[_SolvedFor, tuple[PlannedForward, tuple[LengthBucket, ...]]] = {}
+        self.largest = self._new_largest(None, None)
+        # The kind of the last batch, and the plans for others; of one kind there may be several, the last used last.
+        self._kind: BatchKind | None = None
+        self._others: list[_KindPlans] = []
+        self._must_plan = False
 
-    def __call__(self, call: ForwardArgs) -> Any:
+    def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.note_batch(call.inputs)
-        forward = self._cheapest(call.inputs)
+        forward = self._cheapest(call)
         is_first = not forward.is_compiled
         try:
-            outputs = forward(call)
+            outputs = forward(call, may_run_again and self._may_plan)
         except DoesNotFitError as error:
             if forward is self.largest:
                 raise
@@ -80,10 +100,16 @@ class LengthBuckets:
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             get_logger().info(f"going on without this variant: {error}")
             return self(call)
+        if outputs is RUN_AGAIN:
+            self._take_plan_for_runs(forward)
+            return self(call, may_run_again=False)
         if is_first and forward is self.largest:
             # Data may have told of batches that need others.
-            self._kind = self._kind_now()
+            self._kind = self._kind_of(call)
+            for plans in self._others:
+                plans.largest.planner.expect_more()
             self._plan_shorter()
+        self._must_plan = forward.last_runs is not None and self._may_plan
         return outputs
 
     def predicted_peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int | None:
@@ -110,8 +136,9 @@ class LengthBuckets:
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
-        other_masks = [forwards for (_, trains), forwards in self._others.items() if trains == self._kind[1]]
-        plans = [(self.largest, self._shorter), *other_masks]
+        trains = self.largest.traced.trains
+        others = [(each.largest, each.shorter) for each in self._others if each.kind.trains == trains]
+        plans = [(self.largest, self._shorter), *others]
         for forward in (each for largest, shorter in plans for each in (*(one.forward for one in shorter), largest)):
             if forward.predictors is not None:
                 with forward.predicting():
@@ -119,8 +146,9 @@ class LengthBuckets:
                         peaks[forward, predictor] = predictor.peak(optimizer, gradient_accumulation)
         return peaks
 
-    def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
-        self._plan_for_kind()
+    def _cheapest(self, call: ForwardArgs) -> PlannedForward:
+        inputs: Mapping[str, object] = call.inputs
+        self._plan_for_kind(call)
         if self._shorter and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
@@ -141,28 +169,62 @@ class LengthBuckets:
         if self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
-        self.largest = self._new_forward(former, planner.largest, "")
+        self.largest = self._new_largest(former, planner.largest)
 
-    def _kind_now(self) -> _SolvedFor:
-        return self.largest.traced.masks, self.largest.traced.trains
+    @property
+    def _may_plan(self) -> bool:
+        """True where batches of this process alone may get further plans."""
+        return self._may_rerun and len(self._others) < _MOST_KINDS
 
-    def _plan_for_kind(self) -> None:
+    def _kind_of(self, call: ForwardArgs) -> BatchKind:
+        inputs = input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
+        return BatchKind(self.largest.traced.masks, self.largest.traced.trains, inputs)
+
+    def _plan_for_kind(self, call: ForwardArgs) -> None:
         """Take the forwards whose budget was solved for batches and parameters of this kind."""
-        former, before, now = self.largest, self._kind, self._kind_now()
+        former, before = self.largest, self._kind
         # Solving runs the forward again, and the other ranks may have no batch of this kind.
-        if not (former.planner.solves and self._may_rerun) or now == before:
+        if not (former.planner.solves and self._may_rerun) or before is None:
             return
-        (masks, _), (former_masks, _) = now, before
+        if (now := self._kind_of(call)) == before and not self._must_plan:
+            return
+        plans = next((each for each in reversed(self._others) if each.kind == now), None)
+        if now != before and plans is not None:
+            self._take(plans, before)
+        elif self._may_plan or now[:2] != before[:2]:
+            why = now.first_after(before) if now != before else "this batch runs other graphs than those before"
+            self._take(None, before, why)
         self._kind = now
-        if not former.is_compiled:
+
+    def _take_plan_for_runs(self, forward: PlannedForward) -> None:
+        """Take the forwards whose budget was solved for what this one has run, or new ones."""
+        assert self._kind is not None
+        runs = forward.last_runs
+        if forward is not self.largest and runs is not None and self.largest.planner.covers(runs):
+            # It was a variant for shorter batches.
+            self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             return
-        self._others[before] = former, self._shorter
-        if now in self._others:
-            self.largest, self._shorter = self._others.pop(now)
-            return
-        what = "other parameters train than before" if masks == former_masks else masks.first_after(former_masks)
-        get_logger().info(f"{what}: solving for the budget again")
-        self.largest, self._shorter = self._new_forward(former, former.planner.largest, ""), ()
+        covering = (each for each in reversed(self._others) if runs is not None and each.largest.planner.covers(runs))
+        self._take(next(covering, None), self._kind, "this batch runs other graphs than those before")
+
+    def _take(self, plans: _KindPlans | None, before: BatchKind, why: str = "") -> None:
+        former = self.largest
+        if former.is_compiled:
+            self._others.append(_KindPlans(before, former, self._shorter))
+        if plans is not None:
+            self._others.remove(plans)
+            self.largest, self._shorter = plans.largest, plans.shorter
+        elif former.is_compiled:
+            get_logger().info(f"{why}: solving for the budget again")
+            self.largest, self._shorter = self._new_largest(former, former.planner.largest), ()
+
+    def _new_largest(self, former: PlannedForward | None, largest: LargestBatch | None) -> PlannedForward:
+        forward = self._new_forward(former, largest, "")
+        forward.planner.siblings = weak_method(self._planners)
+        return forward
+
+    def _planners(self) -> list[Planner]:
+        return [each.largest.planner for each in self._others]
 
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner

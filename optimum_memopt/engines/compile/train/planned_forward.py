@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
-from optimum_memopt.engines.compile.predict.planner import Attempt, Planner
+from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
@@ -41,6 +41,10 @@ _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
 # The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _QUOTED = 3
+
+
+# In the place of outputs: the forward is to run again under another plan, from the state before it.
+RUN_AGAIN = object()
 
 
 class TooManyRecompilesError(MemOptError):
@@ -136,12 +140,17 @@ class PlannedForward:
 
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
+        last_runs: of the graphs in the last call, where its plan was not made for them; else None.
     """
 
     def __init__(self, model: torch.nn.Module, traced: TracedForward, planner: Planner, purpose: str = "") -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
         self._recompiles = Recompiles()
         self._is_plain = False
+        self.last_runs: RunKeys | None = None
+        self._may_run_again = False
+        # The choices of the last call, where some are not those of the plan.
+        self._others: GraphChoices | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -161,15 +170,16 @@ class PlannedForward:
         """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None
 
-    def __call__(self, call: ForwardArgs) -> Any:
-        """The forward's outputs.
+    def __call__(self, call: ForwardArgs, may_run_again: bool = False) -> Any:
+        """The forward's outputs; or `RUN_AGAIN`, where it ran graphs that its plan was not made for, nothing of it is
+        held any more, and `may_run_again`.
 
         Raises:
             MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or the
                 compiled forward fails under a plan that must hold.
         """
         if self.is_compiled:
-            return self._run(call)
+            return self._run(call, may_run_again)
         before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
 
         def attempt() -> Attempt[Any]:
@@ -207,7 +217,8 @@ class PlannedForward:
         line = ""
         if self.planner.solves and self.predictors is not None:
             with self.predicting():
-                line = self.planner.excess(self.predictors.of(inputs), inputs)
+                lines = (self.planner.excess(predictor, inputs) for predictor in self.predictors)
+                line = next(filter(None, lines), "")
         return line
 
     def gather_ahead(self, elements: int) -> bool:
@@ -249,6 +260,8 @@ class PlannedForward:
 
     def _choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         choice = self.planner.choose(graph, state)
+        if self._may_run_again and self.planner.has_foreign:
+            self._choose_apart()
         refuses = self.table is None and self.traced.spec.strict
         if refuses and state.is_all:
             choice.matched.check()
@@ -259,9 +272,28 @@ class PlannedForward:
             self.traced.say(f"{line}; applied where it fits")
         return choice
 
-    def _run(self, call: ForwardArgs) -> Any:
+    def _choose_apart(self) -> None:
+        """Have the rest of a forward choose apart from this plan, until it is known to be within the budget."""
+        if self.planner.has_unplanned:
+            # All of it may take more than the budget otherwise.
+            others = GraphChoices(weak_method(self._save_little))
+        elif self._others is None:
+            others = self._choices.copied()
+        else:
+            return
+        self._others = others
+        self.traced.go_on_with(others)
+
+    def _save_little(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+        return self.planner.producer.choose(graph, state.choices)
+
+    def _run(self, call: ForwardArgs, may_run_again: bool = False) -> Any:
+        self.last_runs, self._may_run_again = None, may_run_again
         if self._is_plain:
             return self.run_plainly(call)
+        is_first = not self.is_compiled
+        self.planner.has_foreign = self.planner.has_unplanned = False
+        self._others = None
         try:
             traced = self.traced(call, self._choices)
         except Exception as error:
@@ -276,10 +308,35 @@ class PlannedForward:
             self._show(traced, call.inputs)
         elif self.table is None:
             self.give_up(no_training_graph(traced))
+        if not is_first and self.planner.solves and self._is_over(traced, call.inputs):
+            assert traced.before is not None
+            traced.before.restore(self._model)
+            return RUN_AGAIN
         if self.predictors is not None:
             with self.predicting():
                 self.predictors.note_forward(traced.ran, traced.tape, call.inputs, traced.outputs)
         return _refusing(traced.outputs, call)
+
+    def _is_over(self, traced: TracedCall, inputs: Mapping[str, Any]) -> bool:
+        """True where a forward ran graphs that its plan was not made for, and can run again under another one."""
+        planner, over, is_known = self.planner, "", False
+        runs = runs_of(traced.ran, traced.tape)
+        if self.predictors is None or planner.covers(runs):
+            return False
+        with self.predicting():
+            predictor = self.predictors.first.with_graphs(traced.ran, traced.tape, inputs)
+            is_known = predictor is not None
+            over = planner.excess_of_runs(predictor) if predictor is not None else ""
+        if is_known and not over and not planner.has_unplanned:
+            planner.cover(runs)
+            self._choices = self._others or self._choices
+            return False
+        self.last_runs = runs
+        if self._may_run_again and traced.before is not None:
+            return True
+        if over:
+            self.traced.say(f"NOT within the budget: this step runs other graphs than those that were planned: {over}")
+        return False
 
     def _show(self, traced: TracedCall, inputs: Mapping[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
