@@ -31,6 +31,10 @@ def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
         raise MemOptError(f"{kind} file {shown}: {reason_of(error)}") from None
     if len(content) > largest:
         raise MemOptError(f"{kind} file {shown}: larger than {largest // 2**20} MiB")
+    return _json(content, kind, shown, shape)
+
+
+def _json(content: bytes, kind: str, shown: str, shape: str) -> Any:
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError:
@@ -45,7 +49,7 @@ def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
 FORMAT, VERSION = "optimum-memopt plan", 1
 LOSSES = ("plain", "chunked")
 _SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget … --output writes it'
-_LARGEST_FILE = 64 * 2**20
+LARGEST_FILE = 64 * 2**20
 # Of operators, parameters and their numbers.
 _MOST = 2**63
 
@@ -138,8 +142,15 @@ class PlanFile:
         Raises:
             MemOptError: it cannot be read, is no plan file, or one of a later version.
         """
-        shown = path_excerpt(path)
-        content = read_json(path, "plan", _SHAPE, _LARGEST_FILE)
+        return cls._of(read_json(path, "plan", _SHAPE, LARGEST_FILE), path_excerpt(path))
+
+    @classmethod
+    def parse(cls, content: bytes, shown: str) -> "PlanFile":
+        """The plan in the content of a file. Raises as `load`, with what is shown as its path."""
+        return cls._of(_json(content, "plan", shown, _SHAPE), shown)
+
+    @classmethod
+    def _of(cls, content: Any, shown: str) -> "PlanFile":
         if isinstance(content, list):
             raise MemOptError(f"plan {shown}: a list, as --memory_opt_config takes it; give it to that option")
         if not isinstance(content, dict) or content.get("format") != FORMAT:

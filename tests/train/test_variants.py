@@ -16,10 +16,11 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
-from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.predict import planner, step_predictor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
+from tests.captured import by_bytes
 from tests.compiled import recorded
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.train.test_step_memory import EXACT, measured
@@ -38,6 +39,12 @@ def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     hold(monkeypatch, HELD)
     monkeypatch.setattr(footprint, "_GROWTH", 0)
     monkeypatch.setattr(footprint, "_GROWTH_SHARE", 0)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured ones decide how many plans pay, and a busy machine measures others."""
+    monkeypatch.setattr(planner, "costs_of", lambda graph, *others: by_bytes(graph))
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:

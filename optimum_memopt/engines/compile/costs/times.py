@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import fx
 
+from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat import store_of_ranks
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES, PredictedStep
 from optimum_memopt.engines.compile.costs.costs import (
@@ -62,6 +63,8 @@ _LOOK = 0.05
 # Seconds that a process waits for the lock: those that start together measure one after the other, the later ones what
 # is new to them, two seconds each at most (`measured`).
 _LOCK_WAIT = 30.0
+# Bytes of a file of costs, of which an operator takes some 200.
+_LARGEST_CACHE = 64 * 2**20
 # No operator takes an hour, nor a buffer of 256 TiB.
 _MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
@@ -101,17 +104,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
 
 
-def written_whole(path: Path, text: str) -> None:
-    """Write a file that others read while it is written; a folder that cannot be written to has no cache."""
-    # In a folder that goes whatever fails, as on a full disk.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            written.write_text(text, encoding="utf-8")
-            written.replace(path)
-
-
 def cache_path(device: torch.device) -> Path:
     """The file of a device under this version of torch."""
     if device.type == "cuda":
@@ -147,9 +139,9 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
 
 def _read(path: Path) -> dict[str, Measured]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads((entry_bytes(path, _LARGEST_CACHE) or b"").decode())
     # RecursionError: nested too deeply.
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(entries, dict):
         return {}

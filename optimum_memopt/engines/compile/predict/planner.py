@@ -15,11 +15,12 @@ from typing import Generic, TypeVar
 
 import torch
 
+from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat import of_all_ranks, software
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of, written_whole
+from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
@@ -32,10 +33,10 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
-from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.plan_file import LARGEST_FILE, PlanFile
 from optimum_memopt.sizes import AUTO, gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
@@ -83,11 +84,10 @@ class CachedPlan:
     @classmethod
     def read(cls, path: Path) -> "CachedPlan | None":
         """The entry at a path; None where there is none, or a damaged one."""
-        # Not `Path.exists`, which raises where the folder cannot be entered.
-        if not os.path.exists(path):
+        if (content := entry_bytes(path, LARGEST_FILE)) is None:
             return None
         try:
-            file = PlanFile.load(path)
+            file = PlanFile.parse(content, path_excerpt(path))
         except MemOptError as error:
             get_logger().debug(f"replaced: {error}")
             return None
@@ -230,6 +230,7 @@ class Planner:
             line = ""
             with best_effort("the predicted peak"):
                 line = self._check(predictor)
+                line = line and f"{line}{self._why_larger}"
             if not any(self._of_ranks(line)):
                 if entry is not None and planned.plan_file is not None:
                     CachedPlan(planned.plan_file, self._constant).write(entry)
@@ -305,11 +306,13 @@ class Planner:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""
         if self._cached is None:
             return False
-        line = "it is not predicted"
+        line, why, grown = "its step is not predicted", "", self._constant - self._cached.constant
         with best_effort("the predicted peak"):
-            line = self._check(predictor)
+            line = self._check(predictor, "its step")
+            if line and 0 < self._peak(predictor, self.solved_for) - (self._limit or 0) <= grown:
+                why = f", since the process holds {gib_text(grown)} more than then"
         if line:
-            get_logger().info(f"the plan of an earlier start does not fit: {line}")
+            get_logger().info(f"the plan of an earlier start does not fit: {line}{why}; solving for another one")
             self._cached = None
         else:
             get_logger().info("within the budget under the plan of an earlier start")
@@ -417,6 +420,12 @@ class Planner:
             for graph in graphs
         )
 
+    @property
+    def optimizer_now(self) -> tuple[Optimizer | None, bool]:
+        """The run's optimizer, and whether it accumulates gradients."""
+        run = self._spec.run()
+        return run.optimizer, run.gradient_accumulation
+
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""
         if self._resident is None:
@@ -506,16 +515,22 @@ class Planner:
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self._limit, largest=self.largest, margin=self._margin)
 
-    def _check(self, predictor: StepMemoryPredictor) -> str:
+    def _check(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
         """A line where what was made of the plan passes the budget all the same; empty where it does not."""
         self.solved_for = self._largest_sizes(predictor)
         peak = self._peak(predictor, self.solved_for)
         if self._limit is None or peak <= self._limit:
             return ""
-        return (
-            f"what was compiled takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget, since a "
-            "compiler orders operators by itself, and CUDA's allocator gives tensors larger blocks"
-        )
+        return f"{what} takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget"
+
+    @property
+    def _why_larger(self) -> str:
+        """Why what was compiled may take more than the solver knows; empty where it may not."""
+        target = self._spec.target
+        is_cuda = target.cuda is not None if target is not None else next(self._model.parameters()).is_cuda
+        reasons = ["a compiler orders operators by itself"] if self._spec.fused else []
+        reasons += ["CUDA's allocator gives tensors larger blocks"] if is_cuda else []
+        return f", since {', and '.join(reasons)}" if reasons else ""
 
     def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
         key = predictor, frozenset(sizes.items())

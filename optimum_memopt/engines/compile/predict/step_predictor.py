@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -74,6 +74,13 @@ def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]
     if any(forward.covers(new) for forward in seen):
         return seen
     return (*(forward for forward in seen if not new.covers(forward)), new)
+
+
+def _trained(graph: PartitionedGraph, layers: Collection[str]) -> Iterator[str]:
+    """Names of parameters that a graph has gradients of, which are named after the layer that it was traced for."""
+    for name in with_gradient([graph.gradients]):
+        first = next((layer for layer in layers if layer and name.startswith(f"{layer}.")), "")
+        yield from (f"{layer}{name.removeprefix(first)}" for layer in (layers if first else ("",)))
 
 
 class Pending:
@@ -158,7 +165,12 @@ class StepMemoryPredictor:
         # Of batches that have run: in several graphs not all sizes follow from those of the first.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
-        self.trained = with_gradient(graph.gradients for graph in graphs)
+        runs = {(call.graph, call.layer) for call in self.tape.calls}
+        self.trained = frozenset(
+            name
+            for number, graph in enumerate(self.graphs)
+            for name in _trained(graph, {layer for run, layer in runs if run == number})
+        )
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)

@@ -8,9 +8,12 @@ import torch
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder, software
 from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.graph.symbols import compile_sizes
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
@@ -297,6 +300,18 @@ class ShownPlan:
     remarks: tuple[str, ...] = ()
 
 
+def _are_layers_frozen(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> bool:
+    """True where the model has layers that do not train, and graphs of a forward have no gradient of any other."""
+    paths = [path for group in layer_groups(model) for path in group]
+    in_layers = {
+        name: parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if layer_in(name) or any(name.startswith(f"{path}.") for path in paths)
+    }
+    trained = with_gradient(graph.gradients for graph in graphs)
+    return not all(in_layers.values()) and trained.isdisjoint(in_layers)
+
+
 def show(
     model: torch.nn.Module,
     graphs: Sequence[PartitionedGraph],
@@ -320,7 +335,7 @@ def show(
     Raises:
         ConfigError: the user asks for what none of the graphs has.
     """
-    matched = matched_in(producer, [graphs[call.graph] for call in tape.calls])
+    matched = matched_in(producer, [graphs[call.graph] for call in tape.calls], _are_layers_frozen(model, graphs))
     losses = [loss for graph in graphs for loss in graph.losses]
     remarks = (*matched.remarks, *check_row(losses, spec.loss, spec.strict))
     if spec.strict:

@@ -223,7 +223,7 @@ class CompileEngine(in_place.InPlaceEngine):
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
-            return PlannedForward(self._model, former.traced, planner, purpose)
+            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)

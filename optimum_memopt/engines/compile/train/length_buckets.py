@@ -29,11 +29,13 @@ from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.train.batch_kind import BatchKind, input_kinds
 from optimum_memopt.engines.compile.train.planned_forward import RUN_AGAIN, PlannedForward
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
+from optimum_memopt.memory.optimizers import Optimizer
 
 # Makes a forward, not compiled yet: the former one whose budget and traces it shares, the largest batch that it is for
 # (None: the run's), and what it is for.
@@ -85,11 +87,14 @@ class LengthBuckets:
         self._kind: BatchKind | None = None
         self._others: list[_KindPlans] = []
         self._must_plan = False
+        # The highest peak with other parameters than those that train.
+        self._left_peak = 0
 
     def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.note_batch(call.inputs)
-        forward = self._cheapest(call)
+        self._plan_for_kind(call)
+        forward = self._cheapest(call.inputs)
         is_first = not forward.is_compiled
         try:
             outputs = forward(call, may_run_again and self._may_plan)
@@ -114,8 +119,12 @@ class LengthBuckets:
 
     def predicted_peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int | None:
         """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""
-        peaks = self._peaks(optimizer, gradient_accumulation)
-        return max(peaks.values()) if self.largest.predictor is not None else None
+        if self.largest.predictor is None:
+            return None
+        return max(self._left_peak, *self._peaks(optimizer, gradient_accumulation).values())
+
+    def _peak_of_kind(self) -> int:
+        return max(self._peaks(*self.largest.planner.optimizer_now).values(), default=0)
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
         """The step with the highest peak of the batches so far; None where nothing is predicted."""
@@ -132,7 +141,7 @@ class LengthBuckets:
         return solved.frontier if solved is not None else None
 
     def _peaks(
-        self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
+        self, optimizer: Optimizer | None, gradient_accumulation: bool
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
@@ -146,9 +155,7 @@ class LengthBuckets:
                         peaks[forward, predictor] = predictor.peak(optimizer, gradient_accumulation)
         return peaks
 
-    def _cheapest(self, call: ForwardArgs) -> PlannedForward:
-        inputs: Mapping[str, object] = call.inputs
-        self._plan_for_kind(call)
+    def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
         if self._shorter and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
@@ -177,17 +184,24 @@ class LengthBuckets:
         return self._may_rerun and len(self._others) < _MOST_KINDS
 
     def _kind_of(self, call: ForwardArgs) -> BatchKind:
-        inputs = input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
-        return BatchKind(self.largest.traced.masks, self.largest.traced.trains, inputs)
+        traced = self.largest.traced
+        if not self.largest.planner.solves:
+            # A plan by rule is for all batches; what is predicted and shown of it is for what trains.
+            return BatchKind(KeptMasks(padding=False, local=False), traced.trains)
+        return BatchKind(
+            traced.masks, traced.trains, input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
+        )
 
     def _plan_for_kind(self, call: ForwardArgs) -> None:
-        """Take the forwards whose budget was solved for batches and parameters of this kind."""
-        former, before = self.largest, self._kind
+        """Take the forwards that were planned for batches and parameters of this kind."""
+        before = self._kind
+        if before is None or self.largest.is_plain or ((now := self._kind_of(call)) == before and not self._must_plan):
+            return
         # Solving runs the forward again, and the other ranks may have no batch of this kind.
-        if not (former.planner.solves and self._may_rerun) or before is None:
+        if self.largest.planner.solves and not self._may_rerun:
             return
-        if (now := self._kind_of(call)) == before and not self._must_plan:
-            return
+        if now.trains != before.trains:
+            self._left_peak = max(self._left_peak, self._peak_of_kind())
         plans = next((each for each in reversed(self._others) if each.kind == now), None)
         if now != before and plans is not None:
             self._take(plans, before)
@@ -208,14 +222,15 @@ class LengthBuckets:
         self._take(next(covering, None), self._kind, "this batch runs other graphs than those before")
 
     def _take(self, plans: _KindPlans | None, before: BatchKind, why: str = "") -> None:
-        former = self.largest
+        former, others = self.largest, [each for each in self._others if each is not plans]
         if former.is_compiled:
-            self._others.append(_KindPlans(before, former, self._shorter))
+            others.append(_KindPlans(before, former, self._shorter))
+        self._others = others[-_MOST_KINDS:]
         if plans is not None:
-            self._others.remove(plans)
             self.largest, self._shorter = plans.largest, plans.shorter
         elif former.is_compiled:
-            get_logger().info(f"{why}: solving for the budget again")
+            if former.planner.solves:
+                get_logger().info(f"{why}: solving for the budget again")
             self.largest, self._shorter = self._new_largest(former, former.planner.largest), ()
 
     def _new_largest(self, former: PlannedForward | None, largest: LargestBatch | None) -> PlannedForward:

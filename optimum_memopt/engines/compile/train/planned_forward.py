@@ -137,16 +137,26 @@ class PlannedForward:
     Args:
         traced: which it may share with those for other batches.
         purpose: see `GraphChoices`.
+        is_later: another one has trained the model, so that what is asked for and is not in the graphs is no error.
 
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
+        is_plain: plain PyTorch trains the model.
         last_runs: of the graphs in the last call, where its plan was not made for them; else None.
     """
 
-    def __init__(self, model: torch.nn.Module, traced: TracedForward, planner: Planner, purpose: str = "") -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        traced: TracedForward,
+        planner: Planner,
+        purpose: str = "",
+        is_later: bool = False,
+    ) -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
         self._recompiles = Recompiles()
-        self._is_plain = False
+        self.is_plain = False
+        self._is_strict = traced.spec.strict and not is_later
         self.last_runs: RunKeys | None = None
         self._may_run_again = False
         # The choices of the last call, where some are not those of the plan.
@@ -262,7 +272,7 @@ class PlannedForward:
         choice = self.planner.choose(graph, state)
         if self._may_run_again and self.planner.has_foreign:
             self._choose_apart()
-        refuses = self.table is None and self.traced.spec.strict
+        refuses = self.table is None and self._is_strict
         if refuses and state.is_all:
             choice.matched.check()
         if choice.mismatch:
@@ -289,7 +299,7 @@ class PlannedForward:
 
     def _run(self, call: ForwardArgs, may_run_again: bool = False) -> Any:
         self.last_runs, self._may_run_again = None, may_run_again
-        if self._is_plain:
+        if self.is_plain:
             return self.run_plainly(call)
         is_first = not self.is_compiled
         self.planner.has_foreign = self.planner.has_unplanned = False
@@ -300,7 +310,7 @@ class PlannedForward:
             if not self.traced.is_first or own_error(error) is not None:
                 raise
             outputs = self._plain_outputs(call, error)
-            self._is_plain = True
+            self.is_plain = True
             return outputs
         for line in self._recompiles.add(traced.recompiles, dynamo.recompile_limit(), type(self._model).__name__):
             self.traced.say(line)
@@ -348,7 +358,7 @@ class PlannedForward:
             return
         resident = self.planner.resident(self.traced.held)
         earlier = self.traced.held_after if resident == self.traced.held else -1
-        spec = self.traced.spec
+        spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, runs_before=earlier)
         self._remarks = shown.remarks

@@ -18,10 +18,13 @@ from unittest import mock
 
 import torch
 
+from optimum_memopt.cache_files import entry_bytes
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.logs import get_logger
 
 FLAG = "--ort_cache_dir"
+# Bytes of an entry: protobuf has no larger message.
+_LARGEST = 2**31
 
 
 class _CacheHit(Exception):
@@ -81,8 +84,8 @@ class ExportCache:
     def _read(self, key: str) -> bytes | None:
         try:
             for entry in sorted(self._folder.glob(f"{key}-*.onnx")):
-                content = entry.read_bytes()
-                if entry == self._entry(key, content):
+                content = entry_bytes(entry, _LARGEST)
+                if content is not None and entry == self._entry(key, content):
                     get_logger().info(f"{FLAG}: loaded the exported graph from {entry}")
                     return content
                 get_logger().warning(f"{FLAG}: {entry} is damaged and is replaced")

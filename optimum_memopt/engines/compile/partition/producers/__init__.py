@@ -12,15 +12,15 @@ from optimum_memopt.plans.matching import Matched
 __all__ = ["Producer", "matched_in", "producer_for"]
 
 
-def matched_in(producer: Producer, runs: Sequence[PartitionedGraph]) -> Matched:
+def matched_in(producer: Producer, runs: Sequence[PartitionedGraph], are_layers_frozen: bool = False) -> Matched:
     """The rows that were asked for, of the graphs of a forward as they ran.
 
     One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the next
     one is traced, from values that it computed: only the end of the forward tells which ids there are.
     """
-    if len(runs) == 1:
+    if len(runs) == 1 and not are_layers_frozen:
         return runs[0].choice.matched
-    return producer.match([candidate for graph in runs for candidate in graph.candidates])
+    return producer.match([candidate for graph in runs for candidate in graph.candidates], are_layers_frozen)
 
 
 def producer_for(selection: Selection) -> Producer:

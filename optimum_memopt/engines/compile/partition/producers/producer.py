@@ -53,8 +53,12 @@ class Producer:
 
     bound: Budget | None = None
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """The rows that are asked for by name."""
+    def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
+        """The rows that are asked for by name.
+
+        Args:
+            are_layers_frozen: the model has layers, of which none trains.
+        """
         return Matched()
 
     def knowing(self, candidates: Sequence[Candidate]) -> "Producer":

@@ -42,7 +42,7 @@ class FromConfig(Producer):
     config: PlanConfig
     rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
+    def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
         """Each request with the row that it means; a count of more than there are means all, with a remark."""
         frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
         matched = matching.match(self.config, frequencies, here="engine", translate=translate)
@@ -78,7 +78,7 @@ class FromConfig(Producer):
 class FromLevel(Producer):
     level: int
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
+    def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
         """The rows of the level's strategies, whether or not any of their candidates lie in a layer."""
         requests = {
             row: PlanRequest(row_candidates[0].cluster_id, row_candidates[0].strategy, ALL)
@@ -87,6 +87,9 @@ class FromLevel(Producer):
         }
         if any(self._takes(candidate) for candidate in candidates):
             return Matched(requests)
+        if are_layers_frozen:
+            waiting = f"--memory_opt_level {self.level}: no layer of this model trains; it applies once one does"
+            return Matched(requests, remarks=(waiting,))
         why = "nothing in a layer of this model can be recomputed from the layer's input"
         if not any(candidate.activation.layer for candidate in candidates):
             why = "no ModuleList or Sequential of this model has two layers of one class"

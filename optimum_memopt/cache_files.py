@@ -1,0 +1,37 @@
+"""The files of this package's caches, which anybody may damage, and several processes read and write."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+def entry_bytes(path: Path, largest: int) -> bytes | None:
+    """Returns the content of an entry; None where there is none that can be read.
+
+    Args:
+        largest: bytes; an entry with more is none.
+    """
+    # ValueError: a path with a NUL.
+    with contextlib.suppress(OSError, ValueError), open(path, "rb", opener=_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_size <= largest:
+            return file.read()
+    return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file, and a FIFO without a writer too. Windows has neither FIFOs nor the flag."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def written_whole(path: Path, text: str) -> None:
+    """Write a file that others read while it is written; a folder that cannot be written to has no cache."""
+    # In a folder that goes whatever fails, as on a full disk.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(text, encoding="utf-8")
+            written.replace(path)
