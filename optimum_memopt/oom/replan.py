@@ -54,7 +54,7 @@ class StepState:
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
         )
 
-    def restore(self, model: torch.nn.Module) -> str:
+    def restore(self) -> str:
         """Make it as it was; returns why that cannot be, else an empty text."""
         if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
@@ -66,7 +66,7 @@ class StepState:
             parameter.grad = self.gradients[parameter][0] if parameter in self.gradients else None
         for parameter, values in self.values.items():
             self.gradients[parameter][0].detach().copy_(values)
-        self.forward.restore(model)
+        self.forward.restore()
         return ""
 
 
@@ -119,7 +119,7 @@ class Replanner:
             is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
-        if why := self._refused(failure) or before.restore(model_of(trainer)):
+        if why := self._refused(failure) or before.restore():
             log_from_any_rank(f"{step} and is not run again: {why}")
             return False
         self.times += 1
@@ -188,7 +188,7 @@ def falling_back(
             return training_step(model, copy.copy(inputs), *args, **kwargs)
         except Exception as error:
             plain = engine.without_plan(error)
-            if plain is None or before.restore(model_of(trainer)):
+            if plain is None or before.restore():
                 raise
             free_step(error)
         with plain:

@@ -18,6 +18,7 @@ from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.shared.registry import factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory import optimizers
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.option_values import Numbers, checked
@@ -184,7 +185,7 @@ def _of_module(
     task = task_of([type(inner).__name__]) if task is None else task
     batch = Workload(model_config, task, batch_size or 8, seq_len or 128)
     batch.check()
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with preserved_generators(), torch.device("meta"):
         inputs = batch.batch_of(model_config)
     return ModuleWorkload.of(module, inputs, None, trainable)
 

@@ -462,4 +462,4 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     try:
         return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, is_read), options, spec)
     finally:
-        before.restore(model)
+        before.restore()

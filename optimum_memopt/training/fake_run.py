@@ -90,7 +90,7 @@ def left_as_it_is(trainer: Any) -> Iterator[None]:
             held.update(items) if isinstance(held, dict) else held.extend(items)
         for module, is_training in modes:
             module.training = is_training
-        state.restore(trainer.model)
+        state.restore()
 
 
 def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator[tuple[_Container, Any]]:

@@ -277,7 +277,7 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
         draws_from.append("numpy.random")
     if not changed and not draws_from:
         return
-    before.restore(module)
+    before.restore()
     if changed:
         raise UnsupportedByOrt(
             f"its forward writes to {abbreviate(changed)}, which would not be updated, neither here nor in checkpoints"

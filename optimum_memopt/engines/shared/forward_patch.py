@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import random
 import sys
 import types
 import weakref
@@ -12,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from optimum_memopt import copies
-from optimum_memopt.compat import forward_hooks, offloads_checkpoints, without_modes
+from optimum_memopt.compat import forward_hooks, offloads_checkpoints
+from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +37,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 @dataclass(frozen=True)
 class Attribute:
-    """A number, tensor or container that a module holds beside its buffers, and what was in it.
+    """A number, tensor, container or random generator that a module holds beside its buffers, and what was in it.
 
     A flag is none: it may say that hooks have been put on modules, which stay.
     """
@@ -56,6 +55,8 @@ class Attribute:
                 yield cls(module, name, value, None)
             elif isinstance(value, torch.Tensor):
                 yield cls(module, name, value, None if value.requires_grad else value.detach().clone())
+            elif (state := state_of(value)) is not None:
+                yield cls(module, name, value, state)
 
     @classmethod
     def containers_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
@@ -82,6 +83,8 @@ class Attribute:
         elif self.is_other_container:
             self.value.clear()
             (self.value.extend if isinstance(self.value, list | deque) else self.value.update)(self.values)
+        elif state_of(self.value) is not None:
+            set_state(self.value, self.values)
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:
@@ -94,16 +97,9 @@ def _holds_the_same(one: Any, other: Any) -> bool:
 @dataclass(frozen=True)
 class ForwardState:
     """The state that a failing forward may have changed: random generators, the buffers of modules, and the numbers,
-    tensors and containers among their attributes.
+    tensors, containers and generators among their attributes."""
 
-    Attributes:
-        cpu: bytes of the CPU's generator, which are no tensor's while the forward runs.
-    """
-
-    python: Any
-    numpy: Any
-    cpu: bytes
-    cuda: torch.Tensor | None
+    generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
     attributes: tuple[Attribute, ...]
 
@@ -115,14 +111,9 @@ class ForwardState:
             with_buffers: with that of modules; False: that of random generators alone.
         """
         parameter = next(model.parameters(), None)
-        with without_modes():
-            cpu = torch.get_rng_state().numpy().tobytes()
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         return cls(
-            random.getstate(),
-            np.random.get_state(),
-            cpu,
-            torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
+            GeneratorStates.of(parameter.device if parameter is not None else None),
             tuple(
                 (module, name, buffer, buffer.detach().clone())
                 for module in modules
@@ -131,13 +122,8 @@ class ForwardState:
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
         )
 
-    def restore(self, model: torch.nn.Module) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        with without_modes():
-            torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
+    def restore(self) -> None:
+        self.generators.restore()
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
                 setattr(module, name, buffer.copy_(values))

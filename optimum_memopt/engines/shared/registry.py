@@ -226,7 +226,7 @@ class AutoEngine:
                 raise
             why = error.why
         self._attach_second(model, why)
-        before.restore(model)
+        before.restore()
         train = training_forward(model).train
         assert train is not None
         if self._smoothing is not None and not self._current.smooth_labels(self._smoothing):

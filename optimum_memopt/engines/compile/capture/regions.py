@@ -38,6 +38,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
 )
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.generators import preserved_generators
 
 # Layers of one class and structure, by their paths in the model, in order.
 LayerGroup = Mapping[str, torch.nn.Module]
@@ -420,7 +421,9 @@ class Regions:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = list(map(writes_to, tensors))
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
-        with replaced([layer], functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))):
+        # Its code runs here, and draws Python's and NumPy's random numbers.
+        fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
+        with preserved_generators(), replaced([layer], fakes):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:

@@ -309,7 +309,7 @@ class TracedForward:
                     outputs = self._regions.finish(outputs)
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError)):
-                before.restore(self._model)
+                before.restore()
             if not isinstance(error, Exception) or not self._has_put_hooks(before, next_hook):
                 own = own_error(error)
                 if own is None or own is error:
@@ -318,7 +318,7 @@ class TracedForward:
         finally:
             self._running = None
         if before is not None and self._has_put_hooks(before, next_hook):
-            before.restore(self._model)
+            before.restore()
             return None
         self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)

@@ -27,6 +27,7 @@ from optimum_memopt.engines.compile.torch_compat.attention import without_paddin
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.generators import preserved_generators
 
 # Batches of different sizes whose steps are kept.
 _MOST_STEPS = 64
@@ -408,7 +409,7 @@ class LeafSteps:
         grown = {(name.rpartition("_")[2], self._first[name]): size for name, size in sizes.items()}
         layers = {path: model.get_submodule(path) for path in self._layers}
         results: _Results = {}
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), fake_tensors.without_hooks(model), self._mode:
+        with preserved_generators(), torch.enable_grad(), fake_tensors.without_hooks(model), self._mode:
             inputs = {name: self._resized(name, value, sizes, grown) for name, value in self._inputs.items()}
 
             def step(order: Sequence[torch.nn.Module] | None) -> tuple[AroundLayers, Sequence[torch.nn.Module]]:

@@ -44,6 +44,7 @@ from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -119,7 +120,7 @@ def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[Traini
     planned = PlannedStep(workload, Selection(), spec)
     # Real ones: torch computes with them.
     values = workload.values
-    forked, quiet = torch.random.fork_rng(devices=[]), warnings.catch_warnings()
+    forked, quiet = preserved_generators(), warnings.catch_warnings()
     with forked, quiet, eager_standin(planned.target), dynamo.fake_tensors():
         # PEFT calls transformers' deprecated names (0.21).
         warnings.simplefilter("ignore", FutureWarning)
@@ -233,7 +234,7 @@ def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
     mode = fake_tensors.mode_without_pointers()
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_at_a_time)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(preserved_generators())
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(eager_standin(target))
         stack.enter_context(fake_tensors.run_as_eager())
@@ -297,7 +298,7 @@ class FakeSimulator:
         return self._shown(run)
 
     def _record(self, call: Callable[[], Any], held: object, reads_floats: bool, inspect_at: int = -1) -> LiveRun:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         recorder = LiveRecorder(_model_of(list(fake_tensors.reachable(held))), self._cuda, inspect_at, reads_floats)
         self._recorders.append(recorder)
         try:

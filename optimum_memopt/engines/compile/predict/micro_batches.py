@@ -58,6 +58,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import without_padding
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import only_warnings, watched
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
@@ -461,7 +462,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
         values = case.values_at(rows)
         name = next(name for name, n in _PLAIN.items() if n == every)
         simulating = watched(f"simulating {name}, {rows} rows")
-        with simulating, torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
+        with simulating, preserved_generators(), only_warnings(), eager_standin(case.target), fake:
             for name in values:
                 fake_tensors.with_values(batch[name], values[name])
             return run_micro_batches(

@@ -31,6 +31,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks, without_padding
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
@@ -153,7 +154,7 @@ class PlannedStep:
         """
         # What a workload draws is none of the caller's random numbers.
         # Real ones: torch computes with them.
-        forked, file, known = torch.random.fork_rng(devices=[]), self.selection.plan, self.workload.values
+        forked, file, known = preserved_generators(), self.selection.plan, self.workload.values
         with (
             forked,
             planned_ranks(self.spec.fsdp, self.here.type) as mesh,

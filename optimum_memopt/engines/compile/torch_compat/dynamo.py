@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import numpy
 import sympy
 import torch
 from torch import fx
@@ -266,6 +267,8 @@ def configured(has_regions: bool) -> Iterator[None]:
     - `skip_fsdp_guards`: equal layers under FSDP2 that differ in a number of Python would share a graph.
     - `fake_tensor_cache_enabled`: with symbolic sizes its entries cost as much as the operators on fake tensors,
       which pays where equal layers are in one graph. Off for regions, a first step takes 10 to 30% less.
+    - `use_numpy_random_stream`: torch would trace NumPy's random functions as its own, which draw other numbers from
+      another generator (`torch/_numpy/random.py`). With the switch they break the graph, and NumPy draws.
     - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
       key would be asked for before there is a choice, see `backend`.
 
@@ -280,6 +283,7 @@ def configured(has_regions: bool) -> Iterator[None]:
             specialize_float=True,
             skip_nnmodule_hook_guards=False,
             skip_fsdp_guards=False,
+            use_numpy_random_stream=True,
             **limits,
             **cache,
         ),
@@ -342,6 +346,14 @@ def names_in_forward(module: torch.nn.Module) -> set[str]:
     """Names of the globals and attributes that its forward reads."""
     function = forward_of(module)
     return set() if function is None else set(function.__code__.co_names)
+
+
+def draws_with_numpy(function: Callable[..., Any]) -> bool:
+    """True for a function whose own code names `numpy.random`, as those that draw the masks of SpecAugment."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    names = function.__code__.co_names
+    return "random" in names and any(function.__globals__.get(name) is numpy for name in names)
 
 
 def file_of(module: torch.nn.Module) -> types.ModuleType | None:

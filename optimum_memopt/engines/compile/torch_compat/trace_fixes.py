@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_ope
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
     Trace,
     arguments_of,
+    draws_with_numpy,
     file_of,
     global_hooks,
     is_fake,
@@ -97,7 +98,7 @@ class TraceFixes:
         self._replaced: list[Replacement] = list(fused_lm_head.replacements())
         for file in filter(None, set(map(file_of, model.modules()))):
             for name, function in vars(file).items():
-                if name.startswith(_READ_SIZES) and callable(function):
+                if callable(function) and (name.startswith(_READ_SIZES) or draws_with_numpy(function)):
                     self._replaced.append((file, name, untraced(function)))
             if hasattr(file, _SIZE_IN_A_TENSOR):
                 self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))

@@ -202,7 +202,7 @@ class PlannedForward:
 
         def again() -> None:
             self._reset()
-            before.restore(self._model)
+            before.restore()
             forget()
 
         outputs = self.planner.plan(attempt, again, call.inputs)

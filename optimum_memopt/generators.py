@@ -1,0 +1,77 @@
+"""The random generators that a forward may draw from."""
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from optimum_memopt.compat import without_modes
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of Python's, NumPy's and torch's default generators.
+
+    Attributes:
+        cpu: bytes of the CPU's generator, which are no tensor's while a forward runs.
+        device: a GPU with a generator of its own.
+    """
+
+    python: Any
+    numpy: Any
+    cpu: bytes
+    device: torch.device | None
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device | None = None) -> "GeneratorStates":
+        """The states now, with that of `device` where it is a GPU."""
+        gpu = device if device is not None and device.type == "cuda" else None
+        with without_modes():
+            cpu = torch.get_rng_state().numpy().tobytes()
+        cuda = None if gpu is None else torch.cuda.get_rng_state(gpu)
+        return cls(random.getstate(), np.random.get_state(), cpu, gpu, cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        with without_modes():
+            torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
+        if self.device is not None and self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@contextlib.contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Leave the CPU's generators as they are."""
+    before = GeneratorStates.of()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def state_of(generator: object) -> Any:
+    """The state of an own generator of Python, NumPy or torch; None for any other object."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give an own generator a state that `state_of` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
