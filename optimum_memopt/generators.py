@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import numpy
 import torch
 
 from optimum_memopt.compat import without_modes
+
+PYTHON, NUMPY, TORCH = "Python's random", "numpy.random", "torch"
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,19 @@ class GeneratorStates:
         with without_modes():
             cpu = torch.get_rng_state().numpy().tobytes()
         cuda = None if gpu is None else torch.cuda.get_rng_state(gpu)
-        return cls(random.getstate(), np.random.get_state(), cpu, gpu, cuda)
+        return cls(random.getstate(), numpy.random.get_state(), cpu, gpu, cuda)
+
+    def changed(self) -> list[str]:
+        """Names of the generators that have drawn since."""
+        now = GeneratorStates.of(self.device)
+        is_numpy = all(numpy.array_equal(*pair) for pair in zip(now.numpy, self.numpy, strict=True))
+        is_torch = now.cpu == self.cpu and (now.cuda is None or self.cuda is None or torch.equal(now.cuda, self.cuda))
+        same = {PYTHON: now.python == self.python, NUMPY: is_numpy, TORCH: is_torch}
+        return [name for name, is_same in same.items() if not is_same]
 
     def restore(self) -> None:
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        numpy.random.set_state(self.numpy)
         with without_modes():
             torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.device is not None and self.cuda is not None:
@@ -60,9 +70,9 @@ def state_of(generator: object) -> Any:
     """The state of an own generator of Python, NumPy or torch; None for any other object."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, np.random.Generator):
+    if isinstance(generator, numpy.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
+    if isinstance(generator, numpy.random.RandomState):
         return generator.get_state()
     return generator.get_state() if isinstance(generator, torch.Generator) else None
 
@@ -71,7 +81,7 @@ def set_state(generator: Any, state: Any) -> None:
     """Give an own generator a state that `state_of` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
+    elif isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     else:
         generator.set_state(state)

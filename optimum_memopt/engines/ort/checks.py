@@ -1,11 +1,9 @@
 """Checks of what ONNX Runtime can train: models, Trainers, traced forwards; the attention implementation it needs."""
 
 import contextlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from transformers import Trainer
 
@@ -16,6 +14,7 @@ from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.generators import TORCH
 from optimum_memopt.logs import get_logger
 
 # Names of attention dropout in transformers' configs.
@@ -272,9 +271,7 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
         for name, (tensor, version) in versions.items()
         if name in after and (after[name] is not tensor or writes_to(tensor) != version)
     ]
-    draws_from = ["Python's random"] if random.getstate() != before.python else []
-    if not all(numpy.array_equal(*pair) for pair in zip(numpy.random.get_state(), before.numpy, strict=True)):
-        draws_from.append("numpy.random")
+    draws_from = [name for name in before.generators.changed() if name != TORCH]
     if not changed and not draws_from:
         return
     before.restore()

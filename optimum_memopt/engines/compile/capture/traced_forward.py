@@ -119,7 +119,7 @@ class TracedCall:
         ran: graphs in the order of their first runs, and in `analyzed` their joint graphs.
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
-        recompiles: reasons, one line each, where an earlier call had compiled graphs for it.
+        recompiles: where an earlier call had compiled graphs for it.
         before: the state to restore where the call is to run again; None where it has changed more than that.
     """
 
@@ -129,7 +129,7 @@ class TracedCall:
     analyzed: tuple[AnalyzedGraph, ...]
     tape: Tape
     graph_breaks: tuple[str, ...]
-    recompiles: tuple[str, ...]
+    recompiles: tuple[dynamo.Recompile, ...]
     before: ForwardState | None = None
 
 
@@ -202,6 +202,9 @@ class TracedForward:
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
         self._state = StateWatch(weak_method(self._name_of))
+        # Functions that Python runs, and the places where arguments' sizes became constants of a graph.
+        self._in_python: frozenset[dynamo.CodePlace] = frozenset()
+        self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
         # By the masks of batches.
         self._shardings: dict[KeptMasks, AnySharding] = {}
         self._has_run = False
@@ -257,6 +260,15 @@ class TracedForward:
         self._trace_fixes.forget()
         self._regions.forget_results()
 
+    def run_in_python(self, functions: frozenset[dynamo.CodePlace]) -> bool:
+        """Have Python run these functions, with what they call compiled as behind a graph break. False: it does so
+        already."""
+        is_new = not functions <= self._in_python
+        if is_new:
+            self._in_python |= functions
+            self._forget_compiled()
+        return is_new
+
     def _say_whole(self, why: str) -> None:
         """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
         if self.spec.only_layers:
@@ -297,7 +309,7 @@ class TracedForward:
         run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
         try:
             with (
-                dynamo.configured(has_regions),
+                dynamo.configured(has_regions, self._in_python, self._codes),
                 process.fewer_collections() if is_first else contextlib.nullcontext(),
                 self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=self._may_run_again(before)),
                 self._announced(is_first, choices.purpose) as run.progress,
@@ -329,7 +341,9 @@ class TracedForward:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
         sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
         breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
-        recompiles = () if is_first else tuple(run.watch.recompiles())
+        recompiles = (
+            () if is_first else tuple(each.with_sizes(self._constant_sizes) for each in run.watch.recompiles())
+        )
         analyzed = tuple(run.ran.values())
         if before is not None and run.buffers is not None:
             before = replace(before, buffers=run.buffers.buffers, attributes=run.buffers.attributes)
@@ -448,6 +462,7 @@ class TracedForward:
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
+        self._constant_sizes.update(dynamo.constant_sizes())
         fused_lm_head.with_labels(module)
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
         if any(loss.is_chunked for loss in losses):

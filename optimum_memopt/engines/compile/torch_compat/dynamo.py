@@ -6,15 +6,13 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 import contextlib
 import copy
 import inspect
-import re
 import shutil
 import sys
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -45,14 +43,27 @@ from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
+from optimum_memopt.engines.compile.torch_compat.recompiles import (
+    MEANT,
+    CodePlace,
+    Recompile,
+    first_line,
+    is_of_the_user,
+    left_to_python,
+    place_in,
+    specialized_sizes,
+)
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_causes
 
 __all__ = [
+    "CodePlace",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
+    "Recompile",
     "StorageWeakRef",
     "SymbolicNumber",
+    "is_of_the_user",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -68,14 +79,8 @@ CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", No
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
-# Before a recompile reason.
-_COMPILE_ID = re.compile(r"^\d+/\d+: ")
-# What dynamo calls the rest of a function behind a graph break.
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 # In a source without its quoted keys: an attribute of something, or a global variable.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
-_TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[3])
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
@@ -248,11 +253,14 @@ def compile_without_compiler(
 
 
 @contextlib.contextmanager
-def configured(has_regions: bool) -> Iterator[None]:
+def configured(
+    has_regions: bool, in_python: Collection[CodePlace] = (), skipped: list[types.CodeType] | None = None
+) -> Iterator[None]:
     """torch's switches while a compiled forward is called.
 
     Args:
         has_regions: equal layers are compiled once.
+        in_python: see `left_to_python`, as `skipped`.
 
     - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would see the pieces.
     - `use_duck_shape`: dimensions that happen to be equal in the first batch would share a symbol and recompile.
@@ -289,6 +297,7 @@ def configured(has_regions: bool) -> Iterator[None]:
         ),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
+        left_to_python(in_python, [] if skipped is None else skipped),
     ):
         yield
 
@@ -475,13 +484,9 @@ def is_operator_of_python(node: fx.Node) -> bool:
     return getattr(node.target, "is_operator_of_python", False)
 
 
-# In the reason of a graph break that is meant to be.
-_MEANT = "optimum_memopt runs it untraced"
-
-
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which breaks a graph where it is called and is not traced, nor what it calls."""
-    return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=_MEANT))
+    return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=MEANT))
 
 
 def is_all_of(code: types.CodeType) -> bool:
@@ -517,35 +522,26 @@ class Watch:
         self._breaks = {kind: Counter(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
         self._placed = len(dynamo_utils.graph_break_reasons)
 
-    def recompiles(self) -> list[str]:
+    def recompiles(self) -> list[Recompile]:
         before = set(map(id, self._compiled))
-        new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in before]
-        return [_first_line(metrics.recompile_reason) for metrics in new if metrics.recompile_reason]
+        new = (metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in before)
+        return list(filter(None, map(Recompile.of, new)))
 
     def graph_breaks(self) -> list[str]:
         # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
         new = {kind: dynamo_utils.counters[kind] - before for kind, before in self._breaks.items()}
         found = new["graph_break"] or new["unimplemented"]
-        breaks = [_first_line(text) for text in found if _MEANT not in text]
+        breaks = [first_line(text) for text in found if MEANT not in text]
         places: dict[str, dict[str, None]] = {line: {} for line in breaks}
         for reason in dynamo_utils.graph_break_reasons[self._placed :]:
-            if (line := _first_line(reason.reason)) in places:
+            if (line := first_line(reason.reason)) in places:
                 places[line][_place_in(reason.user_stack)] = None
         return [f"{line}{place}" for line in places for place in places[line] or ("",)]
 
     def last_cause(self) -> str:
         """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
-        guards = [f"failed guard: {without_compile_id(guard)}" for guard in self.recompiles()]
+        guards = [f"failed guard: {recompile.guard}" for recompile in self.recompiles()]
         return next(reversed(guards or [f"graph break: {reason}" for reason in self.graph_breaks()]), "")
-
-
-def without_compile_id(reason: str) -> str:
-    """A reason of torch's to recompile, `0/1: x > 1`, without the number of what was compiled."""
-    return _COMPILE_ID.sub("", reason)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0].split("  #")[0].strip()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -595,6 +591,11 @@ def constant_numbers() -> contextlib.AbstractContextManager[None]:
     return torch._dynamo.config.patch(specialize_int=True)
 
 
+def constant_sizes() -> dict[tuple[str, int], tuple[CodePlace, ...]]:
+    """While a graph is partitioned: see `specialized_sizes`."""
+    return specialized_sizes(_shapes_of_trace())
+
+
 def size_guards() -> list[sympy.Basic]:
     """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
     shapes = _shapes_of_trace()
@@ -619,11 +620,6 @@ def backward_runs_once() -> bool:
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def is_of_the_user(file: str) -> bool:
-    """True for code that is neither torch's nor this package's."""
-    return not file.startswith((_TORCH, _PACKAGE))
-
-
 def place_of(error: BaseException) -> str:
     """The user's line that an error was raised at, as `, at model.py:28, in forward`; empty where none is known."""
     for each in reversed([*with_causes(error)]):
@@ -635,11 +631,8 @@ def place_of(error: BaseException) -> str:
 
 
 def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    last = next((frame for frame in reversed(stack) if is_of_the_user(frame.filename)), None)
-    if last is None:
-        return ""
-    function = _RESUMED.sub(r"\1", last.name)
-    return f", at {last.filename}:{last.lineno}, in {function}"
+    place = place_in(stack)
+    return "" if place is None else f", at {place}"
 
 
 def line_with_place(error: BaseException) -> str:

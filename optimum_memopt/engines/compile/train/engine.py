@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
-from optimum_memopt.engines.compile.train.planned_forward import PlannedForward, TooManyRecompilesError
+from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.compile.train.zero3 import LeafLayers
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method
@@ -182,9 +182,6 @@ class CompileEngine(in_place.InPlaceEngine):
             return self._buckets.largest.run_plainly(call)
         try:
             outputs = self._buckets(call)
-        except TooManyRecompilesError:
-            self._forget()
-            raise
         except DoesNotFitError as error:
             is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
             if not is_layered or self._is_sharded:

@@ -5,7 +5,7 @@ import gc
 import re
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, Run
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import Recompile, failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
@@ -40,19 +40,18 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
 # The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
-_QUOTED = 3
+# torch's names of values that it has on its stack at a graph break.
+_UNNAMED = "___"
 
 
 # In the place of outputs: the forward is to run again under another plan, from the state before it.
 RUN_AGAIN = object()
-
-
-class TooManyRecompilesError(MemOptError):
-    """torch's limit of recompiles is reached."""
+# Recompiles for one cause, until Python runs the code that it comes from.
+_MOST_OF_CAUSE = 4
 
 
 class Recompiles:
-    """The forwards that recompiled after a model's first, and the guards that failed.
+    """The recompiles of a model after its first forward, by their causes.
 
     Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
     changes at every step.
@@ -63,56 +62,29 @@ class Recompiles:
         self._guards: dict[str, None] = {}
         self._causes: Counter[str] = Counter()
 
-    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
-        """Note the reasons that torch gives for a forward's recompile, none where there was none.
+    @property
+    def is_over(self) -> bool:
+        """True where the limit of all recompiles is reached."""
+        return self._count >= dynamo.recompile_limit()
+
+    def note(self, recompile: Recompile) -> tuple[str, str]:
+        """Note a recompile.
 
         Returns:
-            Lines to log.
-
-        Raises:
-            TooManyRecompilesError: as many forwards as the limit have recompiled.
+            The line to log, for the first guard of a cause, else ""; and why Python is to run the code that it comes
+            from, "" where that is compiled.
         """
-        lines = [line for reason in reasons if (line := self.note(reason))]
-        self._count += bool(reasons)
-        if reasons and self._count >= limit:
-            raise TooManyRecompilesError(
-                f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self.last}; "
-                f"{self.advice}, or raise torch._dynamo.config.recompile_limit"
-            )
-        return lines
-
-    def note(self, reason: str) -> str:
-        """Note a failed guard, as torch's recompile reason has it.
-
-        Returns:
-            The line to log: for the first guard of a cause, and once more when a number changed again; else "".
-        """
-        guard = _MODEL.sub("self", dynamo.without_compile_id(reason))
-        if guard in self._guards:
-            return ""
-        self._guards[guard] = None
-        cause = _NUMBER.sub("N", guard)
+        guard = _MODEL.sub("self", recompile.guard)
+        name, cause = _changed_number(guard), _NUMBER.sub("N", guard)
+        self._count += 1
         self._causes[cause] += 1
-        if self._causes[cause] == 1:
-            return f"recompiled the training graph; failed guard: {guard}"
-        if self._causes[cause] == 2 and (name := _changed_number(guard)):
-            return f"the training graph is recompiled for each value of {name}: {_as_tensor(name)}"
-        return ""
-
-    @property
-    def last(self) -> str:
-        return "; ".join(list(self._guards)[-_QUOTED:])
-
-    @property
-    def advice(self) -> str:
-        changed = dict.fromkeys(
-            name
-            for guard in self._guards
-            if (name := _changed_number(guard)) and self._causes[_NUMBER.sub("N", guard)] > 1
-        )
-        if changed:
-            return "; ".join(map(_as_tensor, list(changed)[-_QUOTED:]))
-        return "pad batches to fewer lengths (pad_to_multiple_of)"
+        count, place = self._causes[cause], f", at {recompile.place}" if recompile.place is not None else ""
+        line = f"recompiled the training graph; failed guard: {guard}{place}" if count == 1 else ""
+        if count < _MOST_OF_CAUSE and not self.is_over:
+            return line, ""
+        advice = _as_tensor(name) if name else "pad batches to fewer lengths (pad_to_multiple_of)"
+        times = f"{count} times" if count > 1 else f"as one of {self._count} times"
+        return line, f"recompiled {times} for this guard: {guard}{place}; to have it compiled, {advice}"
 
 
 def _changed_number(guard: str) -> str:
@@ -122,6 +94,8 @@ def _changed_number(guard: str) -> str:
 
 def _as_tensor(name: str) -> str:
     """Advice that keeps a number from being a constant of the graph."""
+    if name.startswith(_UNNAMED):
+        return "compute that number as a tensor, whose value torch does not guard on"
     if not name.startswith("self."):
         return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
     attribute = name.rpartition(".")[2]
@@ -185,8 +159,8 @@ class PlannedForward:
         held any more, and `may_run_again`.
 
         Raises:
-            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or the
-                compiled forward fails under a plan that must hold.
+            MemOptError: the plan does not go with the model, nothing fits a budget, or under a plan that must hold the
+                compiled forward fails, or is recompiled again and again.
         """
         if self.is_compiled:
             return self._run(call, may_run_again)
@@ -312,8 +286,8 @@ class PlannedForward:
             outputs = self._plain_outputs(call, error)
             self.is_plain = True
             return outputs
-        for line in self._recompiles.add(traced.recompiles, dynamo.recompile_limit(), type(self._model).__name__):
-            self.traced.say(line)
+        for recompile in traced.recompiles:
+            self._note_recompile(recompile)
         if traced.graphs:
             self._show(traced, call.inputs)
         elif self.table is None:
@@ -347,6 +321,25 @@ class PlannedForward:
         if over:
             self.traced.say(f"NOT within the budget: this step runs other graphs than those that were planned: {over}")
         return False
+
+    def _note_recompile(self, recompile: Recompile) -> None:
+        """Have Python run code that is recompiled again and again; where that is nothing of the user's, all of it.
+
+        Raises:
+            UnsupportedModelError: nothing would be compiled, and the plan must hold.
+        """
+        line, why = self._recompiles.note(recompile)
+        if line:
+            self.traced.say(line)
+        if not why:
+            return
+        functions = recompile.functions
+        if self.traced.run_in_python(functions):
+            names = ", ".join(dict.fromkeys(place.function for place in recompile.places if place in functions))
+            get_logger().warning(f"running {names} in plain Python, outside of plan and prediction: {why}")
+        elif self._recompiles.is_over:
+            self.is_plain = True
+            self.give_up(why)
 
     def _show(self, traced: TracedCall, inputs: Mapping[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""

@@ -1,0 +1,169 @@
+"""Recompiles: torch's reasons, the code that each comes from, and code that is left to Python.
+
+All seen in torch 2.13.0. Before it, reasons have no stack, and the place is that of the function that torch compiled.
+"""
+
+import contextlib
+import re
+import traceback
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import trace_rules
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# In the reason of a graph break that is meant to be.
+MEANT = "optimum_memopt runs it untraced"
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[3])
+_HERE = str(Path(__file__).parent)
+# Before a recompile reason.
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
+# What dynamo calls the rest of a function behind a graph break.
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)$")
+# Of the stack behind a reason (`get_guard_fail_reason_helper` in `torch/_dynamo/guards.py`).
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
+_SIZE = re.compile(r"^L\[['\"](?P<name>[^'\"]+)['\"]\]\.size\(\)\[(?P<dim>\d+)\]$")
+_SIZE_MISMATCH = re.compile(r"^tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\.")
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """A line of a function."""
+
+    file: str
+    line: int
+    function: str
+
+    @classmethod
+    def of(cls, file: str, line: int, function: str) -> "CodePlace":
+        """The place, in the function itself where torch has made one of the rest of it."""
+        return cls(file, line, _RESUMED.sub(r"\g<function>", function))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+    def is_in(self, code: types.CodeType) -> bool:
+        if (code.co_filename, code.co_name) != (self.file, self.function):
+            return False
+        last = max((line for *_, line in code.co_lines() if line is not None), default=0)
+        return code.co_firstlineno <= self.line <= last
+
+
+def is_of_the_user(file: str) -> bool:
+    """True for code that is neither torch's nor this package's."""
+    return not file.startswith((_TORCH, _PACKAGE))
+
+
+def place_in(stack: Iterable[traceback.FrameSummary]) -> CodePlace | None:
+    """The innermost place of a stack that is the user's; None where there is none."""
+    return next((place for place in reversed(_places(stack)) if is_of_the_user(place.file)), None)
+
+
+def _places(stack: Iterable[traceback.FrameSummary]) -> list[CodePlace]:
+    return [CodePlace.of(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A recompile of one function.
+
+    Attributes:
+        guard: that failed.
+        places: the functions from the compiled one to the one that the guard comes from.
+    """
+
+    guard: str
+    places: tuple[CodePlace, ...]
+
+    @classmethod
+    def of(cls, metrics: Any) -> "Recompile | None":
+        """From torch's `CompilationMetrics`; None where nothing had been compiled before."""
+        if not metrics.recompile_reason:
+            return None
+        frames = _FRAME.finditer(metrics.recompile_reason)
+        places = [CodePlace.of(frame["file"], int(frame["line"]), frame["function"]) for frame in frames]
+        resumed = _RESUMED.match(metrics.co_name)
+        line = metrics.co_firstlineno if resumed is None else int(resumed["line"])
+        compiled = CodePlace.of(metrics.co_filename, line, metrics.co_name)
+        return cls(without_compile_id(first_line(metrics.recompile_reason)), tuple(places or [compiled]))
+
+    @property
+    def place(self) -> CodePlace | None:
+        """The user's line that the guard comes from, as far as torch tells; None: it does not."""
+        return next((place for place in reversed(self.places) if is_of_the_user(place.file)), None)
+
+    @property
+    def functions(self) -> frozenset[CodePlace]:
+        """The places of those functions that Python may run in the place of what is compiled; not of torch's, nor of
+        what calls a layer's forward."""
+        return frozenset(place for place in self.places if not place.file.startswith((_TORCH, _HERE)))
+
+    def with_sizes(self, specialized: Mapping[tuple[str, int], tuple[CodePlace, ...]]) -> "Recompile":
+        """With the place where a size became a constant, see `specialized_sizes`: a guard on it has none."""
+        size = _SIZE_MISMATCH.match(self.guard)
+        places = None if size is None else specialized.get((size["name"], int(size["dim"])))
+        # Functions may have arguments of one name.
+        is_same = places and (places[0].file, places[0].function) == (self.places[0].file, self.places[0].function)
+        return Recompile(self.guard, places) if places and is_same else self
+
+
+def specialized_sizes(shapes: ShapeEnv | None) -> dict[tuple[str, int], tuple[CodePlace, ...]]:
+    """The places where sizes of arguments became constants in a trace, by the argument's name and the dimension."""
+    stacks: Mapping[Any, Iterable[traceback.FrameSummary]] = getattr(shapes, "specialization_stacks", {})
+    found = {}
+    for source, stack in stacks.items():
+        # A property since 2.11, a method before.
+        size = _SIZE.match(source.name if isinstance(source.name, str) else source.name())
+        if size is not None:
+            found[size["name"], int(size["dim"])] = tuple(_places(stack))
+    return found
+
+
+def without_compile_id(reason: str) -> str:
+    """A reason of torch's to recompile, `0/1: x > 1`, without the number of what was compiled."""
+    return _COMPILE_ID.sub("", reason)
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n")[0].split("  #")[0].strip()
+
+
+@contextlib.contextmanager
+def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType]) -> Iterator[None]:
+    """Within it functions with one of these places are neither compiled nor traced in others; what they call is.
+
+    torch asks `check_verbose` for both (in `torch/_dynamo`: `CatchErrorsWrapper` in `convert_frame.py`,
+    `check_inlineable` in `symbolic_convert.py`), and leaves the code object of a frame to Python from then on.
+
+    Args:
+        skipped: gets these code objects.
+    """
+    if not places:
+        yield
+        return
+    check = trace_rules.check_verbose
+
+    def checked(function: Any, *args: Any, **kwargs: Any) -> trace_rules.SkipResult:
+        code = _code_of(function)
+        if code is None or not any(place.is_in(code) for place in places):
+            return check(function, *args, **kwargs)
+        if function is code:
+            skipped.append(code)
+        return trace_rules.SkipResult(True, MEANT)
+
+    with mock.patch.object(trace_rules, "check_verbose", checked):
+        yield
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    if isinstance(function, types.CodeType):
+        return function
+    # Of dynamo's variable for a function.
+    code = function.get_code() if hasattr(function, "get_code") else getattr(function, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
