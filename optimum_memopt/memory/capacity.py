@@ -118,15 +118,18 @@ class Capacity:
 
 
 def capacity(device: torch.device) -> Capacity:
-    """The memory of a CUDA device, or this process's share of the host.
+    """Returns the memory of a CUDA device, within `torch.cuda.set_per_process_memory_fraction`, or this process's
+    share of the host.
 
     Raises:
         MemOptError: `LOCAL_WORLD_SIZE` is no number of processes.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, on_device = torch.cuda.mem_get_info(device)
         own = free + torch.cuda.memory_reserved(device)
-        return Capacity(total, int(own * _ALLOCATED), max(0, total - own))
+        # The allocator refuses to reserve more.
+        total = int(on_device * torch.cuda.memory.get_per_process_memory_fraction(device.index))
+        return Capacity(total, int(min(own, total) * _ALLOCATED), max(0, on_device - own))
     memory, processes, groups = psutil.virtual_memory(), _processes(), control_groups(_ROOT)
     host = min([memory.total, *(group.limit for group in groups)])
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)

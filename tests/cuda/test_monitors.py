@@ -2,6 +2,7 @@ import torch
 import transformers
 
 from optimum_memopt.measure import Case, measure
+from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 from optimum_memopt.predict.workload import Workload
 
@@ -18,6 +19,17 @@ def test_a_device_has_one_mark_whatever_it_is_called():
     phases.start_phase()
     assert run.run_peak - before >= 64
     assert phases.run_peak == run.run_peak
+
+
+def test_a_process_has_its_fraction_of_the_device():
+    whole = capacity(torch.device("cuda"))
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        quarter = capacity(torch.device("cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert abs(quarter.total - whole.total // 4) < MIB
+    assert quarter.available < min(whole.available, quarter.total)
 
 
 def test_what_other_processes_take_is_not_measured(tmp_path, monkeypatch):

@@ -89,11 +89,28 @@ def test_what_another_process_holds_on_a_gpu_is_not_available(monkeypatch: pytes
     total, vllm, cached, context = (size * 2**30 for size in (80, 40, 6, 1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - vllm - cached - context, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: cached)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
     found = capacity(torch.device("cuda"))
     assert found.total == total
     assert found.elsewhere == vllm + context
     assert found.available == pytest.approx(0.85 * (total - vllm - context), abs=1)
     assert parse_budget("auto").on_device(found.total, found.available) == found.available
+
+
+@pytest.mark.parametrize("fraction, available", [(0.25, 20), (0.8, 40)])
+def test_a_process_takes_its_fraction_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, available: int
+) -> None:
+    """`torch.cuda.set_per_process_memory_fraction`, on a GPU of which others hold half."""
+    total = 80 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total // 2, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: fraction)
+    found = capacity(torch.device("cuda"))
+    assert found.total == int(fraction * total)
+    assert found.available == pytest.approx(0.85 * available * 2**30, abs=1)
+    assert parse_budget("auto").on_device(found.total, found.available) == found.available
+    assert parse_budget("50%").on_device(found.total, found.available) == found.total // 2
 
 
 def test_a_named_device_runs_nothing_else() -> None:
