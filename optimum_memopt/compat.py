@@ -113,6 +113,24 @@ def forward_hook_ids(model: torch.nn.Module) -> list[int]:
     return [id for module in model.modules() for id in forward_hooks(module)]
 
 
+# The attribute in which `Module.compile` keeps the compiled call of a module (torch 2.13).
+_COMPILED_CALL = "_compiled_call_impl"
+
+
+def take_compiled_calls(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    """Undo `Module.compile` on all modules; returns their compiled calls, for `give_compiled_calls`."""
+    taken = {module: vars(module).get(_COMPILED_CALL) for module in model.modules()}
+    for module in (compiled := {module: call for module, call in taken.items() if call is not None}):
+        delattr(module, _COMPILED_CALL)
+    return compiled
+
+
+def give_compiled_calls(calls: Mapping[torch.nn.Module, Any]) -> None:
+    """Restore compiled calls, except where `Module.compile` has run again."""
+    for module, call in calls.items():
+        vars(module).setdefault(_COMPILED_CALL, call)
+
+
 # The method from which a Trainer takes its training sampler, given a data set (transformers 5.23).
 TRAIN_SAMPLER = "_get_train_sampler"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from optimum_memopt import copies
-from optimum_memopt.compat import forward_hooks, offloads_checkpoints
+from optimum_memopt.compat import forward_hooks, give_compiled_calls, offloads_checkpoints, take_compiled_calls
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 
@@ -173,7 +173,8 @@ class TrainingForward:
 
     def start(self, train: TrainForward) -> None:
         """Send training forwards to `train` until `stop`."""
-        self.train = train
+        # A `torch.compile` of the user's around the model ends its graph here, instead of tracing the engine.
+        self.train = torch.compiler.disable(train)
         if self._wrapped_by is None:
             self._model.forward = types.MethodType(self.function, self._model)
         self._wrapped_by = None
@@ -264,6 +265,25 @@ class Checkpointing:
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         self._switched_off, self._hooks = [], []
+
+
+class ModuleCompilation:
+    """`Module.compile` on the modules of a model: an engine cannot see the operators in a compiled call."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._calls: dict[torch.nn.Module, Any] = {}
+
+    def switch_off(self) -> list[str]:
+        """Switch it off; returns the names of the modules on which it was on."""
+        calls = take_compiled_calls(self._model)
+        self._calls.update(calls)
+        names = {module: name for name, module in self._model.named_modules()}
+        return [names[module] or type(module).__name__ for module in calls]
+
+    def restore(self) -> None:
+        give_compiled_calls(self._calls)
+        self._calls = {}
 
 
 _NAME = "use_cache"

@@ -8,7 +8,12 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.shared.forward_patch import Checkpointing, TrainingForward, training_forward
+from optimum_memopt.engines.shared.forward_patch import (
+    Checkpointing,
+    ModuleCompilation,
+    TrainingForward,
+    training_forward,
+)
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -46,6 +51,7 @@ class Attached:
     model: torch.nn.Module
     training_forward: TrainingForward
     checkpointing: Checkpointing
+    compilation: ModuleCompilation
 
 
 class InPlaceEngine(Engine):
@@ -53,7 +59,7 @@ class InPlaceEngine(Engine):
 
     What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
     same model. Meanwhile the model's own activation checkpointing is off; level 1 takes its place where no plan was
-    asked for.
+    asked for. So is `Module.compile` on modules of the model.
     """
 
     keeps_checkpointing = False
@@ -95,10 +101,12 @@ class InPlaceEngine(Engine):
         if self._last_attached is None or self._last_attached.training_forward is not place:
             self._forget()
         self._was_called = False
-        self._last_attached, self._is_attached = Attached(model, place, Checkpointing(model)), True
+        attached = Attached(model, place, Checkpointing(model), ModuleCompilation(model))
+        self._last_attached, self._is_attached = attached, True
         place.start(self._forward)
         try:
             self._enter()
+            self._replace_compilation()
             if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
                 self._replace_checkpointing()
             elif self._selection != self._asked:
@@ -115,6 +123,7 @@ class InPlaceEngine(Engine):
         _engines.pop(self._model, None)
         self._attached.training_forward.stop()
         self._attached.checkpointing.restore()
+        self._attached.compilation.restore()
         self._leave()
 
     def detach(self) -> None:
@@ -138,7 +147,10 @@ class InPlaceEngine(Engine):
         get_logger().warning(f"{unused}; {instead}")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._was_called = True
+        if not self._was_called:
+            self._was_called = True
+            # Compiled since `attach`, as by a training loop.
+            self._replace_compilation()
         if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
             # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
             self._replace_checkpointing()
@@ -159,6 +171,14 @@ class InPlaceEngine(Engine):
             get_logger().warning(
                 "its offload is off too, so layers' inputs stay on the device; with --memory_opt_budget those are "
                 "offloaded that the budget has no room for"
+            )
+
+    def _replace_compilation(self) -> None:
+        if names := self._attached.compilation.switch_off():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            get_logger().info(
+                f"Module.compile of {names[0]}{others} is off while the {self.name} engine trains "
+                f"{type(self._model).__name__}, whose operators it has to see"
             )
 
     def _check(self, model: torch.nn.Module) -> None:

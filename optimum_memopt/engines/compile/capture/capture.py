@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, w
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
@@ -35,10 +35,15 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse what would be trained without the plan.
 
     Raises:
-        UnsupportedModelError: no parameters, DataParallel, FSDP 1, tensor parallelism, shares that FSDP2 keeps on the
-            host.
+        UnsupportedModelError: no parameters, what `torch.compile` has returned, DataParallel, FSDP 1, tensor
+            parallelism, shares that FSDP2 keeps on the host.
     """
     in_place.check_parameters(model)
+    if dynamo.is_compiled(model):
+        raise UnsupportedModelError(
+            "torch.compile(model) with the compile engine, which has to see the model's operators",
+            "give the engine the model itself, which it compiles",
+        )
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "

@@ -6,6 +6,7 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 import contextlib
 import copy
 import inspect
+import re
 import shutil
 import sys
 import traceback
@@ -319,6 +320,11 @@ def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dyna
     `isolate_recompiles`, they may be guards of another model of the same code."""
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """True for what `torch.compile` has returned for a module (`OptimizedModule`, 2.13)."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
