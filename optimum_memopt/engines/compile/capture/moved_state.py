@@ -137,7 +137,7 @@ class StateWatch:
         if self._compared[run] >= _BACKWARDS:
             given = list(args)
             for at, source in watched.items():
-                self._versions.append((args[at], args[at]._version, source))
+                self._versions.append((args[at], autograd.version_of(args[at]), source))
                 # Without a version for autograd, which would end the run where the state has changed.
                 given[at] = args[at].data
             return StateArgs(given, copied=copied)
@@ -173,7 +173,7 @@ class StateWatch:
             return
 
         def compare(_: Any) -> None:
-            moved = {source: tensor for tensor, version, source in versions if tensor._version != version}
+            moved = {source: tensor for tensor, version, source in versions if autograd.version_of(tensor) != version}
             self._new.update(moved)
             self._was_read |= bool(moved)
 

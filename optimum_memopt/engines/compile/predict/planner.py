@@ -255,7 +255,7 @@ class Planner:
     def _solved_by_sibling(self, predictor: StepMemoryPredictor) -> SolvedForward | None:
         """The plan of another kind of batches that runs the same graphs; None: there is none, or for smaller ones."""
         runs, sizes = runs_of(predictor.graphs, predictor.tape), self._largest_sizes(predictor)
-        if self._is_sharded:
+        if self.is_sharded:
             return None
         return next((each.solved for each in self.siblings() if each.covers(runs) and each.is_for(sizes)), None)
 

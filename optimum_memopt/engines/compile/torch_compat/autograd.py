@@ -51,6 +51,12 @@ def compiled_node(results: Iterable[Any]) -> Any:
     return next((node for node in nodes if type(node).__name__ == _COMPILED), None)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor, or a view of it, was written to under autograd's eyes."""
+    version: int = tensor._version
+    return version
+
+
 def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
     """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
 

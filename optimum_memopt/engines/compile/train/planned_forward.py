@@ -294,7 +294,7 @@ class PlannedForward:
             self.give_up(no_training_graph(traced))
         if not is_first and self.planner.solves and self._is_over(traced, call.inputs):
             assert traced.before is not None
-            traced.before.restore(self._model)
+            traced.before.restore()
             return RUN_AGAIN
         if self.predictors is not None:
             with self.predicting():
