@@ -168,7 +168,7 @@ def test_a_config_file_is_read_once(tmp_path, monkeypatch):
     attach(trainer)
     assert read == [file]
     assert str(trainer.memopt.engine.selection.config) == "Gelu+:1:-1"
-    assert facts("compile", trainer.memopt.options, None)["--memory_opt_config"] == "Gelu+:1:-1"
+    assert facts("compile", trainer.memopt.options)["--memory_opt_config"] == "Gelu+:1:-1"
 
 
 def test_a_path_that_is_assigned_later_is_text_for_the_trainers_files(tmp_path):

@@ -64,9 +64,9 @@ def test_records_are_appended_as_json_lines(trainer_of, tmp_path):
 
 def test_other_ranks_are_silent(trainer_of, tmp_path, capsys):
     path, tracker = tmp_path / "memopt.jsonl", Tracker()
-    callbacks = [tracker, Marker(path), MemoryPhasesCallback(path=path), InputDensityCallback(path=path)]
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
+        callbacks = [tracker, Marker(path), MemoryPhasesCallback(path=path), InputDensityCallback(path=path)]
         trainer_of(callbacks, Worker).train()
     finally:
         torch.distributed.destroy_process_group()
