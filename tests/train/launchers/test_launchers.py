@@ -53,7 +53,9 @@ def two_ranks(tmp_path_factory):
         Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
         Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
-        Job("unknown-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Nothing+:1:-1"}}),
+        Job("fails-at-once", arguments=own, rank_arguments={"0": {"memory_opt_log_file": str(folder)}}),
+        # Of a host for as many processes a share of nothing.
+        Job("fails-in-a-step", arguments=BUDGET, environment={"1": {"LOCAL_WORLD_SIZE": "99999999"}}),
         Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
         Job("after-all-this", arguments=own),
     ]
@@ -158,8 +160,7 @@ DIFFERENCES = {
         "1 on rank 1"
     ),
     "other-plan": (
-        "rank 1 does not train as rank 0 does: --memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on rank 1; "
-        "plan Gelu+:1:-1: 1 occurrences, 1 applied on rank 0, 1 occurrences, 0 applied on rank 1"
+        "rank 1 does not train as rank 0 does: --memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on rank 1"
     ),
     "fallback": "rank 1 does not train as rank 0 does: --ort_fallback: False on rank 0, True on rank 1",
 }
@@ -173,9 +174,15 @@ def test_a_difference_between_ranks_stops_all_of_them(two_ranks, name):
 
 
 def test_a_rank_that_fails_stops_all_of_them(two_ranks):
-    first, second = two_ranks.ranks("unknown-plan")
-    assert second["error"].startswith('no plan "Nothing+" in this model')
-    assert first["error"].startswith("rank 1 failed in its first training step, so all ranks stop: ConfigError: no")
+    first, second = two_ranks.ranks("fails-at-once")
+    assert first["error"].startswith("the log file")
+    assert second["error"].startswith(
+        "rank 0 failed before its training, so all ranks stop: MemOptError: the log file"
+    )
+    first, second = two_ranks.ranks("fails-in-a-step")
+    assert second["error"].startswith("--memory_opt_budget 90%: ")
+    assert first["error"].startswith("rank 1 failed in its first training step, so all ranks stop: DoesNotFitError: ")
+    assert [rank["steps"] for rank in (first, second)] == [0, 0]
     assert len(two_ranks.trained("after-all-this")) == 2
 
 
