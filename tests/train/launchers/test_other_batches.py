@@ -11,16 +11,19 @@ import pytest
 
 from tests.rotation import nightly
 from tests.train.launchers.launching import Done, launcher, needs_compiler, needs_deepspeed, run_jobs
-from tests.train.launchers.sharded_jobs import DEPTH
+from tests.train.launchers.sharded_jobs import DEPTH, SEGMENTS
 from tests.train.launchers.test_fsdp import fsdp
 from tests.train.launchers.test_zero3 import zero_3
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
 
-# The kinds of each rank's batches, in turn; see `Batches`. All but `late` begin with two kinds.
+LATE = {"0": ["whole"], "1": ["whole", "whole", "padded", "whole"]}
+# The kinds of each rank's batches, in turn; see `Batches`. All but the late ones begin with two kinds.
 BATCHES = {
     "padding": {"0": ["whole", "padded", "whole"], "1": ["padded", "whole"]},
-    "late": {"0": ["whole"], "1": ["whole", "whole", "padded", "whole"]},
+    # Of data whose lengths are not known; under a budget that needs segments of layers, too.
+    "late": LATE,
+    "segments": LATE,
     "window": {"0": ["whole", "long", "whole"], "1": ["long", "whole"]},
     "labels": {"0": ["whole", "unlabelled", "whole"], "1": ["unlabelled", "whole"]},
     "masks": {"0": ["maskless", "whole", "padded"], "1": ["padded", "maskless", "whole"]},
@@ -36,31 +39,30 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers":
 ZERO_2 = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
 
 
-def arguments(shared_by: str, is_stock: bool, layer: str) -> dict[str, Any]:
-    """A Trainer's, by which it shards its model."""
-    config = fsdp("llama")
-    config["fsdp_config"]["transformer_layer_cls_to_wrap"] = layer
-    leaf = layer if is_stock else ""
-    return {"ddp": {}, "fsdp2": config, "zero_2": {"deepspeed": ZERO_2}, "zero_3": {"deepspeed": zero_3(leaf)}}[
-        shared_by
-    ]
+def sharding(shared_by: str, layer: str, is_stock: bool) -> dict[str, Any]:
+    """Arguments of a Trainer; a stock one under ZeRO 3 is told of the layers."""
+    if shared_by == "fsdp2":
+        return fsdp("llama", transformer_layer_cls_to_wrap=layer)
+    configs = {"zero_2": ZERO_2, "zero_3": zero_3(layer if is_stock else "")}
+    return {"deepspeed": configs[shared_by]} if shared_by in configs else {}
 
 
 def job(shared_by: str, batches: str, plan: str) -> Job:
     """A training; `plan` may be `stock`."""
-    model, layer = ("qwen2", "Qwen2DecoderLayer") if batches == "window" else ("llama", "LlamaDecoderLayer")
-    window = WINDOW if batches == "window" else {}
-    config = {"num_hidden_layers": DEPTH, "use_cache": False, "attention": "sdpa", **window}
-    is_stock = plan == "stock"
+    is_stock, is_cut, has_window = plan == "stock", batches == "segments", batches == "window"
+    model, layer = ("qwen2", "Qwen2DecoderLayer") if has_window else ("llama", "LlamaDecoderLayer")
     ours = {} if is_stock else {"memory_opt_loss": "plain", **PLANS[plan]}
+    config = {"num_hidden_layers": DEPTH, "use_cache": False, "attention": "sdpa"}
     return Job(
         f"{shared_by}-{batches}-{plan}",
         "plain" if is_stock else "compile",
-        model=model,
-        rows=40,
-        arguments={**arguments(shared_by, is_stock, layer), **ours},
+        model,
+        rows=SEGMENTS["rows"],
+        arguments={**sharding(shared_by, layer, is_stock), **(SEGMENTS["arguments"] if is_cut else {}), **ours},
         batches=BATCHES[batches],
-        config=config,
+        unread=batches in ("late", "segments"),
+        config={**config, **(WINDOW if has_window else {}), **(SEGMENTS["config"] if is_cut else {})},
+        segments=is_cut and not is_stock,
     )
 
 
@@ -97,6 +99,8 @@ def check(done: Done, *cells: str) -> None:
         stock = done.weights(f"{cell.rpartition('-')[0]}-stock")
         assert distance(done.weights(cell), stock) < CLOSE
         for rank in ranks:
+            header = rank["table"]["header"][0]
+            assert ("for segments of layers" in header) == cell.startswith(("fsdp2-segments", "zero_3-segments"))
             assert rank["table"]["plans"] and not [line for line in rank["lines"] if "NOT " in line]
             # Before and in the first forward alone.
             assert len(set(rank["exchanges"])) == 1
@@ -128,12 +132,14 @@ MATRIX = (
     *(("torchrun", "ddp", batches, "level budget") for batches in ("window", "labels", "masks")),
     ("torchrun", "ddp", "padding", "config budget"),
     ("accelerate", "ddp", "padding", "none level budget"),
-    *(("torchrun", "fsdp2", batches, "level budget") for batches in BATCHES),
+    *(("torchrun", "fsdp2", batches, "level budget") for batches in BATCHES if batches != "segments"),
+    ("torchrun", "fsdp2", "segments", "budget"),
     ("accelerate", "fsdp2", "padding", "none level config"),
 )
 DEEPSPEED = (
     ("deepspeed", "zero_2", "padding", "none level budget"),
-    *(("torchrun", "zero_3", batches, "level budget") for batches in BATCHES),
+    *(("torchrun", "zero_3", batches, "level budget") for batches in BATCHES if batches != "segments"),
+    ("torchrun", "zero_3", "segments", "budget"),
     ("deepspeed", "zero_3", "padding", "none level"),
 )
 

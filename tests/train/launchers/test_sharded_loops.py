@@ -9,6 +9,10 @@ from tests.train.launchers.sharded_loops import CASES
 from tests.trainer_runs import CLOSE
 
 SCRIPT = fresh_process.ROOT + "/tests/train/launchers/sharded_loops.py"
+OTHER_PLAN = (
+    "rank 1 does not train as rank 0 does: --memory_opt_budget: None on rank 0, 90% on rank 1; "
+    "--memory_opt_level: 1 on rank 0, 0 on rank 1"
+)
 TENSOR_PARALLEL = "tensor parallelism with the compile engine: a layer computes with a share of its parameters"
 
 
@@ -21,6 +25,7 @@ def test_weights_are_those_without_an_engine() -> None:
     found = {line.pop("case"): line for line in lines}
     assert found.keys() == CASES.keys(), done.stderr[-4000:]
     assert found.pop("tensor_parallel")["error"].startswith(TENSOR_PARALLEL)
+    assert found.pop("other_plan")["error"] == OTHER_PLAN
     # What bitsandbytes does with shares of packed weights breaks the graph of each layer.
     broken = found.pop("quantized_sharded")
     assert broken["distance"] < CLOSE and "not exact" in broken["header"][1]

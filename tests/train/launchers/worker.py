@@ -64,6 +64,7 @@ class Job:
         count_reductions: let DDP tell how often it averages gradients.
         runs_out: memory runs out on these ranks, in the forward with these numbers.
         batches: the kinds of each rank's batches, in turn, the last for all that follow; see `Batches`.
+        unread: the lengths of its rows are not known before they are trained on.
         config: changes to the model's config.
         adapters: train adapters of these modules, and nothing else.
         sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
@@ -86,6 +87,7 @@ class Job:
     count_reductions: bool = False
     runs_out: dict[str, list[int]] | None = None
     batches: dict[str, list[str]] | None = None
+    unread: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     adapters: list[str] = field(default_factory=list)
     sharded_from_start: bool = False
@@ -115,6 +117,19 @@ class Batches:
         if self.kind == "maskless":
             del batch["attention_mask"]
         return batch
+
+
+@dataclass(frozen=True)
+class Unread(torch.utils.data.Dataset):
+    """Rows that running code makes, as far as one can see."""
+
+    rows: list[dict[str, torch.Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
 
 
 class Killed(TrainerCallback):
@@ -265,6 +280,8 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
                 trainer = sft_trainer(job, output, changes)
             else:
                 changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+                if job.unread:
+                    changes["train_dataset"] = Unread(changes["train_dataset"])
                 if job.batches is not None:
                     changes["data_collator"] = Batches(job.batches[own])
                 if job.config or job.adapters or job.sharded_from_start or job.distributed:
