@@ -128,7 +128,7 @@ def failing_together(trainer: Trainer, compute_loss: Callable[..., Any]) -> Call
     def compute_and_check(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal checked
         # Each train() makes a new state.
-        if not model.training or checked is trainer.state:
+        if not torch.is_grad_enabled() or checked is trainer.state:
             return compute_loss(model, *args, **kwargs)
         if gathers_parameters(model):
             checked = trainer.state

@@ -167,7 +167,7 @@ class MemoryPhasesCallback(StepCallback):
         hooked = weakref.ref(model)
 
         def observed(module: torch.nn.Module) -> bool:
-            return self._due and module is hooked() and module.training and torch.is_grad_enabled()
+            return self._due and module is hooked() and torch.is_grad_enabled()
 
         @torch.compiler.disable
         def before_forward(module: torch.nn.Module, inputs: Any) -> None:

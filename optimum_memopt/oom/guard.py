@@ -42,7 +42,7 @@ def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[...
     had enough: one small all-gather a forward."""
 
     def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not model.training:
+        if not torch.is_grad_enabled():
             return compute_loss(model, *args, **kwargs)
         try:
             result = compute_loss(model, *args, **kwargs)
@@ -186,7 +186,7 @@ class MemoryReportCallback(HookingCallback):
         @torch.compiler.disable
         def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             callback = held()
-            if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
+            if callback is not None and module is hooked() and torch.is_grad_enabled():
                 callback.call = forward_call(args, kwargs, outputs_read_by())
 
         self._hooks.callback(add_hook(model, "forward_pre", before_forward, with_kwargs=True))

@@ -39,6 +39,7 @@ class OrtEngine(in_place.InPlaceEngine):
     def __init__(self, selection: Selection | None = None, options: OrtOptions | None = None) -> None:
         self._options = options or OrtOptions()
         self._smoothing: LabelSmoothing | None = None
+        self._has_evaluated = False
         self._exported_attention: str | None = None
         self.keeps_checkpointing = self._options.ort_allow_autograd_checkpoint
         super().__init__(selection)
@@ -116,6 +117,10 @@ class OrtEngine(in_place.InPlaceEngine):
         self._state: ModuleState | None = None
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._model.training:
+            # ORTModule computes no gradients there.
+            self._say_evaluates()
+            return self._attached.training_forward.plain_forward(*args, **kwargs)
         self._drop_outdated_session()
         if self._fallback_table is not None:
             return self._run_fallback(*args, **kwargs)
@@ -200,6 +205,15 @@ class OrtEngine(in_place.InPlaceEngine):
             self._fall_back(
                 f"{name} keeps changing ({' -> '.join(changes[name])}), and each change needs a new export; keep it "
                 "fixed"
+            )
+
+    def _say_evaluates(self) -> None:
+        if not self._has_evaluated:
+            self._has_evaluated = True
+            get_logger().warning(
+                f"a forward of {type(self._model).__name__} in evaluation mode with gradients enabled runs in plain "
+                "PyTorch: ONNX Runtime trains in training mode alone; for training call model.train(), or use "
+                "--memory_opt_engine compile"
             )
 
     def _accept_export(self) -> None:

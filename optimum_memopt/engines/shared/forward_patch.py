@@ -142,7 +142,7 @@ class TrainingForward:
     place, with nothing to do until the next `start`. Get it from `training_forward`.
 
     Attributes:
-        train: called as the model's forward in training mode with gradients on; None: the model's own is.
+        train: called as the model's forward where gradients are enabled; None: the model's own is.
         plain_forward: the model's own, bound.
         before: a forward of the instance, over that of its class; None: there was none.
         function: what takes its place, not bound.
@@ -163,7 +163,7 @@ class TrainingForward:
         def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if module is not self._model:
                 return types.MethodType(patched, module)(*args, **kwargs)
-            if self.train is not None and module.training and torch.is_grad_enabled():
+            if self.train is not None and torch.is_grad_enabled():
                 return self.train(*args, **kwargs)
             return self.plain_forward(*args, **kwargs)
 

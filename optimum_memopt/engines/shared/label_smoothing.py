@@ -96,7 +96,7 @@ def smoothed_by_engine(trainer: "Trainer", engine: Engine, compute_loss: Callabl
 
     def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
-        trains = model.training and torch.is_grad_enabled() and engine_of(own) is engine
+        trains = torch.is_grad_enabled() and engine_of(own) is engine
         if smoother is None or not trains:
             return compute_loss(model, *args, **kwargs)
         wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own

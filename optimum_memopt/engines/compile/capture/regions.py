@@ -28,7 +28,7 @@ from torch import fx
 
 from optimum_memopt.compat import embeddings, full_shape, hooks_around_call, hooks_around_forward, writes_to
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, trace_fixes
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
@@ -184,6 +184,7 @@ class Regions:
 
     Attributes:
         all: one for each group.
+        has_checkpointed: a layer has run in plain PyTorch, under the user's own checkpoint.
         refusal: why layers cannot be compiled by themselves; empty: they can, as far as is known.
     """
 
@@ -196,6 +197,7 @@ class Regions:
     ) -> None:
         self.all: list[Region] = []
         self.refusal = ""
+        self.has_checkpointed = False
         self._only_layers = only_layers
         # The layer whose forward runs.
         self._running: _Layer | None = None
@@ -295,6 +297,10 @@ class Regions:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
+                if autograd.is_checkpointed():
+                    # The checkpoint runs the layer's own forward again.
+                    self.has_checkpointed = True
+                    forward = functools.partial(type(module).forward, module)
                 if module in self._taken:
                     results = self._hooked(module, (True,) * _ALL, forward, args, kwargs)
                 else:

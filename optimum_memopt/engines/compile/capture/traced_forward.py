@@ -332,6 +332,11 @@ class TracedForward:
         if before is not None and self._has_put_hooks(before, next_hook):
             before.restore()
             return None
+        if self._regions.has_checkpointed:
+            self.say(
+                "running layers under torch.utils.checkpoint in plain PyTorch, outside of plan and prediction: it runs "
+                "them again; to have a plan recompute in its place, leave the checkpoint out"
+            )
         self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)

@@ -57,6 +57,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return version
 
 
+def is_checkpointed() -> bool:
+    """True where what autograd saves is recomputed by a checkpoint that is not reentrant (`_checkpoint_hook` in
+    `torch/utils/checkpoint.py`): its backward runs the same Python code again, and compares what is saved."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+
+
 def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
     """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
 

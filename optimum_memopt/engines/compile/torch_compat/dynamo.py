@@ -51,6 +51,7 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import (
     first_line,
     is_of_the_user,
     left_to_python,
+    numbers_first,
     place_in,
     specialized_sizes,
 )
@@ -298,6 +299,7 @@ def configured(
         ),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
+        numbers_first(),
         left_to_python(in_python, [] if skipped is None else skipped),
     ):
         yield

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._dynamo import trace_rules
+from torch._dynamo import convert_frame, trace_rules
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # In the reason of a graph break that is meant to be.
@@ -28,6 +28,12 @@ _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)$")
 # Of the stack behind a reason (`get_guard_fail_reason_helper` in `torch/_dynamo/guards.py`).
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
+# `self.calls == 3`, `self.head.scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
+_CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {NUMBER.pattern}$")
+# The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
+_MODEL = re.compile(r"\bargs\[0\](?=\.)")
+_MODULES = re.compile(r"\._modules\['(?P<name>[^']+)'\]")
 _SIZE = re.compile(r"^L\[['\"](?P<name>[^'\"]+)['\"]\]\.size\(\)\[(?P<dim>\d+)\]$")
 _SIZE_MISMATCH = re.compile(r"^tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\.")
 
@@ -91,7 +97,13 @@ class Recompile:
         resumed = _RESUMED.match(metrics.co_name)
         line = metrics.co_firstlineno if resumed is None else int(resumed["line"])
         compiled = CodePlace.of(metrics.co_filename, line, metrics.co_name)
-        return cls(without_compile_id(first_line(metrics.recompile_reason)), tuple(places or [compiled]))
+        return cls(_guard_in(metrics.recompile_reason), tuple(places or [compiled]))
+
+    @property
+    def number(self) -> str:
+        """The name of the Python number whose value has changed; empty where something else has."""
+        match = _CHANGED_NUMBER.match(self.guard)
+        return match["name"] if match else ""
 
     @property
     def place(self) -> CodePlace | None:
@@ -125,13 +137,29 @@ def specialized_sizes(shapes: ShapeEnv | None) -> dict[tuple[str, int], tuple[Co
     return found
 
 
-def without_compile_id(reason: str) -> str:
-    """A reason of torch's to recompile, `0/1: x > 1`, without the number of what was compiled."""
-    return _COMPILE_ID.sub("", reason)
-
-
 def first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
+
+
+def _guard_in(reason: str) -> str:
+    """The guard in a reason of torch's to recompile, `0/1: x > 1  # if x > 1`."""
+    guard = _COMPILE_ID.sub("", first_line(reason))
+    return _MODULES.sub(r".\g<name>", _MODEL.sub("self", guard))
+
+
+def numbers_first() -> contextlib.AbstractContextManager[Any]:
+    """Within it torch gives a number that has changed as the reason of a recompile where it can.
+
+    It has a reason for each of the graphs that were there, and gives the first one (`_compile` in
+    `torch/_dynamo/convert_frame.py`), which may be about a graph for tensors of another kind.
+    """
+    name = "get_and_maybe_log_recompilation_reasons"
+    reasons = getattr(convert_frame, name)
+
+    def ordered(*args: Any, **kwargs: Any) -> list[str]:
+        return sorted(reasons(*args, **kwargs), key=lambda reason: _CHANGED_NUMBER.match(_guard_in(reason)) is None)
+
+    return mock.patch.object(convert_frame, name, ordered)
 
 
 @contextlib.contextmanager

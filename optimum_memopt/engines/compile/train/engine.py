@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class CompileEngine(in_place.InPlaceEngine):
     """The `compile` engine.
 
-    Training forwards (training mode, gradients on) run through torch.compile, all others through the model's own
-    forward. Without a config or level torch partitions the graph as it always does.
+    Forwards with gradients enabled, in either mode of the model, run through torch.compile, all others through the
+    model's own forward. Without a config or level torch partitions the graph as it always does.
 
     Args:
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import re
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -28,18 +27,14 @@ from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, Run
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import Recompile, failure_of_compiler, own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
+from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
-# `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
-_CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
-# The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
-_MODEL = re.compile(r"\bargs\[0\](?=\.)")
 # torch's names of values that it has on its stack at a graph break.
 _UNNAMED = "___"
 
@@ -59,7 +54,6 @@ class Recompiles:
 
     def __init__(self) -> None:
         self._count = 0
-        self._guards: dict[str, None] = {}
         self._causes: Counter[str] = Counter()
 
     @property
@@ -74,8 +68,8 @@ class Recompiles:
             The line to log, for the first guard of a cause, else ""; and why Python is to run the code that it comes
             from, "" where that is compiled.
         """
-        guard = _MODEL.sub("self", recompile.guard)
-        name, cause = _changed_number(guard), _NUMBER.sub("N", guard)
+        guard, name = recompile.guard, recompile.number
+        cause = NUMBER.sub("N", guard)
         self._count += 1
         self._causes[cause] += 1
         count, place = self._causes[cause], f", at {recompile.place}" if recompile.place is not None else ""
@@ -87,18 +81,15 @@ class Recompiles:
         return line, f"recompiled {times} for this guard: {guard}{place}; to have it compiled, {advice}"
 
 
-def _changed_number(guard: str) -> str:
-    match = _CHANGED_NUMBER.match(guard)
-    return match["name"] if match else ""
-
-
 def _as_tensor(name: str) -> str:
     """Advice that keeps a number from being a constant of the graph."""
     if name.startswith(_UNNAMED):
         return "compute that number as a tensor, whose value torch does not guard on"
-    if not name.startswith("self."):
+    owner, _, attribute = name.rpartition(".")
+    if not attribute.isidentifier():
+        return f"make {name} a tensor (torch.tensor(…)), whose value torch does not guard on"
+    if not owner:
         return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
-    attribute = name.rpartition(".")[2]
     return (
         f"make {name} a tensor, whose value torch does not guard on: register_buffer({attribute!r}, torch.tensor(…), "
         f"persistent=False), changed in place (.fill_, .add_)"
