@@ -1,6 +1,9 @@
 """Further starts of a run with a budget, which find the plan that the first one has solved for."""
 
 import json
+import os
+import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.costs.times import known_costs
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.predict.planner import SWITCH, CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -161,3 +165,37 @@ def test_it_can_be_switched_off(starts) -> None:
 def test_a_path_that_cannot_be_looked_up_has_no_plan() -> None:
     # As in a folder that cannot be entered, which a test that runs as root does not have.
     assert CachedPlan.read(Path("n" * 1000)) is None
+
+
+def _that_recomputes_nothing(text: str) -> str:
+    content = json.loads(text)
+    for graph in content["graphs"]:
+        for layers in graph["layers"]:
+            layers["recompute"] = []
+    return json.dumps(content)
+
+
+def test_a_plan_that_does_not_fit_is_not_blamed_on_the_compiler(starts) -> None:
+    run = starts()
+    run.again()
+    run.entry.write_text(_that_recomputes_nothing(run.entry.read_text()))
+    (line,) = (line for line in run.again() if TOO_LARGE in line)
+    assert re.fullmatch(rf"{TOO_LARGE}: its step takes [\d.]+ MiB, [\d.]+ MiB over the budget; solving .*", line)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_no_entry(tmp_path, make: Callable[[Path], None]) -> None:
+    """Where it was waited for, this would not end."""
+    entry = tmp_path / "entry.json"
+    make(entry)
+    found: list[object] = []
+
+    def read() -> None:
+        found.append(CachedPlan.read(entry))
+        with known_costs(entry) as costs:
+            found.append(dict(costs))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(60)
+    assert found == [None, {}]

@@ -150,6 +150,7 @@ def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> 
 def test_a_batch_that_torch_traces_again_runs_in_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks that share parameters must, of which another one may have a batch as before."""
     hold_still(monkeypatch)
+    monkeypatch.setattr(CompileEngine, "_is_sharded", True)
     model, batch, alone = deep("llama"), ZOO["llama"].batch(8, 48), ZOO["llama"].batch(1, 48)
     plain = copy.deepcopy(model)
     engine = attached(model, below_all_plans(model, batch))

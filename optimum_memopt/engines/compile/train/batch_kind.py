@@ -33,9 +33,9 @@ class BatchKind(NamedTuple):
             return self.masks.first_after(other.masks)
         if self.trains != other.trains:
             return "other parameters train than before"
-        now = dict(self.inputs)
+        now, before = dict(self.inputs), dict(other.inputs)
         changed = sorted({path for path, _ in self.inputs ^ other.inputs})
-        texts = [_text(path, now[path]) if path in now else f"no {path}" for path in changed[:_QUOTED]]
+        texts = [_text(path, now, before) for path in changed[:_QUOTED]]
         return f"the first batch with {', '.join(texts) or 'other inputs'}{', …' if len(changed) > _QUOTED else ''}"
 
 
@@ -61,5 +61,9 @@ def _kinds(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple
             yield path, type(value).__qualname__
 
 
-def _text(path: str, kind: Hashable) -> str:
-    return f"{path}={kind!r}" if kind is None or isinstance(kind, bool | str) else path
+def _text(path: str, now: Mapping[str, Hashable], before: Mapping[str, Hashable]) -> str:
+    if path not in now:
+        return f"no {path}"
+    if (kind := now[path]) is None or isinstance(kind, bool | str):
+        return f"{path}={kind!r}"
+    return f"{path} of another type or shape" if path in before else path

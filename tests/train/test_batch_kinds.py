@@ -1,0 +1,262 @@
+"""Batches of several kinds, which run other graphs, within one budget; and parameters that begin to train."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated
+
+from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.compile.memory import footprint
+from optimum_memopt.engines.compile.options import LAYER, MODEL
+from optimum_memopt.engines.compile.predict import planner
+from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
+from optimum_memopt.engines.compile.train.batch_kind import BatchKind, input_kinds
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.sizes import Budget
+from tests.captured import by_bytes
+from tests.compiled import hold_still, selection
+from tests.rotation import nightly
+from tests.train.test_step_memory import EXACT, measured
+from tests.train.tower import Block
+from tests.trainer_runs import log_lines
+
+ROWS, LENGTH, WIDTH = 32, 30, 32
+# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+SLACK = 256
+AGAIN = "solving for the budget again"
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process grows by more than these models take, and a busy machine measures other costs."""
+    hold_still(monkeypatch)
+    monkeypatch.setattr(footprint, "room_to_grow", lambda *given: 0)
+    monkeypatch.setattr(planner, "costs_of", lambda graph, *others: by_bytes(graph))
+
+
+class Tasks(torch.nn.Module):
+    """Layers with a narrow head and a wide one, and layers of a second modality."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.task, self.breaks = "narrow", breaks
+        self.layers, self.images = (torch.nn.ModuleList(Block() for _ in range(4)) for _ in range(2))
+        self.narrow, self.norm = torch.nn.Linear(WIDTH, 4), torch.nn.BatchNorm1d(WIDTH)
+        self.wide = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 256), torch.nn.GELU(), torch.nn.Tanh(), torch.nn.Linear(256, 4)
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        task: str | None = None,
+        weights: torch.Tensor | None = None,
+        image: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(torch.nn.functional.dropout(x, 0.1))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if image is not None:
+            for layer in self.images:
+                image = layer(image)
+            x = x + image.mean(1, keepdim=True)
+        is_wide = "wide" in (task, self.task) or weights is not None
+        x = self.wide(x) if is_wide else self.narrow(x)
+        return {"loss": (x if weights is None else x * weights).square().mean()}
+
+
+def _x(length: int = LENGTH) -> torch.Tensor:
+    return torch.randn(ROWS, length, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+# The arguments of a batch of the second kind, beside those of the first.
+SECOND: dict[str, Callable[[], dict[str, Any]]] = {
+    "name": lambda: {"task": "wide"},
+    "optional tensor": lambda: {"weights": _x()[..., :4]},
+    "modality": lambda: {"image": _x(4 * LENGTH)},
+    "attribute": dict,
+}
+
+
+class Attached:
+    """A model that trains within a budget beside a plain one."""
+
+    def __init__(self, model: torch.nn.Module, chosen: Selection, unit: str) -> None:
+        self.model, self.plain = copy.deepcopy(model), copy.deepcopy(model)
+        self.engine = CompileEngine(chosen, "aot_eager", loss="plain", unit=unit)
+        self.engine.attach(self.model)
+
+    def step(self, batch: dict[str, Any], task: str = "narrow") -> int:
+        """A step as plain PyTorch's, to the bit; returns its highest sum of allocated bytes."""
+        for model in (self.plain, self.model):
+            model.task = task
+            model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        self.plain(**batch)["loss"].backward()
+        torch.manual_seed(1)
+        forward, saved, loss = allocated(lambda: self.model(**batch)["loss"])
+        backward, _, _ = allocated(loss.backward)
+        for ours, expected in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert ours.grad is expected.grad is None or torch.equal(ours.grad, expected.grad)
+        for ours, expected in zip(self.model.buffers(), self.plain.buffers(), strict=True):
+            assert torch.equal(ours, expected)
+        return max(forward, saved + backward)
+
+    @property
+    def recomputed(self) -> int:
+        return sum(row.applied_count for row in self.engine.plans().enabled)
+
+
+@pytest.fixture
+def attached() -> Iterator[Callable[..., Attached]]:
+    made: list[Attached] = []
+
+    def attach(*args: Any) -> Attached:
+        made.append(Attached(*args))
+        return made[-1]
+
+    yield attach
+    for one in made:
+        one.engine.detach()
+
+
+def within(share: float, model: torch.nn.Module, unit: str, kinds: dict[str, tuple[dict[str, Any], str]]) -> Selection:
+    """A budget that leaves a share of what the larger kind's activations take without a plan."""
+    parts = []
+    for batch, task in kinds.values():
+        free = Attached(model, Selection(), unit)
+        free.step(batch, task)
+        parts.append(free.engine.predictor.footprint())
+        free.engine.detach()
+    largest = max(parts, key=lambda each: each.peak)
+    bytes = largest.peak - int((1 - share) * largest.activations)
+    return Selection(budget=Budget(f"{bytes} bytes", bytes))
+
+
+def kinds_of(second: str) -> dict[str, tuple[dict[str, Any], str]]:
+    task = "wide" if second == "attribute" else "narrow"
+    return {"first": ({"x": _x()}, "narrow"), "second": ({"x": _x(), **SECOND[second]()}, task)}
+
+
+EVERY = [(second, unit, breaks) for second in SECOND for unit in (LAYER, MODEL) for breaks in (False, True)]
+# What no batch tells is seen behind a graph break only once what comes before it has run.
+EVERY = [case for case in EVERY if case != ("attribute", case[1], True)]
+
+
+@pytest.mark.parametrize(
+    ("second", "unit", "breaks"),
+    nightly(EVERY, but=[("name", LAYER, False), ("modality", LAYER, True), ("attribute", LAYER, False)]),
+)
+def test_a_later_kind_stays_within_the_budget(attached, second: str, unit: str, breaks: bool) -> None:
+    model, kinds = Tasks(breaks), kinds_of(second)
+    chosen = within(0.75, model, unit, kinds)
+    one = attached(model, chosen, unit)
+    recomputed = {}
+    for name in ("first", "second", "first", "second"):
+        with log_lines() as lines:
+            peak = one.step(*kinds[name])
+        around = one.engine.predictor.footprint()
+        assert peak <= around.activations_within(chosen.budget.bytes) + SLACK
+        assert not any(line.startswith("NOT within") for line in lines), lines
+        is_new, recomputed[name] = name not in recomputed, one.recomputed
+        if (second, unit) != ("attribute", MODEL):
+            assert sum(AGAIN in line for line in lines) == (is_new and name == "second"), lines
+            assert one.engine.predictor.footprint().peak <= chosen.budget.bytes
+            assert recomputed["first"] == 0 or second == "attribute", "there is room"
+            assert name == "first" or recomputed["second"]
+    peak = one.engine.predicted_peak_mib(None, False) * 2**20
+    assert peak <= chosen.budget.bytes
+
+
+def test_a_kind_that_does_not_fit_is_refused_and_others_go_on(attached) -> None:
+    kinds = kinds_of("name")
+    one = attached(Tasks(), within(0.1, Tasks(), LAYER, kinds), LAYER)
+    one.step(*kinds["first"])
+    with pytest.raises(DoesNotFitError, match="the step takes at least"):
+        one.step(*kinds["second"])
+    with log_lines() as lines:
+        one.step(*kinds["first"])
+    assert not any(AGAIN in line for line in lines), lines
+
+
+def test_inputs_that_change_no_graph_are_not_solved_for(attached, monkeypatch) -> None:
+    kinds = kinds_of("name")
+    one = attached(Tasks(), within(0.75, Tasks(), LAYER, kinds), LAYER)
+    one.step(*kinds["second"])
+    solved = []
+    original = planner.Planner._solve
+    monkeypatch.setattr(planner.Planner, "_solve", lambda *args: solved.append(args) or original(*args))
+    one.step({**kinds["second"][0], "image": None})
+    assert not solved
+
+
+def kind(trains: bool = True, **inputs: Any) -> BatchKind:
+    return BatchKind(KeptMasks(padding=False, local=False), (trains,), input_kinds((), inputs))
+
+
+def test_what_torch_guards_on_is_a_kind() -> None:
+    x = torch.zeros(4, 6)
+    first = kind(x=x, task="a", step=1, scale=0.5)
+    assert first == kind(x=torch.ones(8, 2), task="a", step=2, scale=0.25)
+    for other in (
+        kind(x=x.double(), task="a", step=1, scale=0.5),
+        kind(x=x[:1], task="a", step=1, scale=0.5),
+        kind(x=x, task="a", step=1, scale=0.5, image={"pixels": x}),
+        kind(x=x, task=None, step=1, scale=0.5),
+    ):
+        assert other != first
+    assert kind(x=x, task="b").first_after(kind(x=x, task="a")) == "the first batch with task='b'"
+    assert kind(x=x).first_after(kind(x=x, image=x)) == "the first batch with no image"
+    assert kind(False, x=x).first_after(kind(x=x)) == "other parameters train than before"
+
+
+@pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
+def test_layers_that_begin_to_train_are_shown_and_predicted(attached, unit: str) -> None:
+    model = Tasks()
+    for frozen in (model.layers, model.images):
+        frozen.requires_grad_(False)
+    one, batch = attached(model, selection("level 1"), unit), {"x": _x()}
+    with log_lines() as lines:
+        one.step(batch)
+    assert "--memory_opt_level 1: no layer of this model trains; it applies once one does" in lines
+    head = one.engine.plans()
+    assert not head.enabled
+    for each in (one.model, one.plain):
+        each.layers.requires_grad_(True)
+    one.step(batch)
+    assert sum(row.applied_count for row in one.engine.plans().enabled) >= 4
+    _, peak = measured(one.model, batch_of(batch))
+    assert one.engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    for each in (one.model, one.plain):
+        each.layers.requires_grad_(False)
+    one.step(batch)
+    assert one.engine.plans() is head
+
+
+def batch_of(inputs: dict[str, Any]) -> Any:
+    return inputs
+
+
+def test_states_of_what_trains_for_the_first_time_are_counted(attached) -> None:
+    """Else a plan is solved for fewer bytes than the next step holds."""
+    model = Tasks()
+    model.layers.requires_grad_(False)
+    one, batch = attached(model, selection("level 1"), LAYER), {"x": _x()}
+    optimizer = torch.optim.AdamW(one.model.parameters())
+    one.engine.run = lambda: Run(optimizer=optimizer)
+    one.step(batch)
+    optimizer.step()
+    for each in (one.model, one.plain):
+        each.layers.requires_grad_(True)
+        each.load_state_dict(one.model.state_dict())
+    one.step(batch)
+    predicted = one.engine.predictor.footprint(optimizer=optimizer).optimizer
+    optimizer.step()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    assert predicted == sum(value.nbytes for value in states if value.dim())
