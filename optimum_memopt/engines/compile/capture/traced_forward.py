@@ -334,8 +334,8 @@ class TracedForward:
             return None
         if self._regions.has_checkpointed:
             self.say(
-                "running layers under torch.utils.checkpoint in plain PyTorch, outside of plan and prediction: it runs "
-                "them again; to have a plan recompute in its place, leave the checkpoint out"
+                "running layers under torch.utils.checkpoint in plain PyTorch, outside of plan and prediction: it "
+                "runs them again; to have a plan recompute in its place, leave the checkpoint out"
             )
         self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
