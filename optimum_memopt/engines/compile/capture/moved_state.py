@@ -101,6 +101,8 @@ class StateWatch:
 
     def begin(self) -> bool:
         """A forward begins: true where its graphs have to be traced again, since more state has moved."""
+        # A forward that has failed leaves its own.
+        self._versions, self._node = [], None
         new = {source: tensor for source, tensor in self._new.items() if source not in self.moved}
         if not new:
             return False
@@ -142,6 +144,7 @@ class StateWatch:
                 given[at] = args[at].data
             return StateArgs(given, copied=copied)
         places = {dynamo.storage_id(args[at]): at for at in watched}
+        is_opened = False
 
         def saved_state(saved: torch.Tensor) -> SavedState | None:
             if (at := places.get(dynamo.storage_id(saved))) is None:
@@ -150,8 +153,10 @@ class StateWatch:
             is_whole |= saved.numel() <= _SAMPLE
 
             def opened(has_changed: bool, is_right: bool) -> None:
+                nonlocal is_opened
                 # Once a run: all of its state is opened by one backward.
-                self._compared[run] += at == min(watched)
+                self._compared[run] += not is_opened
+                is_opened = True
                 if has_changed:
                     self._new[watched[at]] = args[at]
                     self._was_read |= not is_right
