@@ -11,7 +11,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,7 @@ from optimum_memopt.report.page import Page, training_page, write_training_page
 from optimum_memopt.trainer_patches import ATTACHMENT, Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
+from optimum_memopt.training.loss_step import NotedLoss
 
 
 @dataclass(eq=False)
@@ -170,7 +171,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         chosen = resolved.options
         engine = create(resolved)
         engine.outputs_read_by = outputs_read_by
-        engine.run = _run_of(trainer)
+        loss = NotedLoss(trainer)
+        engine.run = _run_of(trainer, loss)
         engine.check_arguments(trainer.args)
         distributed.warn_unsharded(trainer)
         if chosen.memory_opt_optim is not None:
@@ -190,6 +192,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
     with TrainerPatches() as patches:
+        patches.put(trainer, Patch.NOTED_LOSS, loss.wrap)
         _put_on(patches, trainer, engine, chosen, callbacks, parts)
         # They stay, unless one of them could not be put on.
         own = patches.pop_all()
@@ -349,7 +352,7 @@ def _attaching(
     return attach_and_create
 
 
-def _run_of(trainer: Trainer) -> Callable[[], Run]:
+def _run_of(trainer: Trainer, loss: NotedLoss) -> Callable[[], Run]:
     """Asks for the Trainer's run; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
-    return lambda: Run() if (alive := held()) is None else batches.run_of(alive)
+    return lambda: Run() if (alive := held()) is None else replace(batches.run_of(alive), loss=loss)

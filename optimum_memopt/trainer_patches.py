@@ -27,6 +27,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Patch(Enum):
     """A wrapper around a method, and why it is there; of each method from the innermost to the outermost."""
 
+    NOTED_LOSS = ("compute_loss", "what it takes beside the model's forward is counted with its own inputs")
     SMOOTHED_LOSS = "compute_loss", "the engine smooths labels where it computes the loss"
     AGREED_FAILURE = "compute_loss", "memory that runs out on one rank ends the forward on all, which run it again"
     FAILED_TOGETHER = "compute_loss", "a rank whose first forward fails ends all, before they wait for its gradients"

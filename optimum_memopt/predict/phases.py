@@ -215,9 +215,17 @@ class DryRun:
         return "\n".join((self.header, grid, *fits, "", self.timeline.held_text("the training step")))
 
 
-def train_suggestion(peak: int, given: int, limit: int, rows: int) -> str:
-    """The line for a training step that does not fit, with the rows that would, as far as memory grows with them."""
+def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches: int = 1, batch: int = 0) -> str:
+    """The line for a training step that does not fit, with the rows that would, as far as memory grows with them.
+
+    Args:
+        given: bytes that are there before the step.
+        micro_batches: that are among them, of so many bytes each.
+    """
     line = f"train takes {gib_text(peak)} of {gib_text(limit)}: "
+    if micro_batches > 1 and batch and (count := micro_batches - -(-(peak - limit) // batch)) >= 1:
+        held = f"Trainer holds all {micro_batches} micro-batches of an optimizer step on the device"
+        return f"{line}--gradient_accumulation_steps {count}, since {held}"
     fewer = int(rows * (limit - given) / (peak - given)) if peak > given else 0
     flags = "--activation_checkpointing, or --memory_opt_budget"
     if fewer < 1:

@@ -317,8 +317,18 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
 
 def run_of(trainer: Any) -> Run:
     """The run that a Trainer is in, or is about to begin."""
-    accumulates = trainer.args.gradient_accumulation_steps > 1
-    return Run(trainer.optimizer, accumulates, partial(largest_batch, trainer), compat.train_batch_size(trainer))
+    accumulates, rows = trainer.args.gradient_accumulation_steps > 1, compat.train_batch_size(trainer)
+    return Run(trainer.optimizer, accumulates, partial(largest_batch, trainer), rows, micro_batches_of(trainer))
+
+
+def micro_batches_of(trainer: Any) -> int:
+    """Returns the number of micro-batches in a Trainer's optimizer step, all of which it fetches before the first runs
+    (`get_batch_samples`, transformers 5.23)."""
+    steps, data = trainer.args.gradient_accumulation_steps, trainer.train_dataset
+    if not hasattr(data, "__len__"):
+        return steps
+    rows = compat.train_batch_size(trainer) * trainer.args.world_size
+    return max(1, min(steps, math.ceil(len(data) / rows)))
 
 
 def largest_batch(trainer: Any) -> LargestBatch | None:

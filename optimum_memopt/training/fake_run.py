@@ -44,7 +44,7 @@ from optimum_memopt.predict.phases import (
 )
 from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training import compat_dry_run
-from optimum_memopt.training.batches import has_few_rows, is_readable, row_lengths
+from optimum_memopt.training.batches import has_few_rows, is_readable, micro_batches_of, row_lengths
 
 _DATA = ("train_dataset", "eval_dataset")
 
@@ -72,12 +72,16 @@ _Container = dict[Any, Any] | list[Any] | deque[Any]
 
 
 @contextlib.contextmanager
-def left_as_it_is(trainer: Any) -> Iterator[None]:
+def left_as_it_is(trainer: Any, others: Sequence[Any] = ()) -> Iterator[None]:
     """Within it a Trainer and its models may be changed, as may their lists, queues and dictionaries, and random
-    numbers may be drawn."""
+    numbers may be drawn.
+
+    Args:
+        others: objects that may be changed, too.
+    """
     models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
     parts = (trainer.args, trainer.state, trainer.callback_handler, trainer.accelerator)
-    owners = [trainer, *parts, *models]
+    owners = [trainer, *parts, *models, *others]
     data = [id(getattr(trainer, name)) for name in _DATA]
     before = [found for owner in owners for found in _contents(vars(owner), data)]
     modes = [(module, module.training) for model in models for module in model.modules()]
@@ -182,6 +186,7 @@ class FakeRun:
         model: as the Trainer trains it.
         holders: modules and optimizers that hold tensors.
         coming: bytes of the optimizer's states that nobody holds yet.
+        others: tensors of the micro-batches that wait on the device while one runs.
     """
 
     trainer: Any
@@ -189,6 +194,7 @@ class FakeRun:
     simulator: Simulator
     holders: Sequence[Any] = field(repr=False)
     coming: int = 0
+    others: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     def train(self, inputs: Any, items: Any, steps: int) -> tuple[SimulatedStep, list[RunPhase]]:
         """Micro-batches, clipping and the optimizer's step as in Trainer's loop, and the phases of it."""
@@ -202,7 +208,7 @@ class FakeRun:
             trainer.optimizer.step()
             model.zero_grad()
 
-        found, generation = self._run(step, inputs)
+        found, generation = self._run(step, [inputs, *self.others])
         # Blocks of the allocator are larger than what is in them.
         waste = found.peak - max(found.phases.values())
         # Texts are made before they are trained on.
@@ -210,13 +216,13 @@ class FakeRun:
         return found, [_phase(name, found.phases[name] + waste, generation) for name in names]
 
     def _run(
-        self, step: Callable[[], Any], inputs: Any, finds_variables: bool = True
+        self, step: Callable[[], Any], given: Any, finds_variables: bool = True
     ) -> tuple[SimulatedStep, compat_dry_run.Generation]:
         phase = partial(self.simulator.phase, GENERATION)
         kernels = contextlib.nullcontext() if self.simulator.shares_host else compat_dry_run.kernels_of_a_gpu()
         with compat_dry_run.longest_generation(phase) as generation, kernels:
             # What Trainers log, they read.
-            found = self.simulator.run(step, [*self.holders, inputs], finds_variables, reads_floats=True)
+            found = self.simulator.run(step, [*self.holders, given], finds_variables, reads_floats=True)
         return found, generation
 
     @property
@@ -472,7 +478,9 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     args = trainer.args
     rows = compat.train_batch_size(trainer)
     batch = largest_batch_of(trainer, trainer.train_dataset, rows, "training", trainer.get_train_dataloader)
-    steps = 2 if args.gradient_accumulation_steps > 1 else 1
+    micro_batches = micro_batches_of(trainer)
+    # Gradients of the first are there while a second one runs, and all later ones.
+    steps = min(2, micro_batches)
     items = compat_dry_run.items_in_batch(trainer, [batch] * steps)
     evaluated = evaluation_data(trainer, reads_any=True)
     with predicting_factory().simulator(device) as simulator:
@@ -485,7 +493,8 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         model = compat_dry_run.prepared_for_training(trainer)
         trainer.current_gradient_accumulation_steps = steps
         inputs, items, evaluated = simulator.copy((batch, items, evaluated))
-        run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer))
+        others = [torch.empty_like(each) for _ in range(micro_batches - 1) for each in compat.tensors_in(inputs)]
+        run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer), others=others)
         step, phases = run.train(inputs, items, steps)
         trained = max(phase.peak for phase in phases if phase.name in OF_ROWS)
         generated = [phase.peak for phase in phases if phase.name == GENERATION]
@@ -502,9 +511,10 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         phases += [*run.save_and_resume(), *run.merge()]
     lines = suggestions(phases, limit, flags)
     if trained > limit:
-        lines = (train_suggestion(trained, step.given, limit, rows), *lines)
+        held = compat.tensor_bytes(compat.tensors_in(batch))
+        lines = (train_suggestion(trained, step.given, limit, rows, micro_batches, held), *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
-    accumulated = f", {steps} micro-batches" if steps > 1 else ""
+    accumulated = f", {micro_batches} micro-batches" if micro_batches > 1 else ""
     reserved = "" if step.reserved is None else f" ({gib_text(step.reserved)} reserved)"
     header = (
         f"{type(trainer).__name__}, {type(trainer.model).__name__}, batch {_shape(batch)}{accumulated}{precision}, "

@@ -1,9 +1,10 @@
 """The options that every engine reads, the plan that they ask for, the step that it is for, and the run."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer
@@ -11,6 +12,9 @@ from optimum_memopt.option_values import Numbers, flag
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
+
+if TYPE_CHECKING:
+    import torch
 
 AUTO = "auto"
 ON_OOM = EXPLAIN, REPLAN = ("explain", "replan")
@@ -74,6 +78,27 @@ class LargestBatch:
 
 
 @dataclass(frozen=True)
+class LossStep:
+    """A step's loss that is computed outside of the model's forward, and may be computed on tensors without data.
+
+    Attributes:
+        name: of what computes it, `Distiller.compute_loss`.
+        unknown: why it may not be computed again; empty where it may.
+        inputs: of `compute`.
+        compute: returns the loss of such inputs; calls the model's forward.
+        modules: whose tensors it uses or changes, the model among them.
+        prepared: a context within which it may be computed, and behind which everything is as it was.
+    """
+
+    name: str
+    unknown: str = ""
+    inputs: Any = field(default=None, repr=False)
+    compute: Callable[[Any], "torch.Tensor"] | None = field(default=None, repr=False)
+    modules: Callable[[], "Sequence[torch.nn.Module]"] = field(default=tuple, repr=False)
+    prepared: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
+
+
+@dataclass(frozen=True)
 class Run:
     """A training run beside its model.
 
@@ -83,12 +108,22 @@ class Run:
         largest_batch: reads it from the training data; None where that cannot tell.
         rows: of a micro-batch as the data loader counts them, of which a Trainer may make several of the model's each
             (DPO's pairs); 0: not known.
+        micro_batches: of an optimizer step; all of them are on the device while it runs, as Trainer fetches them; 0:
+            the one that runs is alone.
+        loss: asked in a training forward; None where the loss is the forward's own.
     """
 
     optimizer: Optimizer | None = None
     gradient_accumulation: bool = False
     largest_batch: Callable[[], LargestBatch | None] = lambda: None
     rows: int = 0
+    micro_batches: int = 0
+    loss: Callable[[], LossStep | None] = lambda: None
+
+    @property
+    def batches_held(self) -> int:
+        """The number of micro-batches on the device while one runs."""
+        return max(1, self.micro_batches)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Footprint:
         activations: peak of a forward and its backward over what was there before, with the gradients that the
             backward returns.
         parameters: of the model, trainable or not.
-        batch: the tensors that the forward is given.
+        batch: the tensors that the forward is given, of all micro-batches that are held at once.
         optimizer: its states.
         accumulated: gradients of earlier micro-batches, 0 where each step begins without.
         other_forwards: saved by earlier forwards of the step, or earlier graphs of a forward, whose backward is still
@@ -80,11 +80,12 @@ class Footprint:
     def _in_backward(self) -> int:
         return self.accumulated + self.other_forwards + self.activations
 
-    def text(self, weights: str) -> str:
+    def text(self, weights: str, batches: int = 1) -> str:
         """The parts, in MiB.
 
         Args:
             weights: says of which type the parameters are.
+            batches: micro-batches that are held at once.
         """
         is_in_backward = self._in_backward >= self.gradients + self.step
         moment, size = "gradients and the optimizer's step", self.gradients + self.step
@@ -96,7 +97,7 @@ class Footprint:
             "optimizer": self.optimizer,
             "accumulated gradients": self.accumulated,
             "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
-            "batch": self.batch,
+            "batch" if batches == 1 else f"{batches} micro-batches": self.batch,
             "other": self.constant,
         }
         remarks = {"parameters": f" ({weights})"}
@@ -328,6 +329,7 @@ class StepContext:
         margin: bytes that stay free, for what earlier plans took beyond their prediction.
         largest: the run's largest batch, None where it is not known.
         rows: see `Run`.
+        micro_batches: see `Run`.
         resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
         room: bytes of it that the process may still grow by.
         link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
@@ -340,6 +342,7 @@ class StepContext:
     margin: int = 0
     largest: LargestBatch | None = None
     rows: int = 0
+    micro_batches: int = 0
     resident: int = 0
     room: int = 0
     link: float = 0.0
@@ -372,7 +375,7 @@ def step_around(
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
-    batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = trainable_of(model, untrained)
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
@@ -397,6 +400,7 @@ def step_around(
         budget.on_device(memory.total, memory.available),
         fixed,
         rows=run.rows,
+        micro_batches=run.micro_batches,
         resident=held,
         room=room,
         link=link,

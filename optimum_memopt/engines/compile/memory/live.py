@@ -115,6 +115,18 @@ class LiveRun:
         """The storages that were there before the first operator, and the events from it on."""
         return tuple(held_before(self.events[: self.begin]).values()), self.events[self.begin :]
 
+    def between(self, begin: int, end: int) -> Iterator[Event]:
+        """The events between two marks, without storages that somebody else counts."""
+        for event in self.events[begin:end]:
+            allocates = tuple(storage for storage in event.allocates if storage.bytes)
+            frees = tuple(name for name in event.frees if name in self._counted)
+            if allocates or event.workspace or frees:
+                yield event._replace(allocates=allocates, frees=frees)
+
+    @cached_property
+    def _counted(self) -> frozenset[str]:
+        return frozenset(storage.name for event in self.events for storage in event.allocates if storage.bytes)
+
     @property
     def micro_batch(self) -> StepEvents:
         """One forward and its backward, without what was there before."""
@@ -294,6 +306,11 @@ class LiveRecorder(TorchDispatchMode):
         finally:
             self._is_paused = False
 
+    def names_of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Returns the names of the storages of tensors among the events."""
+        addresses = (storage.address for tensor in tensors for storage in fake_tensors.storages(tensor))
+        return tuple(str(self._alive[address]) for address in addresses if address in self._alive)
+
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Tensors whose memory somebody else counts; returns the numbers of their storages."""
         held = [storage for tensor in tensors for storage in fake_tensors.storages(tensor)]
@@ -399,6 +416,10 @@ class LiveRecorder(TorchDispatchMode):
             for storage in fake_tensors.storages(leaf)
             if storage.address not in self._alive
         ]
+        if new and not fake_tensors.runs_kernel(function) and any(map(fake_tensors.is_real, tensors_in(args))):
+            # A view of a tensor with data, which was there before the step.
+            self.leave_out(tensors_in(results))
+            return results
         workspace = int(operator_workspace(function, args, results, self._cuda))
         if not new and not workspace:
             return results

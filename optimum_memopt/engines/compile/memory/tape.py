@@ -16,6 +16,7 @@ import torch
 
 from optimum_memopt.engines.api.predictions import TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.events import Event, Schedule, Storage
 from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, GraphRun, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -114,12 +115,14 @@ class Tape:
         given: storages that were there before: the forward's own arguments, and parameters.
         outside: what runs outside of all graphs, in the order of the backward.
         sharding: of the model.
+        loss: that is computed outside of the forward; None: it is the forward's own.
     """
 
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
     outside: tuple[Outside, ...] = ()
     sharding: AnySharding = field(default_factory=Sharding)
+    loss: EagerLoss | None = None
 
     def collectives(self, gradients: Sequence[Iterable[int | None]]) -> Collectives:
         """The events around its calls; `gradients` as `GraphRun` has them, None for those of no argument."""
@@ -127,7 +130,8 @@ class Tape:
             GraphRun(call.layer, call.parameters, {at for at in own if at is not None}, again)
             for call, own, again in zip(self.calls, gradients, self.again, strict=True)
         ]
-        return self.sharding.collectives(runs)
+        collectives = self.sharding.collectives(runs)
+        return collectives if self.loss is None else self.loss.around(collectives)
 
     def saved_behind(self, call: int) -> dict[int, int]:
         """Bytes of the storages that operators outside of all graphs save behind a call, by number; -1: before all."""
@@ -136,7 +140,8 @@ class Tape:
 
     def at(self, sizes: Mapping[str, int]) -> "Tape":
         """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""
-        return replace(self, sharding=self.sharding.at(sizes))
+        loss = None if self.loss is None else self.loss.at(sizes)
+        return replace(self, sharding=self.sharding.at(sizes), loss=loss)
 
     def with_all_held(self) -> "Tape":
         """The same where each argument that a backward reads is held until then."""
@@ -195,9 +200,13 @@ class Tape:
         return gathered * others // ranks, reduced * others // ranks
 
     @classmethod
-    def of_one(cls) -> "Tape":
-        """One graph that is all of a forward."""
-        return cls((Call(0),))
+    def of_one(cls, results: int = 0, loss: EagerLoss | None = None) -> "Tape":
+        """One graph that is all of a forward.
+
+        Args:
+            results: their number, where a loss is computed from them.
+        """
+        return cls((Call(0, outputs={place: place for place in range(results)}),), loss=loss)
 
     @property
     def runs(self) -> tuple[int, ...]:

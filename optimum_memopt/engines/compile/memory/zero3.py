@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -341,19 +341,10 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
 
 def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
     """A run's events between its marks, without what layers hold, which their graphs count."""
-    counted = {storage.name for event in run.events for storage in event.allocates if storage.bytes}
-
-    def between(begin: int, end: int) -> Iterator[Event]:
-        for event in run.events[begin:end]:
-            allocates = tuple(storage for storage in event.allocates if storage.bytes)
-            frees = tuple(name for name in event.frees if name in counted)
-            if allocates or event.workspace or frees:
-                yield event._replace(allocates=allocates, frees=frees)
-
     before: dict[Hashable, tuple[Event, ...]] = {}
     last = 0
     for place, mark in (*run.marks, (len(run.events), _Mark(_END))):
-        before[mark] = tuple(between(last, place))
+        before[mark] = tuple(run.between(last, place))
         last = place
     for number in reversed(range(len(layers))):
         if _Mark(_BACKWARD, number) not in before:

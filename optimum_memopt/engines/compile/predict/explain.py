@@ -136,7 +136,7 @@ class Search:
     def _smaller(self) -> Iterator[Suggestion]:
         for times in self._parts(self.ran.rows):
             activations = self.ran.activations(times)
-            peak = _micro(self.plain, activations, times).peak
+            peak = _micro(self.plain, activations).peak
             if peak + self.waste * activations <= self.allowed:
                 yield Suggestion(self._micro_flags(times), peak, None, "as many rows in an optimizer step")
                 return
@@ -163,7 +163,7 @@ class Search:
         graphs = self.graphs()
         for times in self._parts([size for graph in graphs for size in graph.rows_with(self.step.largest)]):
             self.deadline.check()
-            micro = replace(self.step, fixed=_micro(self.step.fixed, 0, times))
+            micro = replace(self.step, fixed=_micro(self.step.fixed, 0))
             solver = forward_solver(graphs, micro, times, micro.largest)
             if (plan := self._within(solver, micro.fixed.activations_within(self.budget << 20))) is None:
                 continue
@@ -222,9 +222,9 @@ def _share(plan: Plan) -> float | None:
     return plan.extra_seconds / plan.seconds if plan.seconds else None
 
 
-def _micro(outside: Footprint, activations: int, times: int) -> Footprint:
-    """The footprint of a micro-batch: gradients of the earlier ones are there while a later one runs."""
-    return replace(outside, activations=activations, batch=outside.batch // times, accumulated=outside.gradients)
+def _micro(outside: Footprint, activations: int) -> Footprint:
+    """The footprint of a micro-batch, beside the gradients of earlier ones and the rows of all."""
+    return replace(outside, activations=activations, accumulated=outside.gradients)
 
 
 @dataclass(frozen=True)

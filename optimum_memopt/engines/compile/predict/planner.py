@@ -23,6 +23,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
+from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
@@ -58,6 +59,7 @@ class PlannerSpec:
         target: the device that steps are planned for; None: where the model lies.
         options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
         is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
+        loss: that of the step, computed outside of the forward, which is given these inputs; None: there is none.
     """
 
     producer: Producer
@@ -68,6 +70,7 @@ class PlannerSpec:
     with_lengths: bool = False
     options: str = ""
     is_sharded: bool = False
+    loss: Callable[[Mapping[str, object]], EagerLoss | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class Planner:
         siblings: planners for batches of other kinds.
         has_foreign: since it was last set to False, a graph has run that the plan in force was not solved for.
         has_unplanned: the same of one that no sibling's plan was solved for either.
+        loss: see `PlannerSpec`; None before the first forward.
     """
 
     def __init__(self, model: torch.nn.Module, spec: PlannerSpec) -> None:
@@ -139,6 +143,7 @@ class Planner:
         # None until it was asked for: what is available shrinks while training runs.
         self._limit: int | None = None
         self.largest: LargestBatch | None = None
+        self.loss: EagerLoss | None = None
         self._margin = 0
         self._resident: int | None = None
         # What the process held when a plan was made, and before the run's first one was.
@@ -179,6 +184,11 @@ class Planner:
         return self._spec.is_sharded
 
     @property
+    def run(self) -> Run:
+        """The run as it is now."""
+        return self._spec.run()
+
+    @property
     def solves(self) -> bool:
         """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
@@ -196,6 +206,7 @@ class Planner:
         Raises:
             DoesNotFitError: no plan fits.
         """
+        self.loss = self._spec.loss(inputs or {})
         if not self.solves:
             planned = attempt()
             if any(self._of_ranks(planned.predictor is not None and self._know(planned.predictor.graphs))):
@@ -207,6 +218,11 @@ class Planner:
             # Not while a model is traced, where no tensor can be read.
             largest = self._spec.run().largest_batch()
             self.largest = largest and shaped_as(largest, input_sizes(inputs or {}))
+        if self.loss is not None and self.loss.unknown:
+            get_logger().warning(
+                f"--memory_opt_budget bounds the forward and backward of {type(self._model).__name__} alone; "
+                f"{self.loss.caveat}"
+            )
         entry = self._entry(inputs or {})
         self._cached = CachedPlan.read(entry) if entry is not None else None
         planned, number = attempt(), 1
@@ -470,7 +486,10 @@ class Planner:
         self.step()
         larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.largest))
         costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
-        return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
+        captured = replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
+        if self.loss is None:
+            return captured
+        return replace(captured, tape=Tape.of_one(graph.joint.num_fwd_outputs, self.loss))
 
     def _captured(self, predictor: StepMemoryPredictor) -> tuple[CapturedGraph, ...]:
         """The graphs that ran, each with the runs of all."""
@@ -502,6 +521,10 @@ class Planner:
         around = step_around(
             self._model, self._inputs, budget, spec.run(), spec.target, self._untrained, trained=self._trained
         )
+        if self.loss is not None:
+            # Which is among the events of the step.
+            constant = max(0, around.fixed.constant - self.loss.resident)
+            around = replace(around, fixed=replace(around.fixed, constant=constant))
         step = _without_second_room(around, self._first_constant)
         self._constant = step.fixed.constant
         if self._first_constant is None:

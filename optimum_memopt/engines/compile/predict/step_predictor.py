@@ -174,7 +174,8 @@ class StepMemoryPredictor:
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
-        self._batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        self._batch = self.run.batches_held * batch
         self._pending = pending or Pending()
         if constant is None:
             constant = constant_of(model, self._batch, resident, self._left(runs_before))
@@ -182,8 +183,8 @@ class StepMemoryPredictor:
 
     def _left(self, runs: int) -> int:
         """Bytes that the first runs of the forward leave; -1: it has ended."""
-        sharding = self.tape.sharding
-        if runs <= 0 and not (sharding.is_sharded and (runs == 0 or sharding.stays_gathered)):
+        sharding, loss = self.tape.sharding, self.tape.loss
+        if runs <= 0 and loss is None and not (sharding.is_sharded and (runs == 0 or sharding.stays_gathered)):
             return 0
         tape, events = self._runs(self.first, compiled=False)
         return bytes_left_by(replace(tape, sharding=tape.sharding.first), events, max(0, runs))
@@ -192,7 +193,7 @@ class StepMemoryPredictor:
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
         graphs, count, runs = self.graphs, len(self.graphs), len(self.tape.calls)
-        reasons = [self._programs_caveat]
+        reasons = [self._programs_caveat, self.tape.loss.caveat if self.tape.loss is not None else ""]
         is_told = self.tape.sharding.tells_outside
         if not is_told and not all(graph.is_all_of_forward for graph in graphs):
             in_runs = f" in {runs} runs" if runs > count else ""
@@ -263,7 +264,8 @@ class StepMemoryPredictor:
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
-        return compose(*self._runs(self._all_sizes(sizes), compiled=False)).saved_bytes
+        tape, runs = self._runs(self._all_sizes(sizes), compiled=False)
+        return compose(replace(tape, loss=None), runs).saved_bytes
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, accumulates: bool = False) -> int:
         """The peak of a forward and its backward, in bytes."""

@@ -110,7 +110,7 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
     by_dtype = weights_by_dtype(model)
     sizes = (f"{dtype} {size / MIB:.1f}" for dtype, size in by_dtype.items())
-    parts = footprint.text(", ".join(by_dtype if len(by_dtype) == 1 else sizes))
+    parts = footprint.text(", ".join(by_dtype if len(by_dtype) == 1 else sizes), run.batches_held)
     lines = [
         f"Predicted for the first batch: {predictor.saved() / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
@@ -330,7 +330,7 @@ def show(
         graphs: of its first training forward, in order, right after it.
         resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
         masks: that are made for the batch.
-        run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
+        run: that is planned, or one that trains without its optimizer, which must not be kept.
 
     Raises:
         ConfigError: the user asks for what none of the graphs has.

@@ -197,6 +197,41 @@ def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_
         return copy.deepcopy(value, memo)
 
 
+def is_real(tensor: torch.Tensor) -> bool:
+    """True for a tensor with data."""
+    return not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+
+
+def fakes_of(tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
+    """Tensors without data in the place of these, without their gradients and hooks; see `fake_copy` on values and on
+    tensors of a subclass."""
+    made: dict[int, torch.Tensor] = {}
+    bases: dict[int, torch.Tensor] = {}
+    with mode:
+        for tensor in tensors:
+            if id(tensor) in made:
+                continue
+            is_known = _may_be_read(tensor)
+            fake = _with_its_values(tensor, mode) if is_known else _fake_of(tensor, mode, None, bases)
+            fake.grad = None
+            for name, attribute in vars(tensor).items():
+                if name not in vars(fake):
+                    setattr(fake, name, attribute)
+            made[id(tensor)] = fake
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def tiled(tensor: torch.Tensor, shape: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
+    """Returns a tensor of this shape, whose values are those of another one again and again, where they are known."""
+    values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if values is None:
+        return tensor.new_empty(shape)
+    with unset_fake_temporarily():
+        for dim, size in enumerate(shape):
+            values = values.index_select(dim, torch.arange(size) % max(1, values.shape[dim]))
+    return _with_its_values(values, mode)
+
+
 def is_without_parts(tensor: torch.Tensor) -> bool:
     """True for one of a subclass that is not made of other tensors, which has no fake tensors of its own."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -407,6 +442,9 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if function in _SCALER:
         return args[0] if function is _aten._amp_update_scale_.default else None
     tensors = list(tensors_in((*args, *kwargs.values())))
+    if function.namespace == "c10d":
+        # It would run, and wait for other ranks.
+        raise RuntimeError(f"{function} exchanges tensors with other ranks")
     if not tensors:
         return _made(function, args, kwargs)
     if any(getattr(tensor, "constant", None) is None for tensor in tensors):

@@ -1,7 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from optimum_memopt.engines.compile.capture.backend import check_compiler, defau
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TracedForward, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
+from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.predict.loss_simulation import eager_loss
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.torch_compat import fully_shard
@@ -162,6 +164,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._producer = producer_for(replace(self._selection, config=config))
         self._buckets: LengthBuckets | None = None
         self._is_plain = False
+        self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
         self._is_whole = False
 
@@ -175,9 +178,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 get_logger().warning("one variant: ranks that gather parameters together cannot plan batches alone")
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(most, weak_method(self._new_forward), may_rerun=not is_sharded)
-        reader = self._loss.reader(self.outputs_read_by)
-        loss_only = not reader and self.outputs_read_by is not None
-        call = ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
+        call = self._call(args, kwargs)
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
         try:
@@ -217,6 +218,7 @@ class CompileEngine(in_place.InPlaceEngine):
             with_curve=with_curve,
             with_lengths=with_lengths,
             is_sharded=self._is_sharded,
+            loss=weak_method(self._loss_of_step),
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
@@ -242,6 +244,23 @@ class CompileEngine(in_place.InPlaceEngine):
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
+
+    def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:
+        """Returns the loss that the run computes outside of the forward, which is given these inputs."""
+        if self._eager_loss is None and (step := self._run_now().loss()) is not None:
+            patch, forward = self._attached.training_forward, weak_method(self._plain_forward)
+            self._eager_loss = eager_loss(self._model, patch, forward, step, inputs)
+        return self._eager_loss
+
+    def _plain_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of the model's own forward, changed as those of the one that trains."""
+        assert self._buckets is not None
+        return self._buckets.largest.traced.plainly(self._call(tuple(args), kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardArgs:
+        reader = self._loss.reader(self.outputs_read_by)
+        loss_only = not reader and self.outputs_read_by is not None
+        return ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
 
     def _run_now(self) -> Run:
         return self.run() if self.run is not None else Run()

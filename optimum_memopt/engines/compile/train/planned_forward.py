@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.traced_forward import (
     ForwardArgs,
     TracedCall,
@@ -271,6 +272,8 @@ class PlannedForward:
         self._others = None
         try:
             traced = self.traced(call, self._choices)
+            if (loss := self.planner.loss) is not None:
+                traced = replace(traced, tape=replace(traced.tape, loss=loss))
         except Exception as error:
             if not self.traced.is_first or own_error(error) is not None:
                 raise
@@ -344,7 +347,8 @@ class PlannedForward:
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, runs_before=earlier)
+        run = Run(micro_batches=self.planner.run.micro_batches)
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, run, earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)

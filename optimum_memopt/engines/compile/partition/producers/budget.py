@@ -64,12 +64,14 @@ class FromBudget(Producer):
         """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
         without_graphs = replace(step.fixed, activations=0).peak
         if without_graphs > step.limit:
-            why = "that is without any activations: give a larger budget, or an optimizer with fewer states"
+            why = _fewer_batches(step, without_graphs) or "give a larger budget, or an optimizer with fewer states"
+            why = f"that is without any activations: {why}"
             raise self._does_not_fit(step, without_graphs, {}, why, has_activations=False)
         try:
             plan = solver.cheapest(step.allowed)
         except Infeasible as infeasible:
-            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(graphs, step)
+            lowest = step.footprint(infeasible.peak).peak
+            suggestion = _suggestion(graphs, step, lowest)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
         why, saved = self._chosen(graphs, step, solver, plan)
         return SolvedForward(
@@ -105,7 +107,7 @@ class FromBudget(Producer):
             "parameters": fixed.parameters + fixed.buffers,
             "optimizer states": fixed.optimizer,
             "accumulated gradients": fixed.accumulated,
-            "the batch": fixed.batch,
+            "the batch" if step.micro_batches < 2 else f"{step.micro_batches} micro-batches": fixed.batch,
             "the process": fixed.constant,
             **({} if has_activations else {"gradients and the optimizer's step": peak - fixed.peak}),
             **holds,
@@ -141,16 +143,32 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
     return tuple(nodes)
 
 
-def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext) -> str:
-    batch = smaller_batch(graphs, step)
+def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext, lowest: int) -> str:
+    """Returns the flags with which a step fits whose lowest peak does not."""
+    batch, fewer = smaller_batch(graphs, step), _fewer_batches(step, lowest)
+    if batch is None and fewer:
+        return fewer
     if batch is None and step.largest is not None and step.largest.flattened:
         return "give a larger budget, or a smaller --per_device_train_batch_size"
     if batch is None:
         return "no smaller batch was found to fit: give a larger budget"
     rows, times = batch
-    return (
+    smaller = (
         f"--per_device_train_batch_size {rows} fits, and with {times} times the --gradient_accumulation_steps an "
         "optimizer step has as many rows"
+    )
+    return f"{smaller}; or {fewer}" if fewer else smaller
+
+
+def _fewer_batches(step: StepContext, peak: int) -> str:
+    """Returns the accumulation with which a peak fits; empty where none does."""
+    held = step.micro_batches
+    count = held - math.ceil((peak - step.limit) * held / step.fixed.batch) if held > 1 and step.fixed.batch else 0
+    if count < 1:
+        return ""
+    return (
+        f"--gradient_accumulation_steps {count} fits: Trainer holds all {held} micro-batches of an optimizer step on "
+        "the device"
     )
 
 
@@ -171,7 +189,9 @@ def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[i
     times = 2
     while whole % times == 0:
         # Gradients of the earlier micro-batches are there while a later one runs.
-        fixed = replace(step.fixed, batch=step.fixed.batch // times, accumulated=step.fixed.gradients)
+        # Trainer holds as many rows, in more micro-batches.
+        batch = step.fixed.batch if step.micro_batches else step.fixed.batch // times
+        fixed = replace(step.fixed, batch=batch, accumulated=step.fixed.gradients)
         micro = replace(step, fixed=fixed)
         if forward_solver(graphs, micro, times, step.largest).fits(fixed.activations_within(step.limit)):
             return whole // times, times
