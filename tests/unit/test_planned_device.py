@@ -1,6 +1,9 @@
 """A CUDA device that is not there: `tests/cuda/test_plan_device.py` compares what is predicted for it."""
 
+import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.capture.standins import kernel, traced_for
 from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.torch_compat import kernels
 
 H100, A100, T4 = ((9, 0), (8, 0), (7, 5))
 NORM, SUM, PRODUCT = (lambda x: functional.layer_norm(x, (4,)), lambda x: x.sum(-1), lambda x: x @ x.T)
@@ -70,3 +74,44 @@ def test_attention_has_the_shape_of_torchs(mask, dropout):
     with traced_for(DEVICES["H100"], None):
         found = functional.scaled_dot_product_attention(query, query, query, masks.get(mask), dropout)
     assert found.shape == query.shape
+
+
+def strided(shape: tuple[int, ...]) -> torch.Tensor:
+    """A mask by heads, whose rows have gaps."""
+    rows, heads, queries, keys = shape
+    return torch.zeros(rows, queries, keys, heads, device="meta").permute(0, 3, 1, 2)
+
+
+def recorded(called: list[str], name: str, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    called.append(name)
+    return operator(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "mask", "is_causal", "expected"),
+    [
+        ((2, 4, 16, 64), (2, 4, 16, 64), None, True, "cudnn"),
+        ((2, 4, 16, 256), (2, 4, 16, 256), None, False, "flash"),
+        ((2, 4, 16, 64), (2, 4, 32, 64), None, True, "cudnn"),
+        ((2, 4, 16, 256), (2, 4, 32, 256), None, True, "efficient"),
+        ((2, 4, 16, 64), (2, 4, 16, 64), torch.zeros(2, 1, 16, 16, device="meta"), False, "efficient"),
+        ((2, 4, 16, 64), (2, 4, 16, 64), strided((2, 4, 16, 16)), False, "math"),
+        ((2, 4, 16, 512), (2, 4, 16, 512), None, False, "efficient"),
+        ((2, 4, 16, 20), (2, 4, 16, 20), None, False, "flash"),
+        ((2, 4, 16, 20), (2, 4, 16, 20), torch.zeros(16, 16, device="meta"), False, "math"),
+        ((4, 16, 64), (4, 16, 64), None, False, "math"),
+        ((2, 4, 16, 64), (2, 2, 16, 64), torch.zeros(16, 16, device="meta"), False, "math"),
+    ],
+)
+def test_the_kernel_takes_sizes_and_strides(query, key, mask, is_causal, expected, monkeypatch):
+    called = []
+    for name, operator in kernels.ATTENTION.items():
+        monkeypatch.setitem(kernels.ATTENTION, name, functools.partial(recorded, called, name, operator))
+    queries, keys = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in (query, key))
+    mask = mask if mask is None else mask.bfloat16()
+    with traced_for(DEVICES["H100"], None):
+        result = functional.scaled_dot_product_attention(
+            queries, keys, keys, mask, is_causal=is_causal, enable_gqa=query[1] != key[1]
+        )
+    assert called == [expected]
+    assert result.shape == queries.shape
