@@ -8,6 +8,7 @@ from packaging.version import Version
 from optimum_memopt import optimize
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
+from tests.small_model import WIDTH, Block
 from tests.trainer_runs import CLOSE, build, distance, log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -106,6 +107,48 @@ class Checkpointed(torch.nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().sum()
+
+
+class InSegments(torch.nn.Module):
+    """Layers that the model checkpoints between graph breaks, which torch makes there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(6))
+        self.head = torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = torch.utils.checkpoint.checkpoint_sequential(list(self.layers), 3, x, use_reentrant=False)
+        return {"loss": self.head(x).square().mean()}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    nightly([{"memory_opt_level": 1}, {"memory_opt_budget": "8GiB"}, {}], but=[{"memory_opt_level": 1}]),
+    ids=["level", "budget", "none"],
+)
+def test_checkpoints_of_ones_own_around_layers_train_in_a_loop(plan):
+    model, plain = InSegments(), InSegments()
+    optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **plan)
+    with log_lines() as lines:
+        for length in (5, 6):
+            x = torch.randn(3, length, WIDTH)
+            for each in (model, plain):
+                each(x)["loss"].backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert sum(line.startswith("running layers under torch.utils.checkpoint in plain PyTorch") for line in lines) == 1
+
+
+def test_a_checkpoint_around_the_model_trains():
+    model, plain = Checkpointed(), Checkpointed()
+    optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        for each in (model, plain):
+            torch.manual_seed(0)
+            torch.utils.checkpoint.checkpoint(each, x, use_reentrant=False).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("unit", ["layer", "model"])

@@ -1,18 +1,21 @@
-"""How often a model is recompiled, which no other model of its class counts for."""
+"""Recompiles: how many a model has, which no other model of its class counts for, and what they lead to."""
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from optimum_memopt import optimize
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, Recompile
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.planned_forward import Recompiles
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.engines.compile.train.planned_forward import _MOST_OF_CAUSE, Recompiles
 from optimum_memopt.plans.grammar import parse
+from tests.small_model import CLASSES, WIDTH, Block
 from tests.trainer_runs import log_lines
 
 LIMIT = 3
@@ -45,8 +48,8 @@ def _few_recompiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def attached(model: torch.nn.Module, selection: Selection | None = None) -> CompileEngine:
-    engine = CompileEngine(selection, "aot_eager", dynamic=False)
+def attached(model: torch.nn.Module, selection: Selection | None = None, dynamic: bool = False) -> CompileEngine:
+    engine = CompileEngine(selection, "aot_eager", dynamic=dynamic)
     engine.outputs_read_by = lambda: ""
     engine.attach(model)
     return engine
@@ -79,21 +82,42 @@ def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isol
     assert lines == []
 
 
+def trained(model: torch.nn.Module, batches: Sequence[Any], change: Callable[[Any, int], None]) -> list[list[str]]:
+    """Trains like plain PyTorch, to the bit.
+
+    Args:
+        change: of the model, before each step.
+
+    Returns:
+        The log lines of each step.
+    """
+    plain, said = copy.deepcopy(model), []
+    attached(model, Selection(level=1), dynamic=isinstance(model, Annealed))
+    for step, batch in enumerate(batches):
+        with log_lines() as lines:
+            for each in (model, plain):
+                change(each, step)
+                each(**batch)["loss"].backward()
+        said.append([line for line in lines if not line.startswith(("compiling ", "compiled "))])
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    return said
+
+
+def unchanged(model: torch.nn.Module, step: int) -> None:
+    """Nothing changes."""
+
+
 @pytest.mark.parametrize("build", [Whole, Broken])
-def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(build: type[torch.nn.Module]) -> None:
-    model = build()
-    attached(model)
-    with log_lines() as lines:
-        for index in range(LIMIT):
-            model(rows(2 + index))["loss"].backward()
-        with pytest.raises(MemOptError) as caught:
-            model(rows(2 + LIMIT))
+def test_code_that_recompiles_with_every_batch_is_left_to_python_and_named(build: type[torch.nn.Module]) -> None:
+    said = trained(build(), [{"x": rows(2 + step)} for step in range(LIMIT + 4)], unchanged)
+    lines = [line for of_step in said for line in of_step]
     recompiles = [line for line in lines if line.startswith("recompiled the training graph; failed guard: ")]
     assert recompiles and len({re.sub(r"\d+", "N", line) for line in recompiles}) == len(recompiles)
-    message = str(caught.value)
-    assert message.startswith(f"{build.__name__} was recompiled {LIMIT} times, which is the limit; last failed guard")
-    assert "size mismatch at index 0" in message and "pad batches to fewer lengths" in message
-    assert "\n" not in message and len(message) < 1000
+    left = [line for line in lines if line.startswith("running forward in plain Python")]
+    assert left and "size mismatch at index 0" in left[0] and "pad batches to fewer lengths" in left[0]
+    assert not any("\n" in line or len(line) > 1000 for line in left)
+    # No longer compiled.
+    assert not any(said[-2:])
 
 
 def test_a_user_may_allow_more() -> None:
@@ -115,36 +139,162 @@ class Counting(Whole):
 
 
 def test_a_number_that_changes_at_every_step_is_named_once_with_a_suggestion() -> None:
-    model = Counting()
-    attached(model)
-    with log_lines() as lines:
-        for _ in range(LIMIT):
-            model(rows())["loss"].backward()
-        with pytest.raises(MemOptError) as caught:
-            model(rows())
+    said = trained(Counting(), [{"x": rows()}] * (LIMIT + 3), unchanged)
+    lines = [line for of_step in said for line in of_step]
     assert sum("failed guard: self.calls == " in line for line in lines) == 1, lines
-    assert sum("recompiled for each value of self.calls" in line for line in lines) == 1, lines
-    message = str(caught.value)
-    assert "make self.calls a tensor" in message and "register_buffer('calls'" in message
-    assert "pad batches" not in message and "\n" not in message
+    (left,) = [line for line in lines if "in plain Python" in line and "self.calls == " in line]
+    assert f"{__file__}:" in left and "in forward; " in left
+    assert "make self.calls a tensor" in left and "register_buffer('calls'" in left
+    assert "pad batches" not in left and "\n" not in left
+    assert not any(said[-2:])
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+class Annealed(torch.nn.Module):
+    """Layers, and a number around them that changes at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block() for _ in range(4)])
+        self.head, self.factor = torch.nn.Linear(WIDTH, CLASSES), 1.0
+
+    def forward(self, x: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": self.loss(self.head(scaled(x, self.factor))) * weight}
+
+    def loss(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.square().mean()
+
+
+class Chained(Annealed):
+    """A loop over the tokens, as that of a conditional random field: a graph for each length."""
+
+    def loss(self, scores: torch.Tensor) -> torch.Tensor:
+        total = scores[:, 0]
+        for token in range(1, scores.shape[1]):
+            total = torch.logsumexp(total[:, :, None] + scores[:, token][:, None], 1)
+        return total.mean()
+
+
+def saved_bytes(model: torch.nn.Module, batch: Mapping[str, Any]) -> int:
+    """Bytes that a forward saves for its backward, less parameters."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**batch)["loss"].backward()
+    return sum(held.values())
+
+
+def annealed(model: Any, step: int) -> None:
+    model.factor = 1 / (1 + step)
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randn(8, 3 + step, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+STEPS = LIMIT + 3
+AROUND: dict[str, tuple[type[Annealed], list[dict[str, Any]], Callable[[Any, int], None], str]] = {
+    "attribute": (Annealed, [{"x": tokens(1)}] * STEPS, annealed, "self.factor == "),
+    "argument": (
+        Annealed,
+        [{"x": tokens(1), "weight": 1 / (1 + step)} for step in range(STEPS)],
+        unchanged,
+        "weight ==",
+    ),
+    "loop": (Chained, [{"x": tokens(step)} for step in range(STEPS)], unchanged, "'x' size mismatch at index 1"),
+}
+
+
+@pytest.mark.parametrize("case", AROUND)
+def test_layers_keep_their_plan_where_the_code_around_them_is_left_to_python(case: str) -> None:
+    build, batches, change, guard = AROUND[case]
+    torch.manual_seed(0)
+    model = build()
+    plain = copy.deepcopy(model)
+    said = trained(model, batches, change)
+    (left,) = [line for of_step in said for line in of_step if "in plain Python" in line]
+    assert left.startswith("running forward") and guard in left and f"{__file__}:" in left
+    assert not any(said[-1])
+    batch = {**batches[-1]}
+    assert saved_bytes(model, batch) < 0.5 * saved_bytes(plain, batch)
+
+
+@pytest.mark.nightly
+def test_a_number_that_changes_in_layers_ends_no_run() -> None:
+    class InLayers(Annealed):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.act = Scaling()
+
+    def change(model: Any, step: int) -> None:
+        for layer in model.layers:
+            layer.act.scale = 1 / (1 + step)
+
+    said = trained(InLayers(), [{"x": tokens(1)}] * (LIMIT + 3), change)
+    (left,) = [line for of_step in said for line in of_step if "in plain Python" in line]
+    assert "scale == " in left and not any(said[-1])
+
+
+class Scaling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x) * self.scale
+
+
+def test_a_budget_goes_on() -> None:
+    model = Annealed()
+    optimize(model, memory_opt_compiler="aot_eager", memory_opt_budget="8GiB")
+    with log_lines() as lines:
+        for step in range(LIMIT + 2):
+            annealed(model, step)
+            model(tokens(1))["loss"].backward()
+    assert sum("in plain Python" in line for line in lines) == 1
+
+
+def recompile(guard: str) -> Recompile:
+    return Recompile(guard, (CodePlace("model.py", 3, "forward"),))
 
 
 @pytest.mark.parametrize(
     ("guards", "advice"),
     [
-        (["0/0: alpha == 0.5", "0/1: alpha == -1e-05"], "pass alpha as a tensor (torch.tensor(alpha))"),
-        (
-            ["0/0: self._modules['head'].scale == 1", "0/1: self._modules['head'].scale == 2"],
-            "register_buffer('scale'",
-        ),
-        (["0/0: self.calls == 1"], "pad batches to fewer lengths"),
-        (["0/0: L['x'].size()[0] == 4", "0/1: L['x'].size()[0] == 5"], "pad batches to fewer lengths"),
+        (["alpha == 0.5", "alpha == -1e-05"], "pass alpha as a tensor (torch.tensor(alpha))"),
+        (["self.head.scale == 1", "self.head.scale == 2"], "register_buffer('scale'"),
+        (["self.sizes[0] == 1", "self.sizes[0] == 2"], "make self.sizes[0] a tensor"),
+        (["___stack0 == 0.25", "___stack0 == 0.5"], "compute that number as a tensor"),
+        (["x.size()[0] == 4", "x.size()[0] == 5"], "pad batches to fewer lengths"),
     ],
 )
 def test_advice(guards: list[str], advice: str) -> None:
     failed = Recompiles()
-    assert failed.note(guards[0]) == f"recompiled the training graph; failed guard: {guards[0][5:]}"
-    for guard in guards[1:] * 3:
-        failed.note(guard)
-    assert advice in failed.advice
-    assert guards[-1][5:] in failed.last
+    first, *later = map(recompile, guards)
+    failed.add([first])
+    assert failed.line(first) == f"recompiled the training graph; failed guard: {guards[0]}, at model.py:3, in forward"
+    for each in later * 3:
+        failed.add([each])
+        assert not failed.line(each)
+    assert advice in failed.too_many(later[-1], is_in_layers=False)
+    assert guards[-1] in failed.too_many(later[-1], is_in_layers=False)
+
+
+def test_layers_are_compiled_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_RECOMPILES", 2 * _MOST_OF_CAUSE)
+    failed = Recompiles()
+    for count in range(1, 2 * _MOST_OF_CAUSE + 1):
+        failed.add([recompile(f"self.scale == {count}")])
+        assert bool(failed.too_many(recompile("self.scale == 1"), is_in_layers=False)) == (count >= _MOST_OF_CAUSE)
+        assert bool(failed.too_many(recompile("self.scale == 1"), is_in_layers=True)) == (count == 2 * _MOST_OF_CAUSE)

@@ -6,7 +6,7 @@ import itertools
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -268,6 +268,16 @@ class TracedForward:
             self._in_python |= functions
             self._forget_compiled()
         return is_new
+
+    def is_in_layers(self, functions: Iterable[dynamo.CodePlace]) -> bool:
+        """True where one of these is the forward of a layer or of a module in it; also of none, which is what calls a
+        layer."""
+        modules = {
+            module for group in layer_groups(self._model) for each in group.values() for module in each.modules()
+        }
+        codes = {forward.__code__ for module in modules if (forward := dynamo.forward_of(module)) is not None}
+        known = list(functions)
+        return not known or any(place.is_in(code) for place in known for code in codes)
 
     def _say_whole(self, why: str) -> None:
         """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""

@@ -58,10 +58,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_checkpointed() -> bool:
-    """True where what autograd saves is recomputed by a checkpoint that is not reentrant (`_checkpoint_hook` in
-    `torch/utils/checkpoint.py`): its backward runs the same Python code again, and compares what is saved."""
+    """True in a checkpoint that is not reentrant, and where it recomputes (`torch/utils/checkpoint.py`, 2.13): its
+    backward runs the same Python code again, and compares what autograd saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+    name = getattr(hooks[0], "__qualname__", "") if hooks else ""
+    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
 
 def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:

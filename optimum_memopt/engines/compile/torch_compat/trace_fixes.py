@@ -30,6 +30,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
     untraced,
 )
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
+from optimum_memopt.generators import GeneratorStates
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
 
@@ -249,6 +250,7 @@ class _RunAhead:
         def reached(*args: Any, **kwargs: Any) -> None:
             raise _ReachedError(args, kwargs)
 
+        before = GeneratorStates.of(next((each.device for each in module.parameters()), None))
         try:
             with with_attributes([(module, "forward", reached)]):
                 forward()
@@ -256,7 +258,13 @@ class _RunAhead:
             args, inputs = call.given
         else:
             return
+        reached_with = GeneratorStates.of(before.device) if before.changed() else None
         self._results = type(module).forward(module, *args, **inputs)
+        if reached_with is not None:
+            # The forward draws these numbers once more; those behind the module are right where that draws none.
+            if reached_with.changed():
+                self._module = None
+            before.restore()
 
     def forget(self) -> None:
         """Hold no results any longer."""

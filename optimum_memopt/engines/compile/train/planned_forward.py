@@ -4,7 +4,7 @@ import contextlib
 import gc
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import Predictors, St
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
-from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, Recompile
+from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
@@ -42,7 +42,8 @@ _UNNAMED = "___"
 
 # In the place of outputs: the forward is to run again under another plan, from the state before it.
 RUN_AGAIN = object()
-# Recompiles for one cause, until Python runs the code that it comes from.
+# Recompiles for one cause around the layers, until Python runs the code that it comes from. In layers, whose plan that
+# would end, torch's limit is one for all causes.
 _MOST_OF_CAUSE = 4
 
 
@@ -55,31 +56,41 @@ class Recompiles:
 
     def __init__(self) -> None:
         self._count = 0
-        self._causes: Counter[str] = Counter()
+        self._causes: Counter[tuple[str, CodePlace | None]] = Counter()
 
     @property
     def is_over(self) -> bool:
-        """True where the limit of all recompiles is reached."""
+        """True where as many forwards as the limit have recompiled."""
         return self._count >= dynamo.recompile_limit()
 
-    def note(self, recompile: Recompile) -> tuple[str, str]:
-        """Note a recompile.
+    def add(self, recompiles: Iterable[Recompile]) -> list[Recompile]:
+        """Note a forward's recompiles, none where there was none; returns one for each cause."""
+        of_causes = {_cause(recompile): recompile for recompile in recompiles}
+        self._count += bool(of_causes)
+        self._causes.update(of_causes)
+        return list(of_causes.values())
 
-        Returns:
-            The line to log, for the first guard of a cause, else ""; and why Python is to run the code that it comes
-            from, "" where that is compiled.
-        """
-        guard, name = recompile.guard, recompile.number
-        cause = NUMBER.sub("N", guard)
-        self._count += 1
-        self._causes[cause] += 1
-        count, place = self._causes[cause], f", at {recompile.place}" if recompile.place is not None else ""
-        line = f"recompiled the training graph; failed guard: {guard}{place}" if count == 1 else ""
-        if count < _MOST_OF_CAUSE and not self.is_over:
-            return line, ""
+    def line(self, recompile: Recompile) -> str:
+        """The line to log for the first recompile of a cause; empty for later ones."""
+        is_first = self._causes[_cause(recompile)] == 1
+        return f"recompiled the training graph; failed guard: {_described(recompile)}" if is_first else ""
+
+    def too_many(self, recompile: Recompile, is_in_layers: bool) -> str:
+        """Why Python is to run the code that a recompile comes from; empty where that is compiled on."""
+        count = self._causes[_cause(recompile)]
+        if not self.is_over and (is_in_layers or count < _MOST_OF_CAUSE):
+            return ""
+        name, times = recompile.number, f"{count} times" if count > 1 else f"in one of {self._count} forwards"
         advice = _as_tensor(name) if name else "pad batches to fewer lengths (pad_to_multiple_of)"
-        times = f"{count} times" if count > 1 else f"as one of {self._count} times"
-        return line, f"recompiled {times} for this guard: {guard}{place}; to have it compiled, {advice}"
+        return f"recompiled {times} for this guard: {_described(recompile)}; to have it compiled, {advice}"
+
+
+def _cause(recompile: Recompile) -> tuple[str, CodePlace | None]:
+    return NUMBER.sub("N", recompile.guard), recompile.place
+
+
+def _described(recompile: Recompile) -> str:
+    return recompile.guard if recompile.place is None else f"{recompile.guard}, at {recompile.place}"
 
 
 def _as_tensor(name: str) -> str:
@@ -280,8 +291,7 @@ class PlannedForward:
             outputs = self._plain_outputs(call, error)
             self.is_plain = True
             return outputs
-        for recompile in traced.recompiles:
-            self._note_recompile(recompile)
+        self._note_recompiles(traced.recompiles)
         if traced.graphs:
             self._show(traced, call.inputs)
         elif self.table is None:
@@ -316,24 +326,24 @@ class PlannedForward:
             self.traced.say(f"NOT within the budget: this step runs other graphs than those that were planned: {over}")
         return False
 
-    def _note_recompile(self, recompile: Recompile) -> None:
-        """Have Python run code that is recompiled again and again; where that is nothing of the user's, all of it.
+    def _note_recompiles(self, recompiles: Iterable[Recompile]) -> None:
+        """Have Python run code that is recompiled again and again; all of it where that is none of the user's.
 
         Raises:
             UnsupportedModelError: nothing would be compiled, and the plan must hold.
         """
-        line, why = self._recompiles.note(recompile)
-        if line:
-            self.traced.say(line)
-        if not why:
-            return
-        functions = recompile.functions
-        if self.traced.run_in_python(functions):
-            names = ", ".join(dict.fromkeys(place.function for place in recompile.places if place in functions))
-            get_logger().warning(f"running {names} in plain Python, outside of plan and prediction: {why}")
-        elif self._recompiles.is_over:
-            self.is_plain = True
-            self.give_up(why)
+        for recompile in self._recompiles.add(recompiles):
+            functions = recompile.functions
+            if line := self._recompiles.line(recompile):
+                self.traced.say(line)
+            if not (why := self._recompiles.too_many(recompile, self.traced.is_in_layers(functions))):
+                continue
+            if self.traced.run_in_python(functions):
+                names = ", ".join(dict.fromkeys(place.function for place in recompile.places if place in functions))
+                get_logger().warning(f"running {names} in plain Python, outside of plan and prediction: {why}")
+            elif self._recompiles.is_over:
+                self.is_plain = True
+                self.give_up(why)
 
     def _show(self, traced: TracedCall, inputs: Mapping[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""

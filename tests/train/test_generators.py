@@ -1,0 +1,89 @@
+"""Random numbers in a forward are those of plain PyTorch, from whichever generator and however often it runs."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from optimum_memopt import optimize
+from optimum_memopt.generators import GeneratorStates
+from tests.rotation import nightly
+from tests.small_model import WIDTH, Block
+
+STEPS = 3
+
+
+def drawn_rows(count: int) -> numpy.ndarray:
+    """As the masks of SpecAugment are drawn: a loop, whose lengths depend on what was drawn."""
+    epsilon = numpy.random.rand(1).item()
+    rows = numpy.zeros(count, dtype=bool)
+    for _ in range(int(1 + 2 * epsilon)):
+        rows[numpy.random.choice(count, 1)] = True
+    return rows
+
+
+class Noisy(torch.nn.Module):
+    """Draws from a generator around its layers, and drops out in between."""
+
+    def __init__(self, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block() for _ in range(4)])
+        self.drop, self.draw = torch.nn.Dropout(0.5), draw
+        self.python, self.numpy = random.Random(7), numpy.random.default_rng(7)
+        self.torch = torch.Generator().manual_seed(7)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = self.drop(layer(x))
+        return {"loss": (x * self.draw(self)).square().mean()}
+
+
+def by_numpy(model: Noisy) -> Any:
+    return torch.tensor(drawn_rows(WIDTH))
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "numpy in a loop": by_numpy,
+    "numpy": lambda model: numpy.random.random(),
+    "python": lambda model: random.random(),
+    "python by another law": lambda model: random.gauss(1, 1),
+    "own of python": lambda model: model.python.random(),
+    "own of numpy": lambda model: model.numpy.random(),
+    "own of torch": lambda model: torch.rand((), generator=model.torch),
+}
+
+
+def states() -> GeneratorStates:
+    return GeneratorStates.of()
+
+
+@pytest.mark.parametrize("plan", [{"memory_opt_level": 1}, {"memory_opt_budget": "4GiB"}], ids=["level", "budget"])
+@pytest.mark.parametrize("draw", nightly(DRAWS, but=["numpy in a loop", "python", "own of numpy"]))
+def test_numbers_are_those_of_plain_pytorch(draw: str, plan: dict[str, Any]) -> None:
+    """Under a budget the first forward runs more than once."""
+    torch.manual_seed(0)
+    model = Noisy(DRAWS[draw])
+    plain = copy.deepcopy(model)
+    optimize(model, memory_opt_compiler="aot_eager", **plan)
+    for step in range(STEPS):
+        x = torch.randn(3, 5, WIDTH)
+        found = []
+        for each in (model, plain):
+            random.seed(step)
+            numpy.random.seed(step)
+            torch.manual_seed(step)
+            loss = each(x)["loss"]
+            loss.backward()
+            found.append((loss.item(), states()))
+        (loss, state), (expected, of_plain) = found
+        assert loss == expected
+        assert state.python == of_plain.python and state.cpu == of_plain.cpu
+        assert all(numpy.array_equal(*pair) for pair in zip(state.numpy, of_plain.numpy, strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert model.python.getstate() == plain.python.getstate()
+    assert model.numpy.bit_generator.state == plain.numpy.bit_generator.state
+    assert torch.equal(model.torch.get_state(), plain.torch.get_state())
