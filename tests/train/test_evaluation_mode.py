@@ -1,4 +1,4 @@
-"""A model that trains in evaluation mode, with dropout off, trains under its plan: enabled gradients are what counts."""
+"""A model in evaluation mode, with dropout off, trains under its plan: enabled gradients are what counts."""
 
 import copy
 

@@ -195,3 +195,50 @@ def test_cpt_of_peft_trains_as_plain_pytorch(tmp_path):
         MemOptError, match="--memory_opt_budget 64GiB: torch cannot compile this model .* set_ on a graph"
     ):
         make_one(tmp_path / "budget", contextual_prompt(), **ENGINE, memory_opt_budget="64GiB")
+
+
+class Attention(torch.nn.Module):
+    """A layer that splits its heads as transformers' models do, which is ambiguous without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.inner(x).view(len(x), -1, 2, 4)
+        return x + self.out(torch.nn.functional.gelu(heads).reshape(x.shape))
+
+
+class Layered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}, {"memory_opt_budget": "64GiB"}])
+@pytest.mark.parametrize("unit", ["layer", "model"])
+def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, plan: dict[str, Any]) -> None:
+    """In one line, and training may go on with the next batch."""
+    model, rows_of = Layered(), partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    batches = [rows_of(3, 5, 8), torch.empty(0, 5, 8), rows_of(3, 5, 9), rows_of(4, 5, 8)]
+    errors: list[Exception] = []
+    for batch in batches[1:3]:
+        with pytest.raises(RuntimeError) as caught:
+            model(batch)
+        errors.append(caught.value)
+    expected = [model(batch)["loss"].item() for batch in (batches[0], batches[-1])]
+    optimize(model, memory_opt_unit=unit, **ENGINE, **plan)
+    found = [model(batches[0])["loss"].item()]
+    for batch, error in zip(batches[1:3], errors, strict=True):
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as caught:
+                model(batch)
+            assert type(caught.value) is type(error) and str(caught.value) == str(error)
+            assert "\n" not in str(error) and caught.value.__suppress_context__
+    found.append(model(batches[-1])["loss"].item())
+    assert found == expected

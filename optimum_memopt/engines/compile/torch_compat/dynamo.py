@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import remove_from_cache, skip_code
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -657,6 +657,11 @@ def failure_of_compiler(error: BaseException) -> str:
     if isinstance(error, BackendCompilerFailed):
         return f"torch cannot compile this model ({line_with_place(error)})"
     return ""
+
+
+def is_of_trace(error: BaseException) -> bool:
+    """True for an error that torch raises where it traces and compiles (`torch/_dynamo/exc.py`, 2.13)."""
+    return isinstance(error, TorchDynamoException)
 
 
 def is_of_compiled_backward(error: BaseException) -> bool:

@@ -27,8 +27,8 @@ from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
-from optimum_memopt.engines.compile.torch_compat import dynamo, zero3
-from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
+from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
+from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, is_of_trace, own_error
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -286,6 +286,8 @@ class PlannedForward:
             if (loss := self.planner.loss) is not None:
                 traced = replace(traced, tape=replace(traced.tape, loss=loss))
         except Exception as error:
+            if own_error(error) is None and not self.traced.is_first and is_of_trace(error):
+                self._check_plain(call)
             if not self.traced.is_first or own_error(error) is not None:
                 raise
             outputs = self._plain_outputs(call, error)
@@ -367,6 +369,18 @@ class PlannedForward:
             )
         self.table, self.plan_file = shown.table, shown.plan_file
         self.predictors = Predictors(shown.predictor) if shown.predictor is not None else None
+
+    def _check_plain(self, call: ForwardArgs) -> None:
+        """Raise plain PyTorch's own error, of one line, for a batch that it cannot run either, as one without rows."""
+        # Other ranks do not gather the parameters for it.
+        if self.traced.spec.only_layers or fully_shard.is_sharded(self._model):
+            return
+        try:
+            with torch.no_grad():
+                self.run_plainly(call)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise error from None
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:
         """Plain PyTorch's outputs, where the compiled forward has failed.
