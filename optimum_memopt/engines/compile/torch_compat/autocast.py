@@ -140,10 +140,8 @@ def _is_cast(value: Any) -> bool:
 
 
 class _PlannedAutocast:
-    """The functions of autocast that name a type of device, for tensors on the CPU that stand for those of another.
-
-    Whatever type a step names, autocast is on for the CPU, or off.
-    """
+    """torch's functions that set and get autocast by device type, all of which act on the CPU's: its tensors stand for
+    those of the planned device."""
 
     def __init__(self) -> None:
         self._dtypes = {"cpu": _GET_DTYPE("cpu")}
@@ -153,14 +151,14 @@ class _PlannedAutocast:
         self._outer.append(dict(self._dtypes))
 
     def end(self) -> None:
-        """Types of devices have the dtypes again that they had at `begin`, whatever was on."""
+        """Restore the dtype of each device type as of `begin`."""
         self._dtypes = self._outer.pop()
 
     def is_autocast_enabled(self, device_type: str = "cuda") -> bool:
         return _IS_ENABLED("cpu")
 
     def set_autocast_enabled(self, *args: Any) -> None:
-        # Without a type of device it is CUDA's.
+        # The device type defaults to CUDA.
         *device_type, enabled = args
         if enabled and not _IS_ENABLED("cpu"):
             _SET_DTYPE("cpu", self.get_autocast_dtype(*device_type))
@@ -184,10 +182,10 @@ _GET_DTYPE, _SET_DTYPE = torch.get_autocast_dtype, torch.set_autocast_dtype
 
 @contextlib.contextmanager
 def of_any_device(has_bfloat16: bool) -> Iterator[None]:
-    """Within it autocast of every type of device is that of the CPU, and there is CUDA's though there is no GPU.
+    """Within it autocast of every device type is the CPU's, and CUDA's is available though there is no GPU.
 
     Args:
-        has_bfloat16: what torch says of the GPU; each computes with bfloat16 in some way.
+        has_bfloat16: False: the planned GPU only emulates bfloat16.
     """
     planned, common = _PlannedAutocast(), torch.cuda.amp.common
     before = _IS_ENABLED("cpu"), _GET_DTYPE("cpu")
@@ -205,7 +203,7 @@ def of_any_device(has_bfloat16: bool) -> Iterator[None]:
         planned.begin()
         if context in made or context._enabled or context.device != "cuda" or not is_off_here:
             return enter(context)
-        # torch turned it off where it was made, or its caller did, who would have named no other dtype than CUDA's.
+        # Turned off by torch when it was made, or by `enabled=False`, beside which few callers name another dtype.
         is_on = context.fast_dtype != _GET_DTYPE("cuda")
         if context.fast_dtype not in told:
             told.add(context.fast_dtype)
