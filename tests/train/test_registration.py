@@ -55,7 +55,7 @@ from optimum_memopt.options import resolve
 
 MemOptOptions(memory_opt_config="Gelu+:1:-1").check()
 resolved = resolve(MemOptOptions(memory_opt_engine="compile", memory_opt_config="Gelu+:1:-1"))
-print(create(resolved).name, facts("compile", resolved.options, None)["engine"])
+print(create(resolved).name, facts("compile", resolved.options)["engine"])
 print(*[ability.what for name in engine_names() for ability in factory(name).environment_report().abilities[:1]])
 """
 
