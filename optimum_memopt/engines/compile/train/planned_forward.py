@@ -67,7 +67,7 @@ class Recompiles:
         """Note a forward's recompiles, none where there was none; returns one for each cause."""
         of_causes = {_cause(recompile): recompile for recompile in recompiles}
         self._count += bool(of_causes)
-        self._causes.update(of_causes)
+        self._causes.update(of_causes.keys())
         return list(of_causes.values())
 
     def line(self, recompile: Recompile) -> str:
