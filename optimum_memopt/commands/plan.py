@@ -207,11 +207,16 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     shown = _ways_text(ways, header, device.memory) if ways else header
     if spec.fsdp > 1:
         twice = engine.estimate(workload, resolved.selection, replace(spec, fsdp=2 * spec.fsdp))
-        peak, less = twice.peak, estimate.peak - twice.peak
-        change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "as"
-        shown += f"\n{2 * spec.fsdp} ranks: predicted peak {gib_text(peak)}, {change} on each of {spec.fsdp}"
-        report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": peak}
+        shown += f"\n{ranks_text(spec.fsdp, estimate.peak, twice.peak)}"
+        report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": twice.peak}
     return PlanOutput(report, f"{shown}\n\n{estimate.to_text()}", config, estimate, ways)
+
+
+def ranks_text(ranks: int, peak: int, of_twice: int) -> str:
+    """A line about twice the ranks, by the peaks of a rank in bytes."""
+    less = peak - of_twice
+    change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "as"
+    return f"{2 * ranks} ranks: predicted peak {gib_text(of_twice)}, {change} on each of {ranks}"
 
 
 def _header(workload: Workload, spec: StepSpec) -> str:

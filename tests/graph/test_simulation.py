@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.events import Prediction, prediction_of, schedule
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
@@ -27,25 +28,33 @@ def random_choice(problem: Problem, generator: random.Random) -> frozenset[int]:
     return problem.closure(kept)
 
 
-def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> Prediction[str]:
-    graph = partitioned_graph.analyze(captured.copied(), captured.inputs, captured.num_fwd_outputs, captured.others)
+def analyzed(captured: Captured, fuses: bool) -> AnalyzedGraph:
+    given = captured.copied(), captured.inputs, captured.num_fwd_outputs, captured.others
+    return partitioned_graph.analyze(*given, fuses=fuses)
+
+
+def partitioned(captured: Captured, problem: Problem, saved: frozenset[int], fuses: bool) -> Prediction[str]:
+    graph = analyzed(captured, fuses)
     nodes = [graph.joint.nodes[node] for node in sorted(saved)]
     assert [node.name for node in nodes] == [problem.names[node] for node in sorted(saved)]
     modules = partition(graph.joint, nodes)
     insert_barriers(*modules)
-    return schedule(*modules, captured.num_fwd_outputs).predict(graph.size_hints)
+    return schedule(*modules, captured.num_fwd_outputs, inlined=graph.inlined).predict(graph.size_hints)
 
 
 @pytest.mark.parametrize("name", nightly(["roberta", "gpt2", "albert"], but=["roberta"]))
-def test_every_choice_is_simulated_to_the_byte(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("fuses", [False, True], ids=["operators", "kernels"])
+def test_every_choice_is_simulated_to_the_byte(name: str, fuses: bool, request: pytest.FixtureRequest) -> None:
     captured = request.getfixturevalue(name)
-    problem = problem_of(captured.graph, [0.0] * len(captured.joint.nodes))
+    graph = analyzed(captured, fuses)
+    assert bool(graph.inlined.operands) == fuses
+    problem = problem_of(graph, [0.0] * len(captured.joint.nodes))
     generator = random.Random(name)
     everything = problem.closure(problem.activations)
     choices = [everything, problem.closure(frozenset()), *(random_choice(problem, generator) for _ in range(12))]
     peaks = set()
     for saved in choices:
-        ours, real = simulate(problem, saved), partitioned(captured, problem, saved)
+        ours, real = simulate(problem, saved), partitioned(captured, problem, saved, fuses)
         plain = prediction_of(problem_events(problem, saved))
         assert ours.saved_bytes == plain.saved_bytes == real.saved_bytes
         assert ours.forward.held == plain.forward.held == real.forward.held

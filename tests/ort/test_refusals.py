@@ -6,6 +6,7 @@ import torch
 
 from optimum_memopt import MemOptError, optimize
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.ort.session.session import one_line
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import ZOO
@@ -39,13 +40,28 @@ def test_fallback_is_said_once_and_stands_in_the_table(pair: Pair, lines: list[s
     assert engine.plans().plans == ()
 
 
-def test_without_fallback_it_is_an_error_of_one_line(attach: Attach) -> None:
+def test_without_fallback_it_is_an_error_of_one_line(attach: Attach, capfd: pytest.CaptureFixture[str]) -> None:
     model = Sorted()
     attach(model)
+    capfd.readouterr()
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match="ONNX Runtime cannot train Sorted: .*histc") as caught:
             model(torch.rand(3, 4))
         assert "\n" not in str(caught.value)
+    # Nor is the graph printed that the exporter has failed at.
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('false INTERNAL ASSERT FAILED at "../torch/jit/a.cpp":621, please report a bug to PyTorch. ', "a.cpp: false"),
+        ('x INTERNAL ASSERT FAILED at "/b/c.cpp":1, please report a bug to PyTorch. No type', "c.cpp: No type"),
+        ("x" * 1000, f"{'x' * 299}…"),
+    ],
+)
+def test_a_failed_check_of_torchs_is_its_reason(text: str, line: str) -> None:
+    assert one_line(RuntimeError(text)) == f"RuntimeError: {line}"
 
 
 def test_an_error_in_the_users_batch_is_not_taken_for_an_unsupported_model(pair: Pair, lines: list[str]) -> None:

@@ -68,6 +68,31 @@ def batch() -> Batch:
     return {"x": torch.randn(256, HIDDEN, generator=torch.Generator().manual_seed(1))}
 
 
+class Embedded(torch.nn.Module):
+    """Nothing is computed of the embeddings, so that their gradient is that of plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(4096, HIDDEN, padding_idx=0, dtype=torch.bfloat16)
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> CausalLMOutput:
+        return CausalLMOutput(loss=(self.words(ids) * weight).float().sum())
+
+
+def test_a_gradient_of_words_is_pytorchs_and_held_once():
+    """inductor's own would be added up in float32, three times as large, beside the gradients of all layers."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (4, 100), generator=generator)
+    batch = {"ids": ids, "weight": torch.randn(4, 100, HIDDEN, generator=generator).bfloat16()}
+    model = Embedded()
+    ours = run(model, "", batch, compiler="inductor")
+    assert_bitwise_same(ours.step, accumulate(model, [batch]))
+    words = model.words.weight.nbytes
+    assert "embedding_dense_backward" in ours.split.run_in_backward
+    assert words <= ours.split.graph.prediction.backward.peak < 2 * words
+
+
 def test_a_level_is_applied(batch):
     model = Layers(0.0)
     ours = run(model, "level 1", batch, compiler="inductor")

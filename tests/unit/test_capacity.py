@@ -27,6 +27,18 @@ def test_alone_on_a_host_it_has_all_of_it() -> None:
     assert psutil.Process().memory_info().rss < found.available <= found.total
 
 
+@pytest.mark.parametrize(
+    ("peak", "verdict"),
+    [
+        (2**34 * 85 // 100, "fits: 13.60 GiB of 13.60 GiB"),
+        (2**34, "does not fit: 16.00 GiB of 13.60 GiB"),
+        (2**29, "fits: 512.0 MiB of 13.60 GiB"),
+    ],
+)
+def test_a_verdict_has_the_bytes_that_a_budget_of_auto_allows(peak: int, verdict: str) -> None:
+    assert capacity_of(2**34).verdict(peak) == verdict
+
+
 def test_processes_of_one_launch_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = capacity(CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

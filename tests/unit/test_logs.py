@@ -7,7 +7,16 @@ import threading
 import pytest
 from tqdm.auto import tqdm
 
-from optimum_memopt.logs import LOG_LEVELS, Deadline, TimeIsUpError, announced, get_logger, rank, set_log_level
+from optimum_memopt.logs import (
+    LOG_LEVELS,
+    Deadline,
+    TimeIsUpError,
+    announced,
+    get_logger,
+    rank,
+    set_log_level,
+    watched,
+)
 
 
 def say(level, message):
@@ -127,6 +136,29 @@ def test_lines_in_between_say_the_stage(monkeypatch) -> None:
     between = [line for line in lines[1:-1] if "second stage" in line]
     assert all(re.fullmatch(r"still compiling a graph: second stage, \d+ s so far", line) for line in between)
     assert lines[0] == "compiling a graph" and lines[-1].startswith("compiled a graph in ")
+
+
+def test_what_is_watched_has_lines_in_between_alone_and_its_parts_are_in_them(monkeypatch) -> None:
+    lines: list[str] = []
+    has_all = threading.Event()
+
+    def note(line: str) -> None:
+        lines.append(line)
+        if "still predicting a step: tracing a graph: partitioning" in line:
+            has_all.set()
+
+    monkeypatch.setattr(get_logger(), "info", note)
+    with watched("predicting a step", every=0.001):
+        with watched("tracing a graph", every=0.001) as part:
+            part.stage = "partitioning"
+            assert has_all.wait(timeout=60)
+        lines.clear()
+        has_all.clear()
+    assert not any("tracing" in line for line in lines)
+    lines.clear()
+    with watched("predicting a step"):
+        pass
+    assert not lines
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -645,8 +645,9 @@ class TracedForward:
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         sources = sources_of(module.graph, num_fwd_outputs)
         cuda = spec.target.cuda if spec.target is not None else None
-        state, sizes_of_batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, sizes_of_batch, traced.layer, state)
+        state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
+        fuses = spec.compiler == "inductor"
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph

@@ -75,10 +75,10 @@ def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
                 reads.append(read)
         results = _results(node)
         is_returned = not returned.isdisjoint(results)
-        readers = [user for result in results for user in _readers(result)]
+        users = [user for result in results for user in readers(result)]
         writes = is_returned or not all(
             kernels.is_within(node, user) or (user in kernels.fused and kernels.is_passed(node, user))
-            for user in readers
+            for user in users
         )
         looks_up = dynamo.operator_name(node.target) in _LOOKUPS and first_input(node) in reads
         moved[node] = Moved(tuple(reads), looks_up, writes)
@@ -97,7 +97,7 @@ class _Kernels:
         from scipy.cluster.hierarchy import DisjointSet
 
         self._backward = joint.backward
-        self.fused = dict.fromkeys(node for node in joint.nodes if _is_fused(node))
+        self.fused = dict.fromkeys(node for node in joint.nodes if is_fused(node))
         self._stages = self._count(joint)
         self._sets = DisjointSet(self.fused)
         for node in self.fused:
@@ -131,13 +131,14 @@ class _Kernels:
             ]
             stages[node] = is_backward, max(own, default=0)
         for node in reversed(self.fused):
-            readers = {reader for result in _results(node) for reader in _readers(result)}
-            if readers and readers <= self.fused.keys():
-                stages[node] = max(stages[node], min(stages[reader] for reader in readers))
+            users = {user for result in _results(node) for user in readers(result)}
+            if users and users <= self.fused.keys():
+                stages[node] = max(stages[node], min(stages[user] for user in users))
         return stages
 
 
-def _is_fused(node: fx.Node) -> bool:
+def is_fused(node: fx.Node) -> bool:
+    """True for an operator that one kernel computes together with others."""
     name = dynamo.operator_name(node.target)
     if node.op != "call_function" or not name or is_view(node):
         return False
@@ -163,11 +164,11 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
     return filter(is_tensor, node.all_input_nodes)
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The operators that read a node, through views too."""
     for user in node.users:
         if is_view(user):
-            yield from _readers(user)
+            yield from readers(user)
         elif user.op == "call_function":
             yield user
 

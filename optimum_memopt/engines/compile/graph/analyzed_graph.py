@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import sympy
 from torch import fx
@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import (
+    Inlined,
     JointGraph,
     first_input,
     is_number,
@@ -169,6 +170,7 @@ class AnalyzedGraph:
         turn: see `tape.Call`.
         state: inputs that may change before the backward, without those that the graph itself writes to.
         layers_at_once: layers of the forward that hold what they have saved while one of them runs.
+        inlined: by the compiler that the graph is for.
     """
 
     joint: JointGraph
@@ -188,6 +190,7 @@ class AnalyzedGraph:
     turn: int = 0
     state: tuple[fx.Node, ...] = ()
     layers_at_once: int = 1
+    inlined: Inlined = field(default_factory=Inlined)
 
     @property
     def places(self) -> tuple[int, ...]:

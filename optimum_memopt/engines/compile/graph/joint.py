@@ -5,8 +5,8 @@ their schemas declare (a FakeTensor's own storage does not tell: functionalizati
 """
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -84,6 +84,33 @@ def root(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = first_input(node)
     return node
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """Operators whose results are held nowhere, since a compiler computes them within the kernels that read them.
+
+    Attributes:
+        operands: by name, which of `all_input_nodes` is held until the last reader instead; None: none of them.
+    """
+
+    operands: dict[str, int | None] = field(default_factory=dict)
+
+    def is_view(self, node: fx.Node) -> bool:
+        return is_view(node) or (node.name in self.operands and node.op == "call_function")
+
+    def without(self, materialized: Iterable[fx.Node]) -> "Inlined":
+        names = {node.name for node in materialized}
+        return Inlined({name: operand for name, operand in self.operands.items() if name not in names})
+
+    def root(self, node: fx.Node) -> fx.Node | None:
+        """The node that allocates the storage that is held for `node`; None: there is none."""
+        while (own := root(node)).name in self.operands and own.op == "call_function":
+            operand = self.operands[own.name]
+            if operand is None:
+                return None
+            node = own.all_input_nodes[operand]
+        return own
 
 
 def is_chunked_loss_operator(target: object) -> bool:

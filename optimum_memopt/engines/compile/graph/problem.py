@@ -16,8 +16,6 @@ from optimum_memopt.engines.compile.graph.joint import (
     is_output,
     is_scaling,
     is_tensor,
-    is_view,
-    root,
     storage_bytes,
 )
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
@@ -213,11 +211,13 @@ def problems_of(
     nodes = [node for node in joint.nodes if node.op != "output"]
     number = {node: index for index, node in enumerate(nodes)}
     scaled = _scaled_in_place(joint)
-    roots = [scaled.get(storage := root(node), storage) for node in nodes]
+    # None: nothing is held for it.
+    storages = [None if (of := graph.inlined.root(node)) is None else scaled.get(of, of) for node in nodes]
+    roots = [of or node for node, of in zip(nodes, storages, strict=True)]
     sizes = [
         # A constant of the graph is there from the beginning, and stays.
         storage_bytes(node) if is_tensor(node) and of is node and node.op != "get_attr" else sympy.Integer(0)
-        for node, of in zip(nodes, roots, strict=True)
+        for node, of in zip(nodes, storages, strict=True)
     ]
     workspaces = [graph.workspaces.get(node, sympy.Integer(0)) for node in nodes]
     bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
@@ -242,7 +242,7 @@ def problems_of(
         is_backward=tuple(node in joint.backward for node in nodes),
         is_tensor=tuple(map(is_tensor, nodes)),
         is_number=tuple(map(is_number, nodes)),
-        is_view=tuple(node in scaled or is_view(node) for node in nodes),
+        is_view=tuple(node in scaled or graph.inlined.is_view(node) for node in nodes),
         picks=tuple(number[node.all_input_nodes[0]] if is_output(node) else None for node in nodes),
         is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),
         is_statistic=tuple(node.op == "call_function" and is_statistic(node) for node in nodes),

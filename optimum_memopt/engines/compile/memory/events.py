@@ -18,9 +18,9 @@ from torch import fx
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.joint import (
+    Inlined,
     is_on_host,
     is_tensor,
-    is_view,
     root,
     storage_bytes,
     symbolic,
@@ -306,28 +306,31 @@ def schedule(
     static_inputs: Collection[str] = (),
     cuda: Multiprocessors | None = None,
     rows: Mapping[str, str] | None = None,
+    inlined: Inlined | None = None,
 ) -> Schedule:
     """Read a partitioned graph, which may be changed afterwards.
 
     Args:
         num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
         rows: cluster ids of saved activations, by the names of their roots.
+        inlined: what is held nowhere, unless the forward returns or saves it.
     """
     sizes, rows = _Sizes(), rows or {}
     outputs = _results(forward.graph)
+    inlined = (inlined or Inlined()).without(root(node) for node in outputs if _is_tensor(node))
     returned, saved = outputs[:num_fwd_outputs], {node.name: node for node in outputs[num_fwd_outputs:] if node}
     kept = [root(node) for node in saved.values() if is_tensor(node)]
     saved_roots = {node for node in kept if node.op != "placeholder"}
     saved_inputs = {node.name for node in kept if node.op == "placeholder" and node.name not in static_inputs}
     tangents, owned = _owned_inputs(backward.graph, saved)
     roots = {node.name: root(saved[node.name]).name for node in owned}
-    of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node)}
+    of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node, inlined)}
 
     def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
         category, kind = (SAVED, rows.get(node.name, kind)) if node in saved_roots else (TEMPORARY, kind)
         return Storage(node.name, sizes.storage(node), category, kind, layer)
 
-    last_uses = _last_uses(backward.graph)
+    last_uses = _last_uses(backward.graph, inlined)
 
     def in_backward(node: fx.Node, kind: str, layer: str) -> Storage:
         is_returned = node in last_uses and last_uses[node].op == "output"
@@ -347,8 +350,8 @@ def schedule(
     results = list(zip(fx_graph.output_positions(forward.graph), returned, strict=False))
     gradients = zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True)
     events = GraphEvents(
-        tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda)),
-        tuple(_events(backward.graph, sizes, freed, in_backward, name_in_backward, cuda)),
+        tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda, inlined)),
+        tuple(_events(backward.graph, sizes, freed, in_backward, name_in_backward, cuda, inlined)),
         {
             position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
             for position, node in tensors.items()
@@ -414,6 +417,7 @@ def _events(
     storage_of: Callable[[fx.Node, str, str], Storage],
     name_of: Callable[[fx.Node], str],
     cuda: Multiprocessors | None,
+    inlined: Inlined,
 ) -> Iterator[Event]:
     """A graph in its order, with every storage freed after its last use, as torch.fx's generated code does.
 
@@ -422,7 +426,7 @@ def _events(
         owned: placeholders that nobody else holds: freed after their last use.
         storage_of: that of a root, of the operator that allocates it, and of its layer.
     """
-    last_use = _last_uses(graph)
+    last_use = _last_uses(graph, inlined)
     freed: dict[fx.Node, list[fx.Node]] = {}
     for storage, node in last_use.items():
         if is_tensor(storage) and (storage.op != "placeholder" or storage in owned):
@@ -432,25 +436,28 @@ def _events(
             continue
         kind, layer = operator_name(node), layer_of(node)
         # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
-        is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
+        is_unread = (
+            node not in last_use and node.op == "call_function" and not inlined.is_view(node) and is_tensor(node)
+        )
         yield Event(
             node.name,
             kind,
             layer,
-            tuple(storage_of(allocated, kind, layer) for allocated in _allocations(node)),
+            tuple(storage_of(allocated, kind, layer) for allocated in _allocations(node, inlined)),
             sizes.add(workspace(node, cuda)),
             tuple(map(name_of, [*([node] if is_unread else []), *freed.get(node, ())])),
         )
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _last_uses(graph: fx.Graph, inlined: Inlined) -> dict[fx.Node, fx.Node]:
     """The last reader of each storage, by its root."""
-    return {root(read): node for node in graph.nodes for read in node.all_input_nodes}
+    reads = ((inlined.root(read), node) for node in graph.nodes for read in node.all_input_nodes)
+    return {storage: node for storage, node in reads if storage is not None}
 
 
-def _allocations(node: fx.Node) -> list[fx.Node]:
+def _allocations(node: fx.Node, inlined: Inlined) -> list[fx.Node]:
     """The roots that an operator allocates: itself, or the outputs of it that are picked."""
-    if node.op != "call_function" or is_view(node):
+    if node.op != "call_function" or inlined.is_view(node):
         return []
     if isinstance(value(node), tuple | list):
         return [user for user in node.users if user.target is operator.getitem and is_tensor(user)]

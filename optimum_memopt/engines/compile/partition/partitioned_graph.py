@@ -10,12 +10,14 @@ from torch import fx
 
 from optimum_memopt.engines.compile.costs.costs import roofline
 from optimum_memopt.engines.compile.costs.devices import Device, device_at
+from optimum_memopt.engines.compile.costs.inlining import inlined
 from optimum_memopt.engines.compile.graph.analyzed_graph import (
     AnalyzedGraph,
     Modules,
     digest_of,
     find_constants,
     fused_attention,
+    layer_boundaries,
     node_paths,
     places_of,
     signature_of,
@@ -151,6 +153,7 @@ def analyze(
     batch: Mapping[str, int] | None = None,
     layer: str = "",
     state: StateArguments | None = None,
+    fuses: bool = False,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
@@ -158,6 +161,7 @@ def analyze(
         cuda: see `operator_workspace`; None: the device of its tensors.
         layer: the path of the layer whose forward it is; empty: that of no layer alone.
         state: the arguments that may change before the backward; None: none does.
+        fuses: it is for a compiler.
     """
     state = state or StateArguments()
     fx_graph.reveal_snapshots(module.graph)
@@ -197,7 +201,7 @@ def analyze(
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
     workspaces = {node: size for node in joint.nodes if node.op != "output" and (size := workspace(node, cuda))}
-    return AnalyzedGraph(
+    graph = AnalyzedGraph(
         joint,
         activations,
         candidates,
@@ -213,6 +217,10 @@ def analyze(
         digest_of(joint),
         state=tuple(state.nodes(joint, state.parameters | state.buffers) - joint.mutated_inputs),
     )
+    if not fuses:
+        return graph
+    saved = {activation.root for activation in activations} | layer_boundaries(graph)
+    return replace(graph, inlined=inlined(joint, sizes, saved))
 
 
 def eliminate_duplicates(joint: JointGraph) -> None:
@@ -342,7 +350,7 @@ def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
     """The memory of the two partitions of a graph, for any values of the symbols."""
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
-    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows)
+    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows, graph.inlined)
 
 
 def _device(joint: JointGraph) -> torch.device:

@@ -1,0 +1,62 @@
+"""What a compiler inlines into the kernels that read it, and so holds nowhere."""
+
+from collections.abc import Callable
+
+import torch
+
+from optimum_memopt.engines.compile.costs.inlining import inlined
+from tests.captured import capture
+
+ROWS, INNER, OUTER = 32, 64, 128
+
+
+def held_for(step: Callable[..., torch.Tensor], *given: torch.Tensor) -> dict[str, str]:
+    """Operators of the forward that are inlined, each with the operator whose storage is held for it."""
+    joint = (captured := capture(step, *given)).joint
+    found = inlined(joint, captured.sizes, {activation.root for activation in captured.activations})
+    own = [node for node in joint.forward if node.name in found.operands]
+    return {node.name: held.name if (held := found.root(node)) else "" for node in own}
+
+
+def frozen(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Inputs of which nothing is saved for the gradient of the last."""
+    return [torch.ones(shape, requires_grad=index == len(shapes) - 1) for index, shape in enumerate(shapes)]
+
+
+def test_a_chain_before_a_product_is_held_as_its_first_operand_alone() -> None:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = x @ up
+        return ((hidden * 2).exp().sin() @ down).sum()
+
+    found = held_for(step, *frozen((ROWS, INNER), (INNER, OUTER), (OUTER, INNER)))
+    # The product reads what the last of the chain has written.
+    assert found == {"mul": "mm", "exp": "mm"}
+
+
+def test_what_two_large_operands_are_read_for_is_held() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        one, other = x @ up, y @ up
+        return (((one * other).exp() + one.sum(0)) @ down).sum()
+
+    found = held_for(step, *frozen((ROWS, INNER), (ROWS, INNER), (INNER, OUTER), (OUTER, INNER)))
+    assert found == {"exp": "mul"}
+
+
+def test_what_is_smaller_than_its_operand_is_held() -> None:
+    """It would keep the larger one alive in its place."""
+
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = x.double() @ up.double()
+        return ((hidden.float() + 1) @ down).sum()
+
+    assert "_to_copy" not in held_for(step, *frozen((ROWS, INNER), (INNER, OUTER), (OUTER, INNER)))
+
+
+def test_what_a_plan_may_save_and_what_is_returned_is_held() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x @ weight
+        shifted = hidden + 1
+        return shifted, shifted.exp().sum()
+
+    # The backward reads the exponential, and the caller what it is of.
+    assert held_for(step, *frozen((ROWS, INNER), (INNER, OUTER))) == {}
