@@ -70,8 +70,7 @@ def failure(error: BaseException, when: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def stopping_all(when: str) -> Iterator[None]:
-    """Within it an error of this rank is told to the others, which call `check_ranks_agree` behind it; arguments as in
-    `failure`."""
+    """Report an error in the block to the other ranks, which wait in `check_ranks_agree`; `when` as in `failure`."""
     try:
         yield
     except Exception as error:

@@ -336,7 +336,7 @@ class Planner:
         return not line
 
     def _of_ranks(self, own: _T) -> list[_T]:
-        """This of each rank with which this one gathers parameters."""
+        """The values of all ranks that gather parameters together; of this one alone where they do not."""
         return of_all_ranks(own) if self.is_sharded else [own]
 
     def _solve_again(self) -> None:
@@ -394,8 +394,8 @@ class Planner:
         return None
 
     def _in_segments(self, graph: AnalyzedGraph, choice: Choice) -> Choice:
-        """The choice for a graph that was not solved, as it may be traced for a batch of one row, or with padding: in
-        the segments of that for other batches, which ranks may run meanwhile, and gather parameters for."""
+        """The choice for a graph outside the solved plan, such as that of a batch of one row, or the first with
+        padding: in the segments of the solved graph of its layer, which other ranks run, and gather parameters for."""
         if self.solved is None or not self.solved.segments:
             return choice
         choice = replace(choice, is_for_all_runs=False)

@@ -118,7 +118,7 @@ class AttentionMasks:
             self._always, self._is_first = self.kept, False
 
     def agree(self) -> None:
-        """Make the masks that any rank makes now for all batches to come; every rank must call this."""
+        """Make the masks that any rank needs now for all batches to come; every rank must call this."""
         for of_rank in of_all_ranks(self.kept):
             self.keep(of_rank)
 
