@@ -315,10 +315,11 @@ class StepEstimate:
 
 
 def _batches_text(points: Sequence[BatchPoint], memory: "Capacity | None") -> str:
-    sizes = {"predicted peak": "peak", "allocated": "allocated", "reserved": "reserved", "activations": "activations"}
+    sizes = {name: name for name in ("allocated", "reserved", "activations")}
     rows = [
         {
             "batch size": str(point.batch_size),
+            "predicted peak": gib_text(point.peak),
             **(fits_cell(memory, max(point.peak, point.allocated or 0)) if memory is not None else {}),
             **{title: gib_text(size) for title, name in sizes.items() if (size := getattr(point, name)) is not None},
             "saved for backward": gib_text(point.saved),
