@@ -12,6 +12,7 @@ from optimum_memopt.callbacks.reporting import Reporter, is_final
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
+from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable
 
@@ -114,6 +115,8 @@ class PlanStatsCallback(TrainerCallback):
             return {}
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib
         without = "; DeepSpeed's partitions and buffers are not predicted" if args.deepspeed else ""
+        if args.device.type == "cpu" and process.keeps_freed_memory():
+            without += "; malloc keeps what a step frees for the next one, since no plan asks for less memory"
         share = measured / predicted
         self.reporter.lines(
             f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({share:.1%}) {when}{without}"

@@ -16,12 +16,15 @@ _M_MMAP_THRESHOLD = -3
 _MMAP_BYTES = 256 * 1024
 _TRIM_BYTES = 64 * 1024 * 1024
 _DEFAULT_BYTES = 128 * 1024
+# The highest that glibc's dynamic thresholds become, as in a process whose malloc nobody has told anything.
+_KEPT_BYTES = 32 * 1024 * 1024
 
 # New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
 _COLLECT_AFTER = (100_000, 50, 100)
 
-# Number of `return_freed_memory` calls in force: malloc's settings are the process's, engines may be several.
-_users = 0
+# Numbers of `return_freed_memory` and `keep_freed_memory` calls in force: malloc's settings are the process's,
+# engines may be several.
+_users = _keeping = 0
 
 
 @functools.cache
@@ -64,15 +67,43 @@ def return_freed_memory() -> bool:
     """Return freed blocks from 256 KiB to the system until `restore_malloc`; False where malloc does not let it."""
     global _users
     _users += 1
-    return _mallopt(_MMAP_BYTES, _TRIM_BYTES)
+    return _settle()
 
 
 def restore_malloc() -> None:
     """Undo one `return_freed_memory`; the last one sets both thresholds to glibc's documented, static defaults."""
     global _users
     _users = max(0, _users - 1)
-    if _users == 0:
-        _mallopt(_DEFAULT_BYTES, _DEFAULT_BYTES)
+    _settle()
+
+
+def keep_freed_memory() -> None:
+    """Keep freed blocks for the next ones, where every caller of `return_freed_memory` asks for it.
+
+    Each page that comes from the system again is a page fault, in which the kernel fills it with zeros.
+    """
+    global _keeping
+    _keeping += 1
+    _settle()
+
+
+def keep_no_more() -> None:
+    """Undo one `keep_freed_memory`, and return what was kept."""
+    global _keeping
+    _keeping = max(0, _keeping - 1)
+    if _settle():
+        trim()
+
+
+def keeps_freed_memory() -> bool:
+    """True where an engine has malloc keep freed blocks, which are no tensors of a step and count as resident."""
+    return 0 < _users <= _keeping
+
+
+def _settle() -> bool:
+    if keeps_freed_memory():
+        return _mallopt(_KEPT_BYTES, 2 * _KEPT_BYTES)
+    return _mallopt(_MMAP_BYTES, _TRIM_BYTES) if _users else _mallopt(_DEFAULT_BYTES, _DEFAULT_BYTES)
 
 
 @contextlib.contextmanager

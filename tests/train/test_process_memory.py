@@ -85,3 +85,59 @@ def test_an_engine_tells_it_and_takes_it_back(engine):
     assert done.returncode == 0, done.stderr
     large, small = done.stdout.split()
     assert float(large) < 10 and float(small) < 10
+
+
+STEPS = """
+import resource, torch, optimum_memopt
+from optimum_memopt.memory import process
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+# Activations of 1 and 2 MiB.
+model, x = torch.nn.Sequential(*(Layer() for _ in range(3))), torch.randn(1024, 256)
+
+def engine(**plan):
+    return optimum_memopt.optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **plan)
+
+def steps(count):
+    for _ in range(count):
+        model(x).sum().backward()
+        model.zero_grad()
+
+def faults():
+    steps(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    steps(5)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5
+"""
+
+
+def test_steps_reuse_what_they_free_where_no_plan_asks_for_less_memory():
+    """And do not ask the system for each tensor's pages again. Under a plan freed memory goes back at once."""
+    asked = (
+        "plain = engine(); print(faults(), process.keeps_freed_memory()); plain.detach();"
+        "print(process.keeps_freed_memory()); engine(memory_opt_level=1); print(faults(), process.keeps_freed_memory())"
+    )
+    done = fresh_process.run("-c", STEPS + asked, environment=inherited())
+    assert done.returncode == 0, done.stderr
+    kept, keeps, after, returned, keeps_with_plan = done.stdout.split()
+    # 15 MiB of activations in pages of 4 KiB.
+    assert int(returned) > 3000 and int(kept) < int(returned) / 4
+    assert (keeps, after, keeps_with_plan) == ("True", "False", "False")
+
+
+def test_an_engine_with_a_plan_decides_for_the_process():
+    asked = (
+        "first = engine(); steps(2); kept = process.keeps_freed_memory(); first_model = model;"
+        "model = torch.nn.Sequential(Layer(), Layer()); second = engine(memory_opt_level=1);"
+        "print(kept, process.keeps_freed_memory()); second.detach(); print(process.keeps_freed_memory())"
+    )
+    done = fresh_process.run("-c", STEPS + asked, environment=inherited())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False", "True"]

@@ -76,7 +76,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._smoothing: LabelSmoothing | None = None
         # None where the model is not sharded by ZeRO 3.
         self._leafs: LeafLayers | None = None
-        self._is_on_cpu = False
+        self._is_on_cpu = self._keeps_freed = False
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
@@ -99,6 +99,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._leafs is not None:
             self._leafs.stop()
         if self._is_on_cpu:
+            self._keep_freed(False)
             process.restore_malloc()
         else:
             host_copies.release_pinned()
@@ -167,6 +168,13 @@ class CompileEngine(in_place.InPlaceEngine):
         self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
         self._is_whole = False
+        self._keep_freed(False)
+
+    def _keep_freed(self, keeps: bool) -> None:
+        """Have malloc keep what steps free, or return it to the system."""
+        if keeps != self._keeps_freed:
+            self._keeps_freed = keeps
+            (process.keep_freed_memory if keeps else process.keep_no_more)()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._buckets is None:
@@ -197,6 +205,8 @@ class CompileEngine(in_place.InPlaceEngine):
                 raise min(error, of_whole, key=lambda each: each.lowest) from None
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest)
+        # Behind the first forward, whose prediction reads what the process holds.
+        self._keep_freed(self._is_on_cpu and not self._selection.name)
         return outputs
 
     @property
