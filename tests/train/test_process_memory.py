@@ -122,7 +122,8 @@ def test_steps_reuse_what_they_free_where_no_plan_asks_for_less_memory():
     """And do not ask the system for each tensor's pages again. Under a plan freed memory goes back at once."""
     asked = (
         "plain = engine(); print(faults(), process.keeps_freed_memory()); plain.detach();"
-        "print(process.keeps_freed_memory()); engine(memory_opt_level=1); print(faults(), process.keeps_freed_memory())"
+        "print(process.keeps_freed_memory()); engine(memory_opt_level=1);"
+        "print(faults(), process.keeps_freed_memory())"
     )
     done = fresh_process.run("-c", STEPS + asked, environment=inherited())
     assert done.returncode == 0, done.stderr
