@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
 import optimum_memopt
 from optimum_memopt import MemOptError
+from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.torch_compat import autocast
+from optimum_memopt.predict.workload import Workload
 
 HALF = torch.bfloat16
 HERE = "this machine has CUDA, where nothing turns autocast off"
@@ -187,6 +193,30 @@ def test_cross_entropy_saves_what_it_is_given() -> None:
     size = logits.nbytes
     # Logits, their gradient, the softmax, and float32 for the loss and its gradient.
     assert found.phases["backward"] - DEVICES["H100"].libraries == pytest.approx((1 + 1 + 1 + 2 + 2) * size, rel=0.01)
+
+
+def test_a_trainer_has_outputs_in_float32() -> None:
+    """What `plan` predicts has a copy of the logits that accelerate makes, which autocast alone does not."""
+    config = transformers.RobertaConfig(vocab_size=20000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    with torch.device("meta"):
+        model = transformers.RobertaForMaskedLM(config).train()
+
+    def masked(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, is_trainer: bool) -> None:
+        forward = torch.autocast("cuda", HALF)(model.forward)
+        (convert_outputs_to_fp32(forward) if is_trainer else forward)(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ids = torch.full((16, 128), 5)
+    mask = torch.ones_like(ids)
+    mask[0, -8:] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trainer, alone = (optimum_memopt.simulate(masked, model, optimizer, batch, each).peak for each in (True, False))
+    spec = StepSpec("h100", autocast="bfloat16", optim="adamw_torch_fused")
+    planned = plain_step(Workload(config, "fill-mask", 16, 128), spec, Training())
+    assert planned.peak == pytest.approx(trainer, rel=0.005)
+    assert trainer - alone == pytest.approx(ids.numel() * config.vocab_size * HALF.itemsize, rel=0.05)
 
 
 _MACROS = {
