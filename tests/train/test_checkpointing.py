@@ -140,17 +140,6 @@ def test_checkpoints_of_ones_own_around_layers_train_in_a_loop(plan):
     assert sum(line.startswith("running layers under torch.utils.checkpoint in plain PyTorch") for line in lines) == 1
 
 
-def test_a_checkpoint_around_the_model_trains():
-    model, plain = Checkpointed(), Checkpointed()
-    optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
-    for _ in range(2):
-        x = torch.randn(4, 8, requires_grad=True)
-        for each in (model, plain):
-            torch.manual_seed(0)
-            torch.utils.checkpoint.checkpoint(each, x, use_reentrant=False).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("unit", ["layer", "model"])
 def test_layers_that_checkpoint_themselves_train_within_a_budget(unit):
     model, x, found = Checkpointed(), torch.randn(4, 8), []

@@ -109,7 +109,7 @@ def unchanged(model: torch.nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("build", [Whole, Broken])
 def test_code_that_recompiles_with_every_batch_is_left_to_python_and_named(build: type[torch.nn.Module]) -> None:
-    said = trained(build(), [{"x": rows(2 + step)} for step in range(LIMIT + 4)], unchanged)
+    said = trained(build(), [{"x": rows(2 + step)} for step in range(LIMIT + 6)], unchanged)
     lines = [line for of_step in said for line in of_step]
     recompiles = [line for line in lines if line.startswith("recompiled the training graph; failed guard: ")]
     assert recompiles and len({re.sub(r"\d+", "N", line) for line in recompiles}) == len(recompiles)

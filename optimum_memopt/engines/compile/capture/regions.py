@@ -198,6 +198,8 @@ class Regions:
         self.all: list[Region] = []
         self.refusal = ""
         self.has_checkpointed = False
+        # That the whole forward runs in.
+        self._checkpoint: object = None
         self._only_layers = only_layers
         # The layer whose forward runs.
         self._running: _Layer | None = None
@@ -264,7 +266,7 @@ class Regions:
         Args:
             trace: what is around the layers runs as it was traced within the same one.
         """
-        self._trace = trace
+        self._trace, self._checkpoint = trace, autograd.checkpoint()
         for region in self.all:
             region.graphs = 0
         layers = [(module, forward) for layer, forward in self._forwards if (module := layer.held()) is not None]
@@ -282,6 +284,7 @@ class Regions:
         finally:
             for module, hooks in self._taken.items():
                 _give_back(module, hooks)
+            self._checkpoint = None
             for held in (self._taken, self._results, self._attributes):
                 held.clear()
 
@@ -297,8 +300,8 @@ class Regions:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
-                if autograd.is_checkpointed():
-                    # The checkpoint runs the layer's own forward again.
+                if (checkpoint := autograd.checkpoint()) is not None and checkpoint is not self._checkpoint:
+                    # It runs the layer's own forward again.
                     self.has_checkpointed = True
                     forward = functools.partial(type(module).forward, module)
                 if module in self._taken:

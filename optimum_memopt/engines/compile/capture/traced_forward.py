@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import traceback
 import types
@@ -268,6 +269,13 @@ class TracedForward:
             self._in_python |= functions
             self._forget_compiled()
         return is_new
+
+    @property
+    def own_function(self) -> frozenset[dynamo.CodePlace]:
+        """The place of the model's forward."""
+        code = getattr(inspect.unwrap(self._forward), "__code__", None)
+        own = None if code is None else dynamo.CodePlace(code.co_filename, code.co_firstlineno, code.co_name)
+        return frozenset() if own is None else frozenset({own})
 
     def is_in_layers(self, functions: Iterable[dynamo.CodePlace]) -> bool:
         """True where one of these is the forward of a layer or of a module in it; also of none, which is what calls a

@@ -57,12 +57,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return version
 
 
-def is_checkpointed() -> bool:
-    """True in a checkpoint that is not reentrant, and where it recomputes (`torch/utils/checkpoint.py`, 2.13): its
-    backward runs the same Python code again, and compares what autograd saves."""
+def checkpoint() -> object:
+    """The innermost checkpoint that this runs in, where it is not reentrant; None: it runs in none.
+
+    Its backward runs the same Python code again, and compares what autograd saves (`_checkpoint_hook` in
+    `torch/utils/checkpoint.py`, 2.13).
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    name = getattr(hooks[0], "__qualname__", "") if hooks else ""
-    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    is_one = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+    return hooks[0] if is_one else None
 
 
 def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:

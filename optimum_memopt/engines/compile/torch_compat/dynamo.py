@@ -25,6 +25,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import remove_from_cache, skip_code
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.misc import RandomVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -300,6 +301,8 @@ def configured(
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
         numbers_first(),
+        # torch would trace the methods of such an object, and draw the numbers of the first call in all others.
+        mock.patch.object(RandomVariable, "is_supported_random_obj", staticmethod(lambda generator: False)),
         left_to_python(in_python, [] if skipped is None else skipped),
     ):
         yield

@@ -34,7 +34,9 @@ _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {NUMBER.pattern}$")
 # The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _MODULES = re.compile(r"\._modules\['(?P<name>[^']+)'\]")
-_SIZE = re.compile(r"^L\[['\"](?P<name>[^'\"]+)['\"]\]\.size\(\)\[(?P<dim>\d+)\]$")
+# An argument, as a wrapper that takes `**kwargs` has it.
+_BY_NAME = re.compile(r"\bkwargs\['(?P<name>\w+)'\]")
+_SIZE = re.compile(r"^L\[['\"](?P<name>\w+)['\"]\](?P<rest>.*)\.size\(\)\[(?P<dim>\d+)\]$")
 _SIZE_MISMATCH = re.compile(r"^tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\.")
 
 
@@ -64,6 +66,10 @@ class CodePlace:
 def is_of_the_user(file: str) -> bool:
     """True for code that is neither torch's nor this package's."""
     return not file.startswith((_TORCH, _PACKAGE))
+
+
+def _is_around_model(file: str) -> bool:
+    return file.startswith(_PACKAGE) and not file.startswith(_HERE)
 
 
 def place_in(stack: Iterable[traceback.FrameSummary]) -> CodePlace | None:
@@ -112,9 +118,14 @@ class Recompile:
 
     @property
     def functions(self) -> frozenset[CodePlace]:
-        """The places of those functions that Python may run in the place of what is compiled; not of torch's, nor of
-        what calls a layer's forward."""
-        return frozenset(place for place in self.places if not place.file.startswith((_TORCH, _HERE)))
+        """The places of those functions that Python may run in the place of what is compiled: the user's. Empty where
+        torch tells of none of them."""
+        return frozenset(place for place in self.places if is_of_the_user(place.file))
+
+    @property
+    def is_around_model(self) -> bool:
+        """True where the function that torch has compiled is this package's, around the model's forward."""
+        return _is_around_model(self.places[0].file)
 
     def with_sizes(self, specialized: Mapping[tuple[str, int], tuple[CodePlace, ...]]) -> "Recompile":
         """With the place where a size became a constant, see `specialized_sizes`: a guard on it has none."""
@@ -133,7 +144,8 @@ def specialized_sizes(shapes: ShapeEnv | None) -> dict[tuple[str, int], tuple[Co
         # A property since 2.11, a method before.
         size = _SIZE.match(source.name if isinstance(source.name, str) else source.name())
         if size is not None:
-            found[size["name"], int(size["dim"])] = tuple(_places(stack))
+            name = _BY_NAME.sub(r"\g<name>", f"{size['name']}{size['rest']}")
+            found[name, int(size["dim"])] = tuple(_places(stack))
     return found
 
 
@@ -144,7 +156,7 @@ def first_line(text: str) -> str:
 def _guard_in(reason: str) -> str:
     """The guard in a reason of torch's to recompile, `0/1: x > 1  # if x > 1`."""
     guard = _COMPILE_ID.sub("", first_line(reason))
-    return _MODULES.sub(r".\g<name>", _MODEL.sub("self", guard))
+    return _MODULES.sub(r".\g<name>", _BY_NAME.sub(r"\g<name>", _MODEL.sub("self", guard)))
 
 
 def numbers_first() -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +176,8 @@ def numbers_first() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType]) -> Iterator[None]:
-    """Within it functions with one of these places are neither compiled nor traced in others; what they call is.
+    """Within it functions with one of these places are neither compiled nor traced in others; what they call is, but
+    for this package's functions around the model's forward.
 
     torch asks `check_verbose` for both (in `torch/_dynamo`: `CatchErrorsWrapper` in `convert_frame.py`,
     `check_inlineable` in `symbolic_convert.py`), and leaves the code object of a frame to Python from then on.
@@ -179,9 +192,12 @@ def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType])
 
     def checked(function: Any, *args: Any, **kwargs: Any) -> trace_rules.SkipResult:
         code = _code_of(function)
-        if code is None or not any(place.is_in(code) for place in places):
+        is_frame = function is code
+        if code is None or not (
+            (is_frame and _is_around_model(code.co_filename)) or any(place.is_in(code) for place in places)
+        ):
             return check(function, *args, **kwargs)
-        if function is code:
+        if is_frame:
             skipped.append(code)
         return trace_rules.SkipResult(True, MEANT)
 

@@ -67,7 +67,7 @@ class Recompiles:
         """Note a forward's recompiles, none where there was none; returns one for each cause."""
         of_causes = {_cause(recompile): recompile for recompile in recompiles}
         self._count += bool(of_causes)
-        self._causes.update(of_causes.keys())
+        self._causes.update(list(of_causes))
         return list(of_causes.values())
 
     def line(self, recompile: Recompile) -> str:
@@ -336,12 +336,15 @@ class PlannedForward:
         """
         for recompile in self._recompiles.add(recompiles):
             functions = recompile.functions
+            if not functions and recompile.is_around_model:
+                functions = self.traced.own_function
             if line := self._recompiles.line(recompile):
                 self.traced.say(line)
             if not (why := self._recompiles.too_many(recompile, self.traced.is_in_layers(functions))):
                 continue
             if self.traced.run_in_python(functions):
-                names = ", ".join(dict.fromkeys(place.function for place in recompile.places if place in functions))
+                in_order = sorted(functions, key=lambda place: [*recompile.places, place].index(place))
+                names = ", ".join(dict.fromkeys(place.function for place in in_order))
                 get_logger().warning(f"running {names} in plain Python, outside of plan and prediction: {why}")
             elif self._recompiles.is_over:
                 self.is_plain = True
