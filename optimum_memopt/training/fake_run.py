@@ -493,7 +493,11 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         model = compat_dry_run.prepared_for_training(trainer)
         trainer.current_gradient_accumulation_steps = steps
         inputs, items, evaluated = simulator.copy((batch, items, evaluated))
-        others = [torch.empty_like(each) for _ in range(micro_batches - 1) for each in compat.tensors_in(inputs)]
+        others = [
+            torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            for _ in range(micro_batches - 1)
+            for each in compat.tensors_in(inputs)
+        ]
         run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer), others=others)
         step, phases = run.train(inputs, items, steps)
         trained = max(phase.peak for phase in phases if phase.name in OF_ROWS)

@@ -29,15 +29,17 @@ class LossEvents:
     def scaled(self, factor: float) -> "LossEvents":
         """Returns the events of a batch that is so many times as large."""
 
-        def event(each: Event) -> Event:
-            allocates = tuple(storage._replace(bytes=round(factor * storage.bytes)) for storage in each.allocates)
-            return each._replace(allocates=allocates, workspace=round(factor * each.workspace))
+        def part(events: tuple[Event, ...]) -> tuple[Event, ...]:
+            return tuple(
+                event._replace(
+                    allocates=tuple(each._replace(bytes=round(factor * each.bytes)) for each in event.allocates),
+                    workspace=round(factor * event.workspace),
+                )
+                for event in events
+            )
 
-        def events(part: tuple[Event, ...]) -> tuple[Event, ...]:
-            return tuple(map(event, part))
-
-        resident = round(factor * self.resident)
-        return LossEvents(events(self.before), events(self.behind), events(self.backward), events(self.end), resident)
+        parts = part(self.before), part(self.behind), part(self.backward), part(self.end)
+        return LossEvents(*parts, resident=round(factor * self.resident))
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class EagerLoss:
 
     def around(self, collectives: Collectives) -> Collectives:
         """Returns the events around the calls of a tape, with those of the loss."""
+        if self.unknown:
+            return collectives
         events, (first, *_), (*_, last) = self.events, collectives.runs, collectives.runs
         runs = list(collectives.runs)
         runs[0] = replace(first, before=(*events.before, *first.before))

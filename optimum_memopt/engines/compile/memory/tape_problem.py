@@ -152,7 +152,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = Fal
         runs: the problem of each call, for its sizes.
         accumulates: see `compose`.
     """
-    if len(runs) == 1 and not tape.outside and tape.loss is None:
+    if len(runs) == 1 and not tape.outside and (tape.loss is None or tape.loss.unknown):
         places = tuple((0, node) for node in range(len(runs[0].names)))
         return TapeProblem(runs[0], (runs[0],), tape, places, accumulates)
     linked = _LinkedRuns(tape, runs, accumulates)

@@ -354,7 +354,12 @@ def _hold(recorder: LiveRecorder, held: object) -> None:
         PARAMETERS: {**parameters, **dict(model.named_buffers())},
         GRADIENTS: {name: value.grad for name, value in parameters.items() if value.grad is not None},
         OPTIMIZER: {f"state {place}": state for place, state in enumerate(states)},
-        BATCH: {f"tensor {place}": found for place, found in enumerate(objects) if isinstance(found, torch.Tensor)},
+        # Less the values that are followed.
+        BATCH: {
+            f"tensor {place}": found
+            for place, found in enumerate(objects)
+            if isinstance(found, torch.Tensor) and not fake_tensors.is_real(found)
+        },
     }
     for category, tensors in given.items():
         recorder.hold(category, tensors)

@@ -124,9 +124,11 @@ class LossSimulation:
         grown = {(name.rpartition("_")[2], self._first[name]): size for name, size in sizes.items()}
 
         def size_of(name: str, dim: str, size: int) -> int:
-            if (key := f"{name}_{dim}") in self._first:
-                return sizes.get(key, size)
-            return grown.get((dim, size), math.ceil(size * growth.get(dim, 1)))
+            if (key := f"{name}_{dim}") in sizes:
+                return sizes[key]
+            # What the forward is given, too, grows only with a size that it was equal to.
+            own = size if key in self._first else math.ceil(size * growth.get(dim, 1))
+            return grown.get((dim, size), own)
 
         def resized(name: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):

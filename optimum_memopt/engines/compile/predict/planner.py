@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from optimum_memopt.cache_files import entry_bytes, written_whole
-from optimum_memopt.compat import of_all_ranks, software
+from optimum_memopt.compat import of_all_ranks, software, tensors_in
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -60,6 +60,7 @@ class PlannerSpec:
         options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
         is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
         loss: that of the step, computed outside of the forward, which is given these inputs; None: there is none.
+        has_trainer: else a training loop may compute its loss from the outputs.
     """
 
     producer: Producer
@@ -71,6 +72,7 @@ class PlannerSpec:
     options: str = ""
     is_sharded: bool = False
     loss: Callable[[Mapping[str, object]], EagerLoss | None] = lambda _: None
+    has_trainer: bool = True
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,7 @@ class Planner:
             # Not while a model is traced, where no tensor can be read.
             largest = self._spec.run().largest_batch()
             self.largest = largest and shaped_as(largest, input_sizes(inputs or {}))
-        if self.loss is not None and self.loss.unknown:
-            get_logger().warning(
-                f"--memory_opt_budget bounds the forward and backward of {type(self._model).__name__} alone; "
-                f"{self.loss.caveat}"
-            )
+        self._warn_of_loss()
         entry = self._entry(inputs or {})
         self._cached = CachedPlan.read(entry) if entry is not None else None
         planned, number = attempt(), 1
@@ -292,6 +290,19 @@ class Planner:
         """Check the plan anew: batches of another kind may have added to what the optimizer holds."""
         self._is_stale = True
         self._peaks.clear()
+
+    def note_outputs(self, outputs: Any) -> None:
+        """Note the outputs of the first forward, from which a training loop may compute its loss."""
+        if self.loss is None and not self._spec.has_trainer and not _has_loss(outputs):
+            self.loss = EagerLoss("the loss", unknown="the training loop computes it from the outputs")
+            self._warn_of_loss()
+
+    def _warn_of_loss(self) -> None:
+        if self.solves and self.loss is not None and self.loss.unknown:
+            name = type(self._model).__name__
+            get_logger().warning(
+                f"--memory_opt_budget bounds the forward and backward of {name} alone; {self.loss.caveat}"
+            )
 
     def _entry(self, inputs: Mapping[str, object]) -> Path | None:
         """The path of this run's plan in the cache; None where it is switched off, or none is to be kept, as what is
@@ -566,6 +577,11 @@ class Planner:
 def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
     """The keys of a tape's runs."""
     return frozenset((graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls)
+
+
+def _has_loss(outputs: Any) -> bool:
+    """True where a scalar with a gradient is among the outputs."""
+    return any(tensor.requires_grad and not tensor.dim() for tensor in tensors_in(outputs))
 
 
 def unpredicted(why: str) -> MemOptError:

@@ -221,7 +221,12 @@ class Solver:
 def _holders(problem: Problem, simulation: GraphSimulation) -> tuple[tuple[str, int], ...]:
     """The largest groups of what is held at the peak: gradients, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
-    held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
+    in_backward = simulation.backward.peak > simulation.forward.peak
+    held = held_at_peak(problem, simulation, in_backward)
+    run = simulation.backward if in_backward else simulation.forward
+    if run.held:
+        at_peak = run.order[run.held.index(run.peak)]
+        held[at_peak] = held.get(at_peak, 0) + problem.workspaces[at_peak]
     groups: dict[str, int] = {}
     for node, size in held.items():
         layer = problem.layers[node]

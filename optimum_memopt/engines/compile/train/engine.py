@@ -229,6 +229,7 @@ class CompileEngine(in_place.InPlaceEngine):
             with_lengths=with_lengths,
             is_sharded=self._is_sharded,
             loss=weak_method(self._loss_of_step),
+            has_trainer=self.run is not None,
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)

@@ -283,6 +283,8 @@ class PlannedForward:
         self._others = None
         try:
             traced = self.traced(call, self._choices)
+            if self.table is None:
+                self.planner.note_outputs(traced.outputs)
             if (loss := self.planner.loss) is not None:
                 traced = replace(traced, tape=replace(traced.tape, loss=loss))
         except Exception as error:

@@ -64,7 +64,8 @@ class FromBudget(Producer):
         """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
         without_graphs = replace(step.fixed, activations=0).peak
         if without_graphs > step.limit:
-            why = _fewer_batches(step, without_graphs) or "give a larger budget, or an optimizer with fewer states"
+            lowest = max(without_graphs, step.footprint(solver.lowest).peak) if step.micro_batches > 1 else 0
+            why = _fewer_batches(step, lowest) or "give a larger budget, or an optimizer with fewer states"
             why = f"that is without any activations: {why}"
             raise self._does_not_fit(step, without_graphs, {}, why, has_activations=False)
         try:
