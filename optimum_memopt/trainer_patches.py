@@ -55,11 +55,11 @@ class _Method:
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self.name = owner, name
-        self._inner = self._call = getattr(owner, name)
+        self.inner = self._call = getattr(owner, name)
         self.before = vars(owner).get(name)
         self._wrappers: list[tuple[Patch, Wrap]] = []
 
-        @functools.wraps(self._inner)
+        @functools.wraps(self.inner)
         def function(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
@@ -92,7 +92,7 @@ class _Method:
             setattr(self._owner, self.name, self.before)
 
     def _compose(self) -> None:
-        self._call = self._inner
+        self._call = self.inner
         for _, wrap in self._wrappers:
             self._call = wrap(self._call)
 
@@ -101,6 +101,13 @@ class _Method:
 ATTACHMENT = "memopt"
 # Not those that the user gave to the Trainer.
 _callbacks_put_on: "weakref.WeakSet[TrainerCallback]" = weakref.WeakSet()
+
+
+def innermost(owner: Any, name: str) -> Callable[..., Any]:
+    """Returns a method of a Trainer or its optimizer without the wrappers that were put around it."""
+    method = getattr(owner, name)
+    known = copies.patched_of(method)
+    return known.inner if isinstance(known, _Method) else method
 
 
 class TrainerPatches(ExitStack):

@@ -88,7 +88,7 @@ def keep_freed_memory() -> None:
 
 
 def keep_no_more() -> None:
-    """Undo one `keep_freed_memory`, and return what was kept."""
+    """Undo one `keep_freed_memory`, and return what was kept; blocks that fit into its place stay kept."""
     global _keeping
     _keeping = max(0, _keeping - 1)
     if _settle():

@@ -47,6 +47,8 @@ from optimum_memopt.training import compat_dry_run
 from optimum_memopt.training.batches import has_few_rows, is_readable, micro_batches_of, row_lengths
 
 _DATA = ("train_dataset", "eval_dataset")
+# Of a container that a step may change: others are data.
+MOST_ITEMS = 10_000
 
 
 def held_by(trainer: Any) -> Iterator[Any]:
@@ -77,13 +79,14 @@ def left_as_it_is(trainer: Any, others: Sequence[Any] = ()) -> Iterator[None]:
     numbers may be drawn.
 
     Args:
-        others: objects that may be changed, too.
+        others: objects and containers that may be changed, too.
     """
     models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
     parts = (trainer.args, trainer.state, trainer.callback_handler, trainer.accelerator)
     owners = [trainer, *parts, *models, *others]
     data = [id(getattr(trainer, name)) for name in _DATA]
-    before = [found for owner in owners for found in _contents(vars(owner), data)]
+    helds = (owner if isinstance(owner, list | dict | deque) else vars(owner) for owner in owners)
+    before = [found for held in helds for found in _contents(held, data)]
     modes = [(module, module.training) for model in models for module in model.modules()]
     state = ForwardState.of(trainer.model, with_buffers=False)
     try:
@@ -101,7 +104,8 @@ def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator
     """Containers that are held, with copies of them, the outermost first."""
     yield held, dict(held) if isinstance(held, dict) else list(held)
     for value in (held.values() if isinstance(held, dict) else held) if depth else ():
-        if (isinstance(value, dict | deque) or type(value) is list) and id(value) not in data:
+        is_container = isinstance(value, dict | deque) or type(value) is list
+        if is_container and id(value) not in data and len(value) <= MOST_ITEMS:
             yield from _contents(value, data, depth - 1)
 
 

@@ -3,7 +3,11 @@ computed again on tensors without data for what it takes beside the model's forw
 
 import contextlib
 import functools
+import inspect
+import itertools
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,60 +16,85 @@ import torch
 from transformers import Trainer
 
 from optimum_memopt.engines.api.run import LossStep
-from optimum_memopt.engines.shared.forward_patch import Attribute
+from optimum_memopt.engines.shared.forward_patch import Attribute, weak_method
+from optimum_memopt.trainer_patches import innermost
 from optimum_memopt.training import compat_dry_run
-from optimum_memopt.training.fake_run import held_by, holders_of, is_sharded, left_as_it_is
+from optimum_memopt.training.fake_run import MOST_ITEMS, held_by, holders_of, is_sharded, left_as_it_is
 
 
 class NotedLoss:
-    """Notes what a Trainer's `compute_loss` is called with, until an engine has asked for its loss."""
+    """Notes what a Trainer's `compute_loss` is called with while it runs. Keeps no Trainer alive."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.ref(trainer)
-        self._step: LossStep | None = None
-        # Of the call that runs.
-        self._make: Callable[[], LossStep | None] | None = None
+        # The arguments of the call that runs: a copy of the inputs, and the others.
+        self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self._compute: Callable[..., Any] | None = None
 
     def wrap(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """`compute_loss` that is noted in training."""
+        self._compute = weak_method(compute_loss)
 
         def compute(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._step is not None or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return compute_loss(model, inputs, *args, **kwargs)
-            # A copy, since it may take some of them out.
-            given = dict(inputs) if isinstance(inputs, dict) else inputs
-            self._make = partial(self._made, partial(_computed, compute_loss, args, kwargs), given, compute_loss)
+            # It may take some of them out.
+            self._given = dict(inputs) if isinstance(inputs, dict) else inputs, args, kwargs
             try:
                 return compute_loss(model, inputs, *args, **kwargs)
             finally:
-                self._make = None
+                self._given = None
 
         return compute
 
     def __call__(self) -> LossStep | None:
         """Returns the loss of the step that runs; None where it is the model's own, or no step runs."""
-        if self._step is None and self._make is not None:
-            self._step = self._make()
-        return self._step
-
-    def _made(self, compute: Callable[..., Any], inputs: Any, compute_loss: Callable[..., Any]) -> LossStep | None:
-        trainer = self._trainer()
-        name = "" if trainer is None else _name(trainer, compute_loss)
-        if trainer is None or not name:
+        trainer, compute = self._trainer(), self._compute
+        if trainer is None or compute is None or self._given is None or not (name := _name(trainer)):
             return None
+        inputs, args, kwargs = self._given
         if unknown := _unknown(trainer):
             return LossStep(name, unknown)
-        held = weakref.ref(trainer)
-        return LossStep(name, "", inputs, partial(compute, held), partial(_modules, held), partial(_prepared, held))
+        held = self._trainer
+        computed = partial(_computed, held, compute)
+        return LossStep(name, "", inputs, (args, kwargs), computed, partial(_modules, held), partial(_prepared, held))
 
 
-def _name(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+def _name(trainer: Any) -> str:
     """The name of what computes a Trainer's loss; empty where the model's forward does."""
-    if getattr(compute_loss, "__func__", None) is not Trainer.compute_loss:
+    if getattr(innermost(trainer, "compute_loss"), "__func__", None) is not Trainer.compute_loss:
         return f"{type(trainer).__name__}.compute_loss"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func"
     return "the Trainer's label smoother" if trainer.label_smoother is not None else ""
+
+
+# Code that keeps nothing of a step beside the attributes of its objects.
+_LIBRARIES = frozenset({"accelerate", "numpy", "optimum_memopt", "peft", "torch", "transformers", "trl"})
+
+
+def _named(trainer: Any) -> list[Any]:
+    """Values that a Trainer's own code names beside its attributes: globals, and variables of enclosing functions."""
+    of_classes = (value for kind in type(trainer).__mro__ for value in vars(kind).values())
+    todo = [innermost(trainer, "compute_loss"), trainer.compute_loss_func, *of_classes]
+    found: dict[int, Any] = {}
+    while todo:
+        value = todo.pop()
+        if isinstance(value, functools.partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+            continue
+        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
+        is_function = isinstance(function, types.FunctionType)
+        if id(function) in found or (is_function and (function.__module__ or "").partition(".")[0] in _LIBRARIES):
+            continue
+        found[id(function)] = function
+        if is_function:
+            # A variable may have no value yet.
+            with contextlib.suppress(ValueError):
+                variables = inspect.getclosurevars(function)
+                todo += [*variables.nonlocals.values(), *variables.globals.values()]
+    left_out = types.FunctionType | types.ModuleType | type
+    return [value for value in found.values() if value is not trainer and not isinstance(value, left_out)]
 
 
 def _unknown(trainer: Any) -> str:
@@ -76,15 +105,12 @@ def _unknown(trainer: Any) -> str:
         return "several GPUs in one process"
     # What is taken from it is gone.
     iterators = (name for name, value in vars(trainer).items() if isinstance(value, Iterator))
-    return next((f"it may take from {name}, an iterator" for name in iterators), "")
+    others = (type(value).__name__ for value in _named(trainer) if isinstance(value, Iterator))
+    return next((f"it may take from an iterator, {name}" for name in itertools.chain(iterators, others)), "")
 
 
 def _computed(
-    compute_loss: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    held: Callable[[], Any],
-    inputs: Any,
+    held: Callable[[], Any], compute_loss: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """The loss of inputs without data."""
     trainer = held()
@@ -94,7 +120,8 @@ def _computed(
 
 
 def _modules(held: Callable[[], Any]) -> list[torch.nn.Module]:
-    return [value for value in holders_of(held()) if isinstance(value, torch.nn.Module)]
+    trainer = held()
+    return [value for value in (*holders_of(trainer), *_named(trainer)) if isinstance(value, torch.nn.Module)]
 
 
 @contextlib.contextmanager
@@ -105,7 +132,11 @@ def _prepared(held: Callable[[], Any]) -> Iterator[None]:
     attributes = [
         each for part in parts for each in Attribute.all_of(part) if not isinstance(each.value, torch.Tensor)
     ]
-    owners = [value for value in (*held_by(trainer), *trainer.callback_handler.callbacks) if _has_state(value)]
+    named = _named(trainer)
+    values = (*held_by(trainer), *trainer.callback_handler.callbacks, *named)
+    data = trainer.train_dataset, trainer.eval_dataset
+    owners = [value for value in values if _has_state(value) and not any(value is each for each in data)]
+    owners += [each for each in named if isinstance(each, list | dict | deque) and len(each) <= MOST_ITEMS]
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_as_it_is(trainer, owners))
         stack.callback(_restore, attributes)
@@ -117,8 +148,12 @@ def _prepared(held: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
+# Their attributes are other objects'.
+_STATELESS = types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module
+
+
 def _has_state(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) and not callable(value)
+    return hasattr(value, "__dict__") and not isinstance(value, _STATELESS)
 
 
 def _restore(attributes: list[Attribute]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from optimum_memopt.engines.compile.costs.inlining import inlined
+from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from tests.captured import capture
 
 ROWS, INNER, OUTER = 32, 64, 128
@@ -15,7 +16,7 @@ def held_for(step: Callable[..., torch.Tensor], *given: torch.Tensor) -> dict[st
     joint = (captured := capture(step, *given)).joint
     found = inlined(joint, captured.sizes, {activation.root for activation in captured.activations})
     own = [node for node in joint.forward if node.name in found.operands]
-    return {node.name: held.name if (held := found.root(node)) else "" for node in own}
+    return {operator_name(node): operator_name(held) if (held := found.root(node)) else "" for node in own}
 
 
 def frozen(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from optimum_memopt.sizes import Budget
 from tests.captured import by_bytes
 from tests.compiled import hold_still, selection
 from tests.rotation import nightly
-from tests.train.test_step_memory import EXACT, measured
+from tests.train.test_step_memory import EXACT
 from tests.train.tower import Block
-from tests.trainer_runs import log_lines
+from tests.trainer_runs import distance, log_lines, make, tables
+from tests.trainer_runs import weights as weights_of_model
 
 ROWS, LENGTH, WIDTH = 32, 30, 32
 # What the allocator is asked for beside tensors: the loss, seeds, offsets.
@@ -41,13 +43,13 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 class Tasks(torch.nn.Module):
     """Layers with a narrow head and a wide one, and layers of a second modality."""
 
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, breaks: bool = False, width: int = 256) -> None:
         super().__init__()
         self.task, self.breaks = "narrow", breaks
         self.layers, self.images = (torch.nn.ModuleList(Block() for _ in range(4)) for _ in range(2))
         self.narrow, self.norm = torch.nn.Linear(WIDTH, 4), torch.nn.BatchNorm1d(WIDTH)
         self.wide = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 256), torch.nn.GELU(), torch.nn.Tanh(), torch.nn.Linear(256, 4)
+            torch.nn.Linear(WIDTH, width), torch.nn.GELU(), torch.nn.Tanh(), torch.nn.Linear(width, 4)
         )
 
     def forward(
@@ -175,8 +177,8 @@ def test_a_later_kind_stays_within_the_budget(attached, second: str, unit: str, 
 
 
 def test_a_kind_that_does_not_fit_is_refused_and_others_go_on(attached) -> None:
-    kinds = kinds_of("name")
-    one = attached(Tasks(), within(0.1, Tasks(), LAYER, kinds), LAYER)
+    model, kinds = Tasks(width=2048), kinds_of("name")
+    one = attached(model, within(1.0, model, LAYER, {"first": kinds["first"]}), LAYER)
     one.step(*kinds["first"])
     with pytest.raises(DoesNotFitError, match="the step takes at least"):
         one.step(*kinds["second"])
@@ -231,16 +233,11 @@ def test_layers_that_begin_to_train_are_shown_and_predicted(attached, unit: str)
         each.layers.requires_grad_(True)
     one.step(batch)
     assert sum(row.applied_count for row in one.engine.plans().enabled) >= 4
-    _, peak = measured(one.model, batch_of(batch))
-    assert one.engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    assert one.engine.predictor.activations() == pytest.approx(one.step(batch), **EXACT)
     for each in (one.model, one.plain):
         each.layers.requires_grad_(False)
     one.step(batch)
     assert one.engine.plans() is head
-
-
-def batch_of(inputs: dict[str, Any]) -> Any:
-    return inputs
 
 
 def test_states_of_what_trains_for_the_first_time_are_counted(attached) -> None:
@@ -260,3 +257,45 @@ def test_states_of_what_trains_for_the_first_time_are_counted(attached) -> None:
     optimizer.step()
     states = (value for state in optimizer.state.values() for value in state.values())
     assert predicted == sum(value.nbytes for value in states if value.dim())
+
+
+def _of_one_kind(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def test_a_trainer_plans_each_kind_once(tmp_path: Path) -> None:
+    """Batches of the two kinds take turns, also within one optimizer step."""
+    first, second = (kind for kind, _ in kinds_of("optional tensor").values())
+    # Two to a step.
+    order = (first, first, second, second, first, second, second, first)
+    data = [{name: value[row] for name, value in kind.items()} for kind in order for row in range(ROWS)]
+    budget = within(0.75, Tasks(), LAYER, kinds_of("optional tensor")).budget.bytes
+    # The second gradients, and an optimizer's states, are held beside them.
+    weights = 3 * sum(parameter.nbytes for parameter in Tasks().parameters())
+    of_run = {
+        "train_dataset": data,
+        "data_collator": _of_one_kind,
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+    }
+    torch.manual_seed(0)
+    model = Tasks()
+    weights_of = {}
+    for name, options in (
+        ("plain", {"plain": True}),
+        ("ours", {"memory_opt_engine": "compile", "memory_opt_unit": "layer", "memory_opt_loss": "plain"}),
+    ):
+        if name == "ours":
+            options["memory_opt_budget"] = f"{(budget + weights) / 2**20:.3f}MiB"
+        trainer = make(tmp_path / name, "small", model=copy.deepcopy(model), **options, **of_run)
+        with log_lines() as lines:
+            trainer.train()
+        weights_of[name] = weights_of_model(trainer.model)
+    assert distance(weights_of["ours"], weights_of["plain"]) == 0
+    assert [AGAIN in line for line in lines].count(True) == 1
+    assert not any("NOT within" in line for line in lines), lines
+    assert len(tables(lines)) == 2, "each once"
+    assert trainer.memopt.plan_stats.predicted_peak_mib * 2**20 <= budget + weights

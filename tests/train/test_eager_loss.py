@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,45 @@ class TeacherLast(Wide):
         return functional.kl_div(scores.log_softmax(-1), target, reduction="batchmean")
 
 
+# Of a script's own.
+TEACHER = SMALL.build("eager").requires_grad_(False)
+HEAD = torch.nn.Linear(CLASSES, WIDE)
+SEEN: list[float] = []
+
+
+class Counting:
+    """A loss that is an object with a state."""
+
+    count = 0
+
+    def __call__(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return functional.cross_entropy(scores, labels)
+
+
+COUNTING = Counting()
+
+
+class OfGlobals(Wide):
+    """The loss is made of what the script has, and trains some of it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            target = HEAD(TEACHER(**inputs).logits).softmax(-1)
+        scores = HEAD(model(**inputs).logits)
+        loss = COUNTING(scores, inputs["labels"]) + functional.kl_div(scores.log_softmax(-1), target, reduction="sum")
+        SEEN.append(loss.item())
+        return loss
+
+
+class TwoForwards(Wide):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        one, two = (self.scores(model(**inputs)).log_softmax(-1) for _ in range(2))
+        return functional.kl_div(one, two.detach().exp(), reduction="sum") + functional.cross_entropy(
+            two, inputs["labels"]
+        )
+
+
 class TakesOut(Wide):
     """Takes the labels out of its inputs, and returns the outputs, too."""
 
@@ -116,6 +156,7 @@ def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterat
         (Plain, {}),
         (TeacherFirst, {}),
         (TeacherLast, {"memory_opt_level": 0}),
+        pytest.param(TwoForwards, {}, marks=pytest.mark.nightly),
         pytest.param(TakesOut, {}, marks=pytest.mark.nightly),
         pytest.param(TeacherFirst, {"memory_opt_unit": "model"}, marks=pytest.mark.nightly),
         pytest.param(TeacherLast, {"memory_opt_compiler": "inductor"}, marks=pytest.mark.nightly),
@@ -130,6 +171,19 @@ def test_a_step_is_predicted_with_its_loss(kind: type[Wide], changes: dict[str, 
     # As large as some of the scores alone.
     assert asked > 3 * 4 * 4 * WIDE
     assert "not counted" not in str(trainer.memopt.table)
+
+
+def test_what_a_script_has_is_left_as_it_is(tmp_path: Path) -> None:
+    SEEN.clear()
+    COUNTING.count = 0
+    trainer = trainer_of(OfGlobals, tmp_path)
+    with during_training(trainer, lambda _: HEAD.zero_grad()):
+        trainer.train()
+    (predicted,) = set(trainer.predicted)
+    assert predicted == pytest.approx(max(trainer.asked), rel=0.01)
+    assert COUNTING.count == len(SEEN) == 3 and all(map(math.isfinite, SEEN))
+    # No tensor without data.
+    assert type(HEAD.weight) is torch.nn.Parameter and HEAD.weight.grad is None
 
 
 def test_a_batch_of_other_sizes_is_predicted(tmp_path: Path) -> None:
@@ -224,7 +278,7 @@ class Backward(Plain):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (FromIterator, "it may take from others, an iterator"),
+        (FromIterator, "it may take from an iterator, others"),
         (Reads, "the value of a tensor is read"),
         (Backward, "it calls backward by itself"),
     ],

@@ -84,7 +84,8 @@ class LossStep:
     Attributes:
         name: of what computes it, `Distiller.compute_loss`.
         unknown: why it may not be computed again; empty where it may.
-        inputs: of `compute`.
+        inputs: a batch.
+        arguments: what `compute` is given behind it, by position and by keyword, whatever the batch.
         compute: returns the loss of such inputs; calls the model's forward.
         modules: whose tensors it uses or changes, the model among them.
         prepared: a context within which it may be computed, and behind which everything is as it was.
@@ -93,7 +94,8 @@ class LossStep:
     name: str
     unknown: str = ""
     inputs: Any = field(default=None, repr=False)
-    compute: Callable[[Any], "torch.Tensor"] | None = field(default=None, repr=False)
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}), repr=False)
+    compute: Callable[..., "torch.Tensor"] | None = field(default=None, repr=False)
     modules: Callable[[], "Sequence[torch.nn.Module]"] = field(default=tuple, repr=False)
     prepared: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
 

@@ -31,7 +31,7 @@ BATCHES = {
 PLANS: dict[str, dict[str, Any]] = {
     "none": {},
     "level": {"memory_opt_level": 1},
-    "config": {"memory_opt_config": "Silu+:1:2"},
+    "config": {"memory_opt_config": "QuickGelu+:1:2"},
     "budget": {"memory_opt_budget": "90%"},
 }
 # Rows of each rank are shorter, but for the long ones.

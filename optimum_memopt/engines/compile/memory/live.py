@@ -393,6 +393,11 @@ class LiveRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return fake_tensors.call(function, args, kwargs)
+        if torch.is_grad_enabled() and any(
+            each.requires_grad and fake_tensors.is_real(each) for each in tensors_in(args)
+        ):
+            # It would get a gradient without data.
+            raise MemOptError("a parameter is trained that is in no module of the step's")
         try:
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:

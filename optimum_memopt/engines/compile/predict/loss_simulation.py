@@ -5,6 +5,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -65,9 +66,11 @@ class LossSimulation:
         inputs: Mapping[str, object],
     ) -> None:
         self._model, self._patch, self._forward = weakref.ref(model), patch, forward
-        self._step, self._first = step, input_sizes(inputs)
+        # Keeps no tensors with data.
+        self._step, self._first = replace(step, inputs=None, arguments=((), {})), input_sizes(inputs)
         self._mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-        self._inputs = fake_tensors.fake_copy(step.inputs, self._mode, keeps_values=True)
+        given = step.inputs, step.arguments
+        self._inputs, self._arguments = fake_tensors.fake_copy(given, self._mode, keeps_values=True)
         self._of_sizes = functools.lru_cache(_MOST_LOSSES)(self._run)
 
     def __call__(self, sizes: Mapping[str, int]) -> LossEvents:
@@ -110,7 +113,7 @@ class LossSimulation:
             stack.enter_context(self._mode)
             inputs = self._resized(self._inputs, sizes)
             try:
-                return run.events(self._step, inputs)
+                return run.events(self._step, inputs, self._arguments)
             except MemOptError:
                 raise
             except Exception as error:
@@ -194,12 +197,12 @@ class _Run:
             self._given = self.recorder.names_of(gradients)
         self.recorder.mark(_Mark(_BACKWARD, self._calls))
 
-    def events(self, step: LossStep, inputs: Any) -> LossEvents:
+    def events(self, step: LossStep, inputs: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> LossEvents:
         recorder = self.recorder
         assert step.compute is not None
         with recorder:
-            recorder.leave_out([*self._fakes, *tensors_in(inputs)])
-            loss = step.compute(inputs)
+            recorder.leave_out([*self._fakes, *tensors_in((inputs, arguments))])
+            loss = step.compute(inputs, *arguments[0], **arguments[1])
             if not self._calls:
                 raise MemOptError("it does not call the model's forward")
             recorder.begin(BACKWARD)

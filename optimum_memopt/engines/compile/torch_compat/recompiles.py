@@ -191,11 +191,11 @@ def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType])
     check = trace_rules.check_verbose
 
     def checked(function: Any, *args: Any, **kwargs: Any) -> trace_rules.SkipResult:
-        code = _code_of(function)
+        if (code := _code_of(function)) is None:
+            return check(function, *args, **kwargs)
         is_frame = function is code
-        if code is None or not (
-            (is_frame and _is_around_model(code.co_filename)) or any(place.is_in(code) for place in places)
-        ):
+        is_left = any(place.is_in(code) for place in places)
+        if not is_left and not (is_frame and _is_around_model(code.co_filename)):
             return check(function, *args, **kwargs)
         if is_frame:
             skipped.append(code)
