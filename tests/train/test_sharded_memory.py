@@ -145,7 +145,9 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     batch = masked_batch()
     with sharded(**case) as model:
         engine = optimize(model, **ENGINE, **wanted)
-        measured_step(model, batch)
+        # In the first three backwards copies of frozen weights are on the host, which is the device here.
+        for _ in range(3):
+            measured_step(model, batch)
         with moved() as between:
             saved, peak = measured_step(model, batch)
         assert isinstance(engine, CompileEngine) and engine.predictor is not None

@@ -180,7 +180,8 @@ class LayerInputs:
         Args:
             gathered: around one in a backward, has the parameters among its arguments.
         """
-        args = state.args
+        # autograd holds `pack` as long as what it has saved: it must hold no arguments.
+        args, saved_state = state.args, state.saved
         arguments: dict[int, _Argument] = {}
         # Not in the forward's autograd graph.
         offloaded = {place: args[place].detach() for place in sorted(plan.offloaded)}
@@ -198,7 +199,7 @@ class LayerInputs:
             return value if argument is None else _View.of(value, argument)
 
         def pack(saved: torch.Tensor) -> torch.Tensor | _View | SavedState:
-            if state.saved is not None and (of_state := state.saved(saved)) is not None:
+            if saved_state is not None and (of_state := saved_state(saved)) is not None:
                 return of_state
             packed = unless_held(saved)
             if isinstance(packed, _View):

@@ -5,8 +5,8 @@ instead.
 
 - In the first backwards of each run of a graph the values are compared with those that the forward has read. Code that
   writes to state mostly does so in each step, also by `.data`, which no version counter shows. State that is read for
-  a recompute alone, and is not large, is copied as a whole for that, so that this backward is right, too; of the rest
-  some thousand numbers are compared.
+  a recompute alone is copied to the host for that, as far as it is not large, so that this backward is right, too; of
+  the rest some thousand numbers are compared, and the sum of all.
 - From then on version counters are compared when the backward begins, which waits for no device.
 
 What has changed is copied by all forwards to come, whose graphs are traced again for that.
@@ -25,10 +25,11 @@ from optimum_memopt.logs import get_logger
 
 # Backwards of a run of a graph in which values are compared.
 _BACKWARDS = 3
-# Numbers of a tensor that are compared where it is not copied.
+# Numbers of a tensor that are compared one by one where it is not copied.
 _SAMPLE = 4096
-# Larger state is not copied to be compared, bytes.
+# State that one forward copies to compare it, bytes.
 _MOST_BYTES = 2**24
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +37,12 @@ class SavedState:
     """State that autograd saves, with the values that the forward has read.
 
     Attributes:
-        former: those values, or some of them.
-        opened: called when the backward reads it, with true where they have changed.
+        former: on the host, what `_compared` had returned.
+        opened: called when the backward reads it: whether it has changed, and whether the backward gets what it was.
     """
 
     tensor: torch.Tensor
-    former: torch.Tensor
+    former: tuple[torch.Tensor, ...]
     is_whole: bool
     opened: Callable[[bool, bool], None]
 
@@ -49,19 +50,29 @@ class SavedState:
     def of(cls, tensor: torch.Tensor, is_whole: bool, opened: Callable[[bool, bool], None]) -> "SavedState":
         # A storage that the tensor is given later is none that the forward has read.
         tensor = tensor.detach()
-        return cls(tensor, (tensor if is_whole else _some_of(tensor)).clone(), is_whole, opened)
+        return cls(tensor, _compared(tensor, is_whole), is_whole, opened)
 
     def open(self) -> torch.Tensor:
         """The values for the backward."""
-        now = self.tensor if self.is_whole else _some_of(self.tensor)
-        has_changed = not torch.equal(now, self.former)
+        now = _compared(self.tensor, self.is_whole)
+        pairs = zip(now, self.former, strict=True)
+        has_changed = not all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
         self.opened(has_changed, self.is_whole)
-        return self.former if has_changed and self.is_whole else self.tensor
+        return self.former[0].to(self.tensor.device) if has_changed and self.is_whole else self.tensor
 
 
-def _some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers from all over the tensor, as they lie in memory."""
-    return tensor.as_strided((min(tensor.numel(), _SAMPLE),), (max(1, tensor.numel() // _SAMPLE),))
+def _compared(tensor: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, ...]:
+    """A copy of the tensor, or numbers from all over it and the sum of its bits, on the host."""
+    if is_whole:
+        return (tensor.to("cpu", copy=True),)
+    some = tensor.as_strided((min(tensor.numel(), _SAMPLE),), (max(1, tensor.numel() // _SAMPLE),))
+    return some.to("cpu", copy=True), _bits(tensor).sum(dtype=torch.int64).cpu()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, of which all are equal to themselves."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.dtype.itemsize])
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,8 @@ class StateWatch:
         self._name_of = name_of
         self.moved: frozenset[str] = frozenset()
         self._compared: Counter[Hashable] = Counter()
+        # By this forward.
+        self._bytes_copied = 0
         # Changed since, and whether a backward has read the new values.
         self._new: dict[str, torch.Tensor] = {}
         self._was_read = False
@@ -102,7 +115,7 @@ class StateWatch:
     def begin(self) -> bool:
         """A forward begins: true where its graphs have to be traced again, since more state has moved."""
         # A forward that has failed leaves its own.
-        self._versions, self._node = [], None
+        self._versions, self._node, self._bytes_copied = [], None, 0
         new = {source: tensor for source, tensor in self._new.items() if source not in self.moved}
         if not new:
             return False
@@ -144,13 +157,17 @@ class StateWatch:
                 given[at] = args[at].data
             return StateArgs(given, copied=copied)
         places = {dynamo.storage_id(args[at]): at for at in watched}
+        # What autograd saves must hold no other arguments.
+        tensors = {at: args[at] for at in watched}
         is_opened = False
 
         def saved_state(saved: torch.Tensor) -> SavedState | None:
             if (at := places.get(dynamo.storage_id(saved))) is None:
                 return None
-            is_whole = is_only_recomputed[at] and saved.is_floating_point() and saved.nbytes <= _MOST_BYTES
-            is_whole |= saved.numel() <= _SAMPLE
+            is_whole = saved.numel() <= _SAMPLE
+            if is_only_recomputed[at] and self._bytes_copied + saved.nbytes <= _MOST_BYTES:
+                self._bytes_copied += saved.nbytes
+                is_whole = True
 
             def opened(has_changed: bool, is_right: bool) -> None:
                 nonlocal is_opened
@@ -158,7 +175,7 @@ class StateWatch:
                 self._compared[run] += not is_opened
                 is_opened = True
                 if has_changed:
-                    self._new[watched[at]] = args[at]
+                    self._new[watched[at]] = tensors[at]
                     self._was_read |= not is_right
 
             return SavedState.of(saved, is_whole, opened)

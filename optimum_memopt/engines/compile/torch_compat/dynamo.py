@@ -121,6 +121,9 @@ def compile_with_inductor(
     def compile_inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if saw is None:
             return make_boxed_func(module.forward)
+        if "get_decomp_fn" in options:
+            # A table of functions cannot be part of the cache's key, a function by its name can (2.13).
+            options["get_decomp_fn"] = _inductor_decompositions
         compiled = compile_fx_inner(module, inputs, **options)
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
         return compiled

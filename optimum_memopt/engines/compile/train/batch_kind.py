@@ -42,7 +42,7 @@ class BatchKind(NamedTuple):
 def input_kinds(args: Sequence[Any], inputs: Mapping[str, Any]) -> InputKinds:
     """Returns what torch guards on: of a tensor its type and the sizes that are constants, of flags and names their
     values, of numbers nothing, since they may differ in every step."""
-    return frozenset((*_kinds(enumerate(args)), *_kinds(inputs.items())))
+    return frozenset((*_kinds((f"argument {at}", value) for at, value in enumerate(args)), *_kinds(inputs.items())))
 
 
 def _kinds(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[str, Hashable]]:

@@ -288,9 +288,12 @@ class PlannedForward:
             if (loss := self.planner.loss) is not None:
                 traced = replace(traced, tape=replace(traced.tape, loss=loss))
         except Exception as error:
-            if own_error(error) is None and not self.traced.is_first and is_of_trace(error):
-                self._check_plain(call)
-            if not self.traced.is_first or own_error(error) is not None:
+            refused = own_error(error)
+            failed = error if refused is None else error.__context__
+            may_be_plain = self.traced.is_first and refused is None
+            if not may_be_plain:
+                if failed is not None and is_of_trace(failed):
+                    self._check_plain(call)
                 raise
             outputs = self._plain_outputs(call, error)
             self.is_plain = True
@@ -380,12 +383,15 @@ class PlannedForward:
         # Other ranks do not gather the parameters for it.
         if self.traced.spec.only_layers or fully_shard.is_sharded(self._model):
             return
+        before = ForwardState.of(self._model, with_buffers=True)
         try:
             with torch.no_grad():
                 self.run_plainly(call)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise error from None
+        finally:
+            before.restore()
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:
         """Plain PyTorch's outputs, where the compiled forward has failed.
@@ -406,7 +412,8 @@ class PlannedForward:
         except Exception as error:
             if is_out_of_memory(error):
                 self.give_up(why, failed)
-            raise
+                raise
+            raise error from None
         self.give_up(why, failed)
         return outputs
 
