@@ -22,10 +22,10 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, called while its object is alive; or a function, while somebody else holds it."""
     held = weakref.WeakMethod(method) if isinstance(method, types.MethodType) else weakref.ref(method)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         alive = held()
         assert alive is not None
-        return alive(*args)
+        return alive(*args, **kwargs)
 
     return call
 

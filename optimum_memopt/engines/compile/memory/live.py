@@ -397,7 +397,7 @@ class LiveRecorder(TorchDispatchMode):
             each.requires_grad and fake_tensors.is_real(each) for each in tensors_in(args)
         ):
             # It would get a gradient without data.
-            raise MemOptError("a parameter is trained that is in no module of the step's")
+            raise MemOptError("it uses a tensor that is none of its arguments, and trains it; give it as an argument")
         try:
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:
