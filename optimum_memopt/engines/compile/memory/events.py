@@ -30,7 +30,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 # Before the names of storages that a backward allocates: recomputed operators have the names of the forward's.
@@ -147,6 +147,17 @@ class GraphEvents:
     tangents: tuple[tuple[int | None, Storage], ...]
     gradients: tuple[tuple[int | None, str], ...]
     saved_values: tuple[tuple[str, str], ...] = ()
+
+    def as_run(self) -> "GraphEvents":
+        """The events where torch runs the graph, which may hold tangents until the backward is over."""
+        tangents = {storage.name for _, storage in self.tangents}
+        freed = tuple(name for event in self.backward for name in event.frees if name in tangents)
+        if not freed or not dynamo.holds_tangents():
+            return self
+        kept = [tuple(name for name in event.frees if name not in tangents) for event in self.backward]
+        kept[-1] += freed
+        backward = (event._replace(frees=frees) for event, frees in zip(self.backward, kept, strict=True))
+        return replace(self, backward=tuple(backward))
 
     @property
     def returned(self) -> tuple[str, ...]:
@@ -373,7 +384,7 @@ def schedule(
     )
     return Schedule(
         sizes.compiled(),
-        events,
+        events.as_run(),
         {position: _shape(node) for position, node in tensors.items()},
         {position: _shape(node) for position, node in results if position is not None and _is_tensor(node)},
         {

@@ -101,7 +101,7 @@ def program_events(
     def in_backward(key: Any, size: int) -> Storage:
         return Storage(of_backward(key), size, TEMPORARY if key in freed else GRADIENTS)
 
-    return replace(
+    events = replace(
         graph,
         forward=_events(log, in_forward, of_forward),
         backward=_events(backward_log, in_backward, of_backward),
@@ -111,6 +111,7 @@ def program_events(
         ),
         gradients=_named(graph.gradients, gradients, of_backward),
     )
+    return events.as_run()
 
 
 def _named(

@@ -225,7 +225,7 @@ def problem_events(
     saved_inputs = [node for node in at.inputs if node in read]
     owned = {*computed, *problem.tangents, *saved_inputs}
     tangents = placed(at.tangents, problem.tangents)
-    return GraphEvents(
+    events = GraphEvents(
         tuple(_events(problem, first, ends, (), in_forward, lambda node: names[node])),
         tuple(_events(problem, second, problem.backward_outputs, owned, in_backward, name_in_backward)),
         inputs,
@@ -238,6 +238,7 @@ def problem_events(
             for position, node in placed(at.gradients, problem.backward_outputs)
         ),
     )
+    return events.as_run()
 
 
 def _events(

@@ -13,6 +13,7 @@ from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.sharding import Reduced
 from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 # Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
@@ -265,6 +266,9 @@ class _LinkedRuns:
             added += self._add_gradient(run, number[node], at)
         if added:
             self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
+        if problem.tangents and dynamo.holds_tangents():
+            held = [number[node] for node in problem.tangents]
+            self._outputs.append(self._end(run, held, _RELEASED, is_backward=True))
         self._reduce(run, around.reduced)
 
     def _backward_outside(self, run: int) -> None:
