@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _OUTPUT_HOOKS = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
 
 
-# Trainer's flag; the older name warns since transformers 5.23.
-CHECKPOINTING_FLAG = "--activation_checkpointing"
+# Trainer's fields; the older one warns since transformers 5.23, which has both.
+CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
@@ -338,6 +338,14 @@ def _module(frame: FrameType) -> Any:
 
 def _package(module: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+@functools.cache
+def checkpointing_flag() -> str:
+    """Trainer's flag for activation checkpointing, which a script's parser knows."""
+    from transformers import TrainingArguments
+
+    return next(f"--{name}" for name in CHECKPOINTING_FIELDS if name in TrainingArguments.__dataclass_fields__)
 
 
 def checkpoint_layers(model: Any, every: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tabulate import tabulate
 
+from optimum_memopt.compat import checkpointing_flag
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.sizes import gib_text
 
@@ -227,7 +228,7 @@ def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches
         held = f"Trainer holds all {micro_batches} micro-batches of an optimizer step on the device"
         return f"{line}--gradient_accumulation_steps {count}, since {held}"
     fewer = int(rows * (limit - given) / (peak - given)) if peak > given else 0
-    flags = "--activation_checkpointing, or --memory_opt_budget"
+    flags = f"{checkpointing_flag()}, or --memory_opt_budget"
     if fewer < 1:
         return f"{line}{flags}"
     return f"{line}--per_device_train_batch_size {fewer} with more --gradient_accumulation_steps, {flags}"

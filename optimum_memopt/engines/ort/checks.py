@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import attention_implementation, fsdp_version, installed_version, writes_to
+from optimum_memopt.compat import (
+    CHECKPOINTING_FIELDS,
+    attention_implementation,
+    fsdp_version,
+    installed_version,
+    writes_to,
+)
 from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
@@ -180,7 +186,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
                 f"--{precision} with the ort engine on the CPU: ONNX Runtime's CPU provider trains float32 only; "
                 f"leave --{precision} out, train on a GPU, or {_COMPILE}"
             )
-    enabled = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
+    enabled = [name for name in CHECKPOINTING_FIELDS if getattr(args, name, False)]
     reentrant = any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in enabled)
     if enabled and checkpointing and not reentrant:
         raise MemOptError(

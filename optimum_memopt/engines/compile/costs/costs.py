@@ -53,6 +53,7 @@ _CLEARED, _SMALL, _LARGE = 2**24, 2**20, 2**26
 _TAKEN = 2
 # Parts of a batch that are measured in its place, where it takes too much itself.
 _PARTS = (4, 16, 64, 256)
+_ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Of what an operator that is bound by memory takes alone, where inductor fuses it with neighbours.
 FUSED = 0.5
@@ -349,17 +350,27 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
     if is_chunked_loss_operator(operator):
         hidden, weight, needs = positional[0], positional[1], positional[-1]
         return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
-    count = flop_registry.get(getattr(operator, "overloadpacket", None))
-    if count is not None:
-        with fx_graph.without_modes_and_autocast():
-            return float(count(*positional, **named, out_val=result))
     name = dynamo.operator_name(operator)
-    if not name.startswith(_CPU_ATTENTION):
+    count = flop_registry.get(getattr(operator, "overloadpacket", None))
+    if name.startswith(_ATTENTION):
+        # Its backward has the gradient first.
+        is_backward = name.endswith("backward")
+        shapes = _with_all_heads([operand.shape for operand in positional[: 4 if is_backward else 3]])
+        if count is None and name.startswith(_CPU_ATTENTION):
+            # It is missing in the registry.
+            return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
+        positional = (*shapes, *positional[len(shapes) :])
+    if count is None:
         return 0.0
-    # Attention on a CPU is missing in the registry; its backward has the gradient first.
-    is_backward = name.endswith("backward")
-    shapes = [operand.shape for operand in positional[: 4 if is_backward else 3]]
-    return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
+    with fx_graph.without_modes_and_autocast():
+        return float(count(*positional, **named, out_val=result))
+
+
+def _with_all_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """The shapes of attention's operands with as many heads of keys and values as of queries, by which the formula
+    counts; torch takes fewer in it since 2.12 alone (`torch/utils/flop_counter.py`)."""
+    heads = shapes[-3][1]
+    return [*shapes[:-2], *(torch.Size((shape[0], heads, *shape[2:])) for shape in shapes[-2:])]
 
 
 def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:

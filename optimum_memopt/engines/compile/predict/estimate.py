@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.compat import CHECKPOINTING_FLAG, attention_implementation, is_encoder_decoder
+from optimum_memopt.compat import attention_implementation, checkpointing_flag, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import (
     COMPUTE,
     COPIES,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 
 _PLAIN = Technique("plain PyTorch", is_own=False)
-_CHECKPOINTING = Technique("Trainer's checkpointing", (CHECKPOINTING_FLAG,), is_own=False)
 _NO_PLAN = Technique("compile engine, no plan", ("--memory_opt_engine compile",))
 _LEVEL_1 = Technique("compile engine, level 1", ("--memory_opt_level 1",))
 
@@ -61,6 +60,7 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
     plain = Training(keeps_outputs=spec.keeps_outputs)
+    technique = Technique("Trainer's checkpointing", (checkpointing_flag(),), is_own=False)
     with plain_steps(workload, spec) as run:
         with watched("simulating plain PyTorch"):
             step = run(plain)
@@ -68,8 +68,8 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
             with watched("simulating Trainer's checkpointing"):
                 checkpointing = run(replace(plain, checkpoints=1))
         except MemOptError as error:
-            return _way(_PLAIN, step), Way(_CHECKPOINTING, note=str(error))
-    return _way(_PLAIN, step), _way(_CHECKPOINTING, checkpointing)
+            return _way(_PLAIN, step), Way(technique, note=str(error))
+    return _way(_PLAIN, step), _way(technique, checkpointing)
 
 
 def _way(plan: Technique, step: LiveStep) -> Way:
