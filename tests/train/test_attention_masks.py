@@ -299,3 +299,23 @@ def test_two_threads_train_two_models() -> None:
         expected = gradients(plain)
         assert all(torch.equal(ours[name], gradient) for name, gradient in expected.items())
     assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__
+
+
+def test_masks_are_kept_where_transformers_makes_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release in which the patch cannot apply: a warning with its consequence, in the table's header too."""
+    prepare = masking_utils._preprocess_mask_arguments
+
+    def renamed(settings, inputs_embeds, mask, *args, **kwargs):
+        return prepare(settings, inputs_embeds, mask, *args, **kwargs)
+
+    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", renamed)
+    model, plain = twins("llama", **GROUPED)
+    with log_lines() as lines:
+        memopt = optimize(model, **OPTIONS, memory_opt_level=1)
+        for number, padding in enumerate((0, 2, 0)):
+            assert_bitwise_same_step(model, plain, batch(3, 20 + number, padding, seed=number))
+    (line,) = (line for line in lines if line.startswith("attention masks are kept"))
+    assert "_preprocess_mask_arguments without the parameters config" in line and "; tested with transformers" in line
+    assert line in memopt.plans().header
+    # All batches are of one kind.
+    assert compiled(lines) == 1

@@ -32,6 +32,8 @@ from optimum_memopt.sizes import Budget
 if TYPE_CHECKING:
     from transformers import Trainer
 
+    from optimum_memopt.engines.compile.torch_compat.patches import Patch
+
 
 _OLDEST_TORCH = (2, 9)
 _TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
@@ -139,6 +141,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
 def _report() -> Report:
     from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
+    from optimum_memopt.engines.compile.torch_compat import releases
 
     triton = installed_version(_TRITONS)
     installed = {"triton": triton and triton[1]}
@@ -154,6 +157,7 @@ def _report() -> Report:
         Ability("bf16, fp16 on the compile engine", True, "bf16 on every device, fp16 on a GPU"),
         _offload(devices),
         Ability("attention kernels", True, "; ".join(_attention(device) for device in devices)),
+        *map(_patched, releases.PATCHES),
     )
     compiler, reason = default_compiler(devices[-1])
     return Report(
@@ -162,6 +166,11 @@ def _report() -> Report:
         f"recommended: --memory_opt_engine compile, for every model that torch can trace; on {_name(devices[-1])} it "
         f"takes --memory_opt_compiler {compiler} by default ({reason})",
     )
+
+
+def _patched(patch: "Patch") -> Ability:
+    why = patch.problem()
+    return Ability(patch.subject, not why, why or f"tested with {patch.package} {patch.tested}")
 
 
 def _name(device: str) -> str:

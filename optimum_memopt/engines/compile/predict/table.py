@@ -26,6 +26,7 @@ from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.torch_compat import releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
@@ -351,6 +352,7 @@ def show(
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)
     lines += collective_lines(tape)
+    lines += releases.what_is_less()
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)

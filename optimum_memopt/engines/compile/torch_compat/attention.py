@@ -27,6 +27,7 @@ from optimum_memopt.compat import is_mask, of_all_ranks
 from optimum_memopt.engines.compile.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"
@@ -36,6 +37,8 @@ _PREPARES = "_preprocess_mask_arguments"
 _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
 # Always true within a trace before torch 2.14 (pytorch#176499), where it keeps masks that are None.
 _IS_EXPORTING = "is_torchdynamo_exporting"
+# Asked instead before transformers 5.18; true within a trace also where there is no mask.
+_IS_TRACING = "is_tracing"
 # Reads the values of position ids: rows that are packed into one restart them.
 _FINDS_PACKED = "find_packed_sequence_indices"
 _POSITIONS = "position_ids"
@@ -55,6 +58,20 @@ _KNOWN_WRAPPERS = ("transformers.", "peft.", "liger_kernel.", "accelerate.", "to
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 _ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 _BOUNDS = "cu_seqlens"
+MASKS = Patch(
+    "attention masks of batches without padding",
+    "attention masks are kept, also where no token is padding",
+    "transformers",
+    since="5.0",
+    tested="5.0 to 5.24",
+    names=(
+        Name(_FILE, _PREPARES, ("config", "", "attention_mask")),
+        Name(_FILE, _IS_EXPORTING, instead=_IS_TRACING),
+        Name(_FILE, _FINDS_PACKED, ("position_ids",)),
+        Name(_FILE, _CAUSAL, ("padding_mask",)),
+        Name(_FILE, _BIDIRECTIONAL, ("padding_mask",)),
+    ),
+)
 # With these excluded, as while an operator of this kind runs, autograd sees nothing.
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther")
 
@@ -99,7 +116,8 @@ class AttentionMasks:
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        self.kept = self._always = KeptMasks(padding=False, local=False)
+        is_kept = not MASKS.applies
+        self.kept = self._always = KeptMasks(padding=is_kept, local=is_kept)
         self._is_first = True
         self._window = min(_windows(model), default=None)
         paths = [path for path, module in model.named_modules() if _MAKE_MASKS & names_in_forward(module)]
@@ -154,16 +172,18 @@ class AttentionMasks:
         way = is_in_order, keeps_local
         if way not in self._replaced:
             file: Any = importlib.import_module(_FILE)
-            made: dict[str, Callable[[Any], Callable[..., Any]]] = {
-                _PREPARES: _without_full_mask,
-                _IS_EXPORTING: _unless_traced,
-            }
+            made: dict[str, Callable[[Any], Callable[..., Any]]] = {_PREPARES: _without_full_mask}
+            if hasattr(file, _IS_EXPORTING):
+                made[_IS_EXPORTING] = _unless_traced
+            else:
+                made[_IS_TRACING] = _unless_nothing
             if keeps_local:
                 made |= {_CAUSAL: _if_not_local, _BIDIRECTIONAL: _if_not_local}
             if is_in_order:
                 made[_FINDS_PACKED] = _unless_traced
+            is_possible = MASKS.applies
             self._replaced[way] = [
-                (file, name, make(getattr(file, name))) for name, make in made.items() if hasattr(file, name)
+                (file, name, make(getattr(file, name))) for name, make in made.items() if is_possible
             ]
         return self._replaced[way]
 
@@ -246,6 +266,15 @@ def _unless_traced(before: Callable[..., Any]) -> Callable[..., Any]:
 
     def asked(*args: Any) -> Any:
         return None if torch.compiler.is_compiling() else before(*args)
+
+    return asked
+
+
+def _unless_nothing(before: Callable[..., bool]) -> Callable[..., bool]:
+    """A mask that is None has no values, which a trace would not know."""
+
+    def asked(tensor: Any = None) -> bool:
+        return tensor is not None and before(tensor) if torch.compiler.is_compiling() else before(tensor)
 
     return asked
 

@@ -5,7 +5,9 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 
 import contextlib
 import copy
+import functools
 import inspect
+import operator
 import re
 import shutil
 import sys
@@ -468,7 +470,7 @@ def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gra
     AOTAutograd finds in each the sources of its inputs, as in the graph that dynamo has traced (`propagate_metadata`
     in `torch/_dynamo/backends/distributed.py`).
     """
-    whole = split_module(module, module, number_of, keep_original_order=True, tuple_return=True)
+    whole = _split(module, number_of)
     sources = {node.name: node._dynamo_source for node in module.graph.find_nodes(op="placeholder")}
     for piece in whole.children():
         if not isinstance(piece, fx.GraphModule):
@@ -478,6 +480,33 @@ def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gra
         for node in piece.graph.find_nodes(op="placeholder"):
             node._dynamo_source = sources.get(node.name)
     return whole
+
+
+def _split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.GraphModule:
+    """`split_module`, whose modules return tuples where it is asked for that, which it can be since torch 2.12
+    (https://github.com/pytorch/pytorch/pull/179007)."""
+    if "tuple_return" in inspect.signature(split_module).parameters:
+        return split_module(module, module, number_of, keep_original_order=True, tuple_return=True)
+    whole = split_module(module, module, number_of, keep_original_order=True)
+    for call in whole.graph.find_nodes(op="call_module"):
+        piece = cast("fx.GraphModule", whole.get_submodule(cast("str", call.target)))
+        (output,) = piece.graph.find_nodes(op="output")
+        if isinstance(output.args[0], tuple):
+            continue
+        output.args = ((output.args[0],),)
+        piece.recompile()
+        with whole.graph.inserting_after(call):
+            result = whole.graph.call_function(operator.getitem, (call, 0))
+        call.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+    whole.recompile()
+    return whole
+
+
+@functools.cache
+def holds_tangents() -> bool:
+    """True where torch holds the gradients that a compiled graph's backward is given until that is over; since 2.13
+    the backward takes them over (`boxed_grads_call` in `torch/autograd/function.py`)."""
+    return "boxed_grads_call" not in inspect.getsource(torch.autograd.function)
 
 
 def traced_value(node: fx.Node) -> Any:

@@ -29,7 +29,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from optimum_memopt.compat import tensors_in
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.forward_patch import Attribute
+from optimum_memopt.logs import get_logger
 
 # A value, or a shape that depends on values, is not known.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -40,6 +42,25 @@ _FEW_VALUES = 64
 _MOST_CONSTANTS = "CONSTANT_NUMEL_LIMIT"
 _FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
+SIMULATED = Patch(
+    "plain PyTorch on tensors without data",
+    "predictions of plain PyTorch have the attention masks of a traced forward",
+    "transformers",
+    since="5.0",
+    tested="5.0 to 5.24",
+    names=(Name("transformers.utils.import_utils", "is_fake_tensor"),),
+)
+VALUES = Patch(
+    "values of tensors without data",
+    "predictions of plain PyTorch end where a model reads its batch",
+    "torch",
+    since="2.9",
+    tested="2.9 to 2.15",
+    names=(
+        Name("torch._subclasses.fake_tensor", _MOST_CONSTANTS),
+        Name("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices"),
+    ),
+)
 # In place, as if all gradients were finite: the scale of a loss, and whether a step is skipped, stay known.
 _SCALER = (_aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_update_scale_.default)
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
@@ -111,6 +132,9 @@ def run_as_eager() -> Iterator[None]:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
     from transformers.utils import import_utils
+
+    for line in filter(None, (patch.problem() for patch in (SIMULATED, VALUES))):
+        get_logger().warning(line)
 
     def passes(*_: Any) -> None:
         pass

@@ -1,14 +1,51 @@
 """FSDP2: the private names of `torch/distributed/fsdp/_fully_shard/` (torch 2.13, there since 2.9)."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+
+_FILES = "torch.distributed.fsdp._fully_shard"
+SHARDED = Patch(
+    "parameters that FSDP2 shards",
+    "FSDP2 goes without a plan",
+    "torch",
+    since="2.9",
+    tested="2.9 to 2.15",
+    names=(
+        Name(
+            f"{_FILES}._fsdp_param_group",
+            "FSDPParamGroup",
+            mentions=(
+                *("fsdp_params", "mesh_info", "is_unsharded", "_all_gather_result", "_reshard_after_forward"),
+                *("def unshard(", "def wait_for_unshard(", "def reshard("),
+            ),
+        ),
+        Name(
+            f"{_FILES}._fsdp_param",
+            "FSDPParam",
+            mentions=(
+                *("padded_sharded_param_size", "sharded_param", "param_dtype", "reduce_dtype", "_module_info"),
+                *("is_dtensor", "offload_to_cpu"),
+            ),
+        ),
+        Name(
+            f"{_FILES}._fsdp_state",
+            "FSDPState",
+            mentions=("_fsdp_param_group", "_mp_policy", "cast_forward_inputs", "output_dtype", "_apply_to_tensors"),
+        ),
+    ),
+)
 
 
 def sharded_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -171,14 +208,22 @@ def with_cast_inputs(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward's arguments as FSDP2 gives them to it."""
-    if not isinstance(module, FSDPModule):
+    if not isinstance(module, FSDPModule) or not module._get_fsdp_state()._mp_policy.cast_forward_inputs:
         return args, kwargs
-    return module._get_fsdp_state()._cast_forward_inputs(args, kwargs)
+    dtype = gathered_dtype(module)
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def with_cast_outputs(module: torch.nn.Module, outputs: Any) -> Any:
     """A forward's outputs as FSDP2 returns them."""
-    return module._get_fsdp_state()._cast_output_dtype(outputs) if isinstance(module, FSDPModule) else outputs
+    if not isinstance(module, FSDPModule):
+        return outputs
+    return _cast(outputs, module._get_fsdp_state()._mp_policy.output_dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    # As `FSDPState` does it, which has methods for it since torch 2.13.
+    return values if dtype is None else _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
 
 
 def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:

@@ -7,7 +7,6 @@ graph there. The operator runs that function's own forward and backward.
 """
 
 import importlib
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
 _KERNELS, _USES = "trl.kernels.chunked_logprob", "trl.trainer.utils"
 _FUNCTION, _IS_TRITON = "_ChunkedLogProbFunction", "_use_triton"
@@ -25,6 +25,20 @@ _FUNCTION, _IS_TRITON = "_ChunkedLogProbFunction", "_use_triton"
 _ARGUMENTS = (
     *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
     *("final_logit_softcapping", "logit_scale", "outputs"),
+)
+HEAD = Patch(
+    "the head of TRL's trainers, as one operator",
+    "TRL's chunked loss ends the graph, and its memory is predicted too low",
+    "trl",
+    since="1.12",
+    tested="1.16",
+    names=(
+        Name(_KERNELS, "ChunkedLogProbFunction.forward", _ARGUMENTS),
+        Name(_KERNELS, "_use_triton", ("device",)),
+        Name(_KERNELS, "TOKEN_CHUNK_SIZE"),
+        Name(_USES, _FUNCTION),
+        Name(_USES, _IS_TRITON),
+    ),
 )
 # The function's results behind the log probabilities, of which it computes those that are asked for.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -187,18 +201,17 @@ class LabelLogProbs:
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Replacements in TRL's files, by their names there; none where no trainer of TRL is imported, or another TRL."""
     file: Any = sys.modules.get(_USES)
-    if not all(hasattr(file, name) for name in (_FUNCTION, _IS_TRITON)):
+    if file is None or not HEAD.applies:
         return
     # Not those of the file, where they may be replaced while another thread trains.
     function, uses = _function(), _kernels()._use_triton
-    if tuple(inspect.signature(function.forward).parameters) == _ARGUMENTS:
 
-        def is_triton(device: torch.device) -> bool:
-            # The number of labels would be a symbol; the operator looks for them itself.
-            return not torch.compiler.is_compiling() and bool(uses(device))
+    def is_triton(device: torch.device) -> bool:
+        # The number of labels would be a symbol; the operator looks for them itself.
+        return not torch.compiler.is_compiling() and bool(uses(device))
 
-        yield file, _FUNCTION, LabelLogProbs(function)
-        yield file, _IS_TRITON, is_triton
+    yield file, _FUNCTION, LabelLogProbs(function)
+    yield file, _IS_TRITON, is_triton
 
 
 def with_labels(module: fx.GraphModule) -> None:

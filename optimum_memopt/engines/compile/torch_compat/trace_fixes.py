@@ -30,6 +30,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
     untraced,
 )
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.generators import GeneratorStates
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
@@ -81,6 +82,26 @@ _HOOK = "output_capturing_hook"
 _COLLECTOR = "_active_collector"
 _PUTS_HOOKS = "maybe_install_capturing_hooks"
 _HAS_HOOKS = "_output_capturing_hooks_installed"
+COLLECTED = Patch(
+    "hidden states and attentions that a forward collects",
+    "a forward that collects hidden states or attentions breaks its graph at each layer",
+    "transformers",
+    since="5.2",
+    tested="5.2 to 5.24",
+    names=(
+        Name(_COLLECTS, _COLLECTOR),
+        Name(_COLLECTS, _PUTS_HOOKS, ("model",), (_HAS_HOOKS,)),
+        Name(_COLLECTS, "install_output_capuring_hook", mentions=(_HOOK, "key")),
+    ),
+)
+LOSS_BY_NAME = Patch(
+    "losses of models whose class names none",
+    "a warning about the loss breaks the graph of GPT-2 and models like it",
+    "transformers",
+    since="5.0",
+    tested="5.0 to 5.24",
+    names=(Name("transformers.modeling_utils", "PreTrainedModel.loss_function.fget", mentions=(_LOSS_WITHOUT_NAME,)),),
+)
 
 
 class TraceFixes:
@@ -121,6 +142,7 @@ class TraceFixes:
             if hasattr(type(module), _ADDS_FEATURES):
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
         self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
+        self._collects = COLLECTED.applies
         # The forward itself sets a `problem_type` of None to this.
         self._set_by_forward: str | None = None
 
@@ -144,7 +166,7 @@ class TraceFixes:
         try:
             with (
                 with_attributes(self._replacements()),
-                with_attributes((*others, *_collector_replacements(stops_at_hooks))),
+                with_attributes((*others, *(_collector_replacements(stops_at_hooks) if self._collects else ()))),
                 self._problem_type(inputs.get("labels")),
             ):
                 yield
@@ -395,9 +417,7 @@ def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _collector_replacements(stops_at_hooks: bool) -> Iterator[Replacement]:
     """Replacements in transformers' file, with which torch can trace its hooks."""
-    file: Any = sys.modules.get(_COLLECTS)
-    if not all(hasattr(file, name) for name in (_COLLECTOR, _PUTS_HOOKS)):
-        return
+    file: Any = sys.modules[_COLLECTS]
     puts = getattr(file, _PUTS_HOOKS)
 
     @untraced

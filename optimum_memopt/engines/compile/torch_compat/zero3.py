@@ -7,7 +7,45 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.errors import MemOptError
+
+_FILES = "deepspeed.runtime.zero"
+PARTITIONED = Patch(
+    "parameters that ZeRO 3 partitions",
+    "ZeRO 3 goes without a plan",
+    "deepspeed",
+    since="0.18",
+    tested="0.18 to 0.19",
+    names=(
+        Name(
+            f"{_FILES}.stage3",
+            "DeepSpeedZeroOptimizer_Stage3",
+            mentions=(
+                *("parameter_offload", "fp16_groups", "partition_count", "reduce_bucket_size", "zenflow"),
+                *("communication_data_type", "gradient_accumulation_dtype", "all2all_process_group"),
+                *("fp32_partitioned_groups_flat", "offload_optimizer", "offload_param"),
+            ),
+        ),
+        Name(
+            f"{_FILES}.parameter_offload",
+            "DeepSpeedZeRoOffload",
+            mentions=(
+                *("_prefetch_bucket_sz", "_max_reuse_distance_in_numel", "_max_available_parameters_in_numel"),
+                *("param_coordinator", "zero_quantized_weights"),
+                *("def pre_sub_module_backward_function(", "def post_sub_module_backward_function("),
+            ),
+        ),
+        Name(
+            f"{_FILES}.partitioned_param_coordinator",
+            "PartitionedParameterCoordinator",
+            mentions=(
+                *("__prefetch_bucket_sz", "__step_id", "__submodule_order", "__step_id_module_fetched_for"),
+                "def is_record_trace(",
+            ),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)

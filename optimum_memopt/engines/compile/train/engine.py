@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.loss_simulation import eager_loss
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat import fully_shard, releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
@@ -89,6 +89,8 @@ class CompileEngine(in_place.InPlaceEngine):
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
 
     def _enter(self) -> None:
+        for line in releases.what_is_less():
+            get_logger().warning(line)
         self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
         if self._leafs is not None:
             self._leafs.start(self._model)
@@ -180,6 +182,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._buckets is None:
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
+            releases.check_for_ranks(self._model, by_zero3=self._leafs is not None)
             start_libraries(next(self._model.parameters()).device)
             is_sharded = self._is_sharded
             if is_sharded and self._most_variants > 1:

@@ -1,0 +1,123 @@
+"""Patches of code of other packages, and the private names that each needs.
+
+Private names change between releases. A patch says what it needs and what is lost without it, so that a release in
+which it cannot apply is a warning when the engine attaches, a line of `optimum-cli memopt env` and one of the plan
+table's header; and an error, where a budget or FSDP2 depends on it. What depends on no name is no patch here.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optimum_memopt.compat import installed_version
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name in a module of another package.
+
+    Attributes:
+        module: `transformers.masking_utils`.
+        name: in it, with dots.
+        parameters: of the function, its first ones by name, of which an empty one is any.
+        mentions: names in its source, as attributes that a class sets.
+        instead: what an earlier release has in its place.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    instead: str = ""
+
+    def problem(self) -> str:
+        """What is missing; empty where nothing is."""
+        place = f"{self.module}.{self.name}"
+        found = self._find(self.name)
+        if found is _MISSING:
+            is_earlier = self.instead and self._find(self.instead) is not _MISSING
+            return "" if is_earlier else f"no {place}"
+        if self.parameters and not _takes(found, self.parameters):
+            return f"{place} without the parameters {', '.join(self.parameters)}"
+        source = _source_of(found) if self.mentions else ""
+        lacking = [name for name in self.mentions if name not in source]
+        return f"{place} without {', '.join(lacking)}" if lacking else ""
+
+    def _find(self, name: str) -> Any:
+        try:
+            found: Any = importlib.import_module(self.module)
+        except ImportError:
+            return _MISSING
+        for part in name.split("."):
+            found = getattr(found, part, _MISSING)
+        return found
+
+
+def _source_of(found: Any) -> str:
+    try:
+        return inspect.getsource(found)
+    except (TypeError, OSError):
+        return ""
+
+
+def _takes(function: Any, parameters: Sequence[str]) -> bool:
+    try:
+        known = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    pairs = zip(parameters, known, strict=False)
+    return len(known) >= len(parameters) and all(wanted in ("", found) for wanted, found in pairs)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch of another package's code.
+
+    Attributes:
+        subject: what it is about.
+        loss: what becomes of that without the patch.
+        package: that it patches.
+        since: the first release with the code that it patches; before, there is nothing to patch.
+        tested: releases that it was tested with.
+        names: that it needs.
+    """
+
+    subject: str
+    loss: str
+    package: str
+    since: str
+    tested: str
+    names: tuple[Name, ...]
+
+    def problem(self) -> str:
+        """Why it cannot apply, in one line; empty where it can, and where there is nothing to patch."""
+        problem = next(filter(None, (name.problem() for name in self.names)), "") if self._has_code else ""
+        if not problem:
+            return ""
+        version = importlib.metadata.version(self.package)
+        return f"{self.loss}: {self.package} {version} has {problem}; tested with {self.package} {self.tested}"
+
+    @property
+    def _has_code(self) -> bool:
+        installed = installed_version([self.package])
+        return installed is not None and _numbers(installed[1]) >= _numbers(self.since)
+
+    @property
+    def is_in_use(self) -> bool:
+        """True where its package is imported."""
+        return self.package in sys.modules
+
+    @property
+    def applies(self) -> bool:
+        """False where it cannot, and where there is nothing to patch."""
+        return self.is_in_use and self._has_code and not self.problem()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

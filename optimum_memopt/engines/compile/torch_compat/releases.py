@@ -1,0 +1,29 @@
+"""The patches that the installed releases of torch, transformers, TRL and DeepSpeed do not take."""
+
+import torch
+
+from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.torch_compat.attention import MASKS
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import SIMULATED, VALUES
+from optimum_memopt.engines.compile.torch_compat.fused_lm_head import HEAD
+from optimum_memopt.engines.compile.torch_compat.patches import Patch
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import COLLECTED, LOSS_BY_NAME
+from optimum_memopt.engines.compile.torch_compat.zero3 import PARTITIONED
+from optimum_memopt.errors import UnsupportedModelError
+
+# Those without which a model trains all the same, with less of a plan.
+LESS = (MASKS, COLLECTED, LOSS_BY_NAME, HEAD)
+PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
+
+
+def what_is_less() -> tuple[str, ...]:
+    """A line for each patch that cannot apply here, and without which a model trains all the same."""
+    return tuple(filter(None, (patch.problem() for patch in LESS if patch.is_in_use)))
+
+
+def check_for_ranks(model: torch.nn.Module, by_zero3: bool) -> None:
+    """Raise UnsupportedModelError for a model whose parameters are shared by ranks in a way that is not known here."""
+    is_sharded = fully_shard.is_sharded(model)
+    for patch, is_needed in ((fully_shard.SHARDED, is_sharded), (PARTITIONED, by_zero3)):
+        if is_needed and (why := patch.problem()):
+            raise UnsupportedModelError(why, f"install {patch.package} {patch.tested}")
