@@ -1,4 +1,4 @@
-# make setup | demo | check | test | test-nightly | test-all | test-times | test-cuda | lint | docs | docs-outputs
+# make setup | demo | check | test | test-nightly | test-all | test-times | test-versions | test-cuda | lint | docs | docs-outputs
 # PYTHON=… chooses the interpreter that .venv is made from.
 
 VENV := .venv
@@ -15,7 +15,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-nightly test-all test-times test-cuda lint docs docs-outputs
+.PHONY: setup demo check test test-nightly test-all test-times test-versions test-cuda lint docs docs-outputs
 
 setup: $(STAMP)
 
@@ -99,6 +99,26 @@ test-nightly: $(TEST_STAMP)
 
 test-all: lint
 	$(PYTEST) $(TESTS) --hypothesis-profile thorough $(TEST_ARGS)
+
+# tests/versions/check.py with other releases: an environment for each file of constraints there, by its name, with the
+# Python that its first line names where there is one. `make test-version-2.11.0` takes that one alone. Without PyTorch's
+# own index pip takes builds with CUDA, of 5 GB each.
+VERSIONS := $(VENV)-versions
+POINTS := $(basename $(notdir $(wildcard tests/versions/*.txt)))
+
+.PRECIOUS: $(VERSIONS)/%/.installed
+$(VERSIONS)/%/.installed: tests/versions/%.txt setup.cfg
+	@echo "==> installing $$(grep -v '#' $< | xargs) into $(VERSIONS)/$*: up to 5 GB"
+	rm -rf $(VERSIONS)/$*
+	$$(command -v $$(grep -o 'python3.*' $<) || echo "$(PYTHON)") -m venv $(VERSIONS)/$*
+	DS_BUILD_OPS=0 $(VERSIONS)/$*/bin/pip install -q -e ".[deepspeed]" peft pytest -c $<
+	@touch $@
+
+test-version-%: export HF_HUB_OFFLINE := 1
+test-version-%: $(VERSIONS)/%/.installed
+	$(VERSIONS)/$*/bin/python -m tests.versions.check --output $(VERSIONS)/$*.json
+
+test-versions: $(POINTS:%=test-version-%)
 
 # The CUDA build of torch on a stand-in for the device, or on a GPU: GPU=1. `===` takes no build with a local version,
 # such as 2.13.0+cpu. TEST_ARGS="-m nightly": every check of benchmarks/gpu/acceptance.py, for half an hour.
