@@ -313,7 +313,8 @@ def test_masks_are_kept_where_transformers_makes_them_otherwise(monkeypatch: pyt
     with log_lines() as lines:
         memopt = optimize(model, **OPTIONS, memory_opt_level=1)
         for number, padding in enumerate((0, 2, 0)):
-            assert_bitwise_same_step(model, plain, batch(3, 20 + number, padding, seed=number))
+            # Plain PyTorch leaves the mask out, and takes another kernel.
+            assert_same_step(model, plain, batch(3, 20 + number, padding, seed=number))
     (line,) = (line for line in lines if line.startswith("attention masks are kept"))
     assert "_preprocess_mask_arguments without the parameters config" in line and "; tested with transformers" in line
     assert line in memopt.plans().header

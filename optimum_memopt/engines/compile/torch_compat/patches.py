@@ -5,6 +5,7 @@ which it cannot apply is a warning when the engine attaches, a line of `optimum-
 table's header; and an error, where a budget or FSDP2 depends on it. What depends on no name is no patch here.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
@@ -51,7 +52,9 @@ class Name:
 
     def _find(self, name: str) -> Any:
         try:
-            found: Any = importlib.import_module(self.module)
+            # DeepSpeed logs while it is imported, to what is stdout then.
+            with contextlib.redirect_stdout(sys.stderr):
+                found: Any = importlib.import_module(self.module)
         except ImportError:
             return _MISSING
         for part in name.split("."):
