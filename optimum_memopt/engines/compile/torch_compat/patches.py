@@ -2,12 +2,11 @@
 
 Private names change between releases. A patch says what it needs and what is lost without it, so that a release in
 which it cannot apply is a warning when the engine attaches, a line of `optimum-cli memopt env` and one of the plan
-table's header; and an error, where a budget or FSDP2 depends on it. What depends on no name is no patch here.
+table's header; and an error under FSDP2 and ZeRO 3, which cannot do without theirs (`releases.py`).
 """
 
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ class Name:
     instead: str = ""
 
     def problem(self) -> str:
-        """What is missing; empty where nothing is."""
+        """Returns the missing name, or an empty string."""
         place = f"{self.module}.{self.name}"
         found = self._find(self.name)
         if found is _MISSING:
@@ -100,16 +99,17 @@ class Patch:
 
     def problem(self) -> str:
         """Why it cannot apply, in one line; empty where it can, and where there is nothing to patch."""
-        problem = next(filter(None, (name.problem() for name in self.names)), "") if self._has_code else ""
+        version = self._version
+        problem = next(filter(None, (name.problem() for name in self.names)), "") if version else ""
         if not problem:
             return ""
-        version = importlib.metadata.version(self.package)
         return f"{self.loss}: {self.package} {version} has {problem}; tested with {self.package} {self.tested}"
 
     @property
-    def _has_code(self) -> bool:
+    def _version(self) -> str:
+        """The installed release; empty where there is none, or an earlier one without the code."""
         installed = installed_version([self.package])
-        return installed is not None and _numbers(installed[1]) >= _numbers(self.since)
+        return "" if installed is None or _numbers(installed[1]) < _numbers(self.since) else installed[1]
 
     @property
     def is_in_use(self) -> bool:
@@ -119,7 +119,7 @@ class Patch:
     @property
     def applies(self) -> bool:
         """False where it cannot, and where there is nothing to patch."""
-        return self.is_in_use and self._has_code and not self.problem()
+        return self.is_in_use and bool(self._version) and not self.problem()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
