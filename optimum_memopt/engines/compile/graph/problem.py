@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     is_tensor,
     storage_bytes,
 )
+from optimum_memopt.engines.compile.graph.layouts import Layouts, layouts_of
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.torch_compat import fx_graph
@@ -32,12 +33,14 @@ class Positions:
         outputs: of each of `Problem.forward_outputs`.
         tangents: of the output that each of `Problem.tangents` belongs to.
         gradients: of the input that each of `Problem.backward_outputs` is the gradient of.
+        layouts: of tangents and gradients.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
     outputs: tuple[int | None, ...] = ()
     tangents: tuple[int | None, ...] = ()
     gradients: tuple[int | None, ...] = ()
+    layouts: Layouts = field(default_factory=Layouts)
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,13 @@ def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: It
     outputs = fx_graph.output_positions(joint.module.graph)[:count]
     gradients = fx_graph.gradient_positions(joint.module.graph)[count:]
     inputs = {node: fx_graph.input_position(node) for node in joint.inputs if is_tensor(node)}
+    tangents = list(tangents)
     return Positions(
         {number[node]: at for node, at in inputs.items() if at is not None and node not in graph.static_inputs},
         tuple(at for at, node in zip(outputs, joint.outputs[:count], strict=True) if isinstance(node, fx.Node)),
         tuple(map(fx_graph.tangent_position, tangents)),
         tuple(at for at, node in zip(gradients, joint.outputs[count:], strict=True) if isinstance(node, fx.Node)),
+        layouts_of(tangents, zip(gradients, joint.outputs[count:], strict=True)),
     )
 
 

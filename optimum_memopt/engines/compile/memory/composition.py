@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED
+from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
 from optimum_memopt.engines.compile.memory.sharding import Reduced
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 
@@ -132,6 +134,7 @@ class _Composition:
         # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
         self._gradients: dict[int, str] = {}
         self._waiting: Counter[str] = Counter()
+        self._layouts: dict[str, Layout | None] = {}
         # Where operators outside of all graphs read them.
         self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
@@ -222,13 +225,14 @@ class _Composition:
         if outside:
             yield Event("")
             yield from outside
-        tangents = []
+        tangents, copied = [], []
         for position, storage in graph.tangents:
             number = -1 if position is None else call.outputs.get(position, -1)
-            if number in self._gradients:
-                names[storage.name] = self._gradients.pop(number)
-                self._waiting[names[storage.name]] -= 1
-            else:
+            names[storage.name] = self._gradients.pop(number, "")
+            if before := names[storage.name]:
+                self._waiting[before] -= 1
+            if not before or graph.layouts.copied(position, self._layouts.get(before)):
+                copied += [before] if before and not self._waiting[before] else []
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
             if (group := around.given) is not None:
@@ -237,7 +241,8 @@ class _Composition:
                 self._lent.add(names[storage.name])
         # One storage may be the gradient of several results, as of those that are added up behind the run.
         given = Counter(names[storage.name] for _, storage in graph.tangents)
-        yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
+        held = copied if dynamo.holds_tangents() else []
+        yield Event("", allocates=tuple(tangents), frees=(*self._passed, *(copied if not held else ())))
         self._passed = []
         yield from around.before_backward
         yield from self._reloaded(index)
@@ -258,7 +263,7 @@ class _Composition:
         needed += self._kept.get(index, ())
         unread = [name for name in needed if name not in returned and index in self._readers[name]]
         frees = [name for name in unread if self._is_last(index, name)]
-        if frees := [*frees, *self._summed(index, names)]:
+        if frees := [*frees, *held, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
         yield from self.reduced(around.reduced)
 
@@ -337,6 +342,7 @@ class _Composition:
             if not local:
                 continue
             name = names.get(local, f"{index} {local}")
+            self._layouts.setdefault(name, None if position is None else graph.layouts.gradients.get(position))
             owner = None if position is None else self._around[index].owners.get(position)
             if number is None and self._accumulates and owner is None:
                 yield name

@@ -27,6 +27,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
     value,
 )
+from optimum_memopt.engines.compile.graph.layouts import Layouts, layouts_of
 from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
@@ -136,6 +137,7 @@ class GraphEvents:
             an input of the forward.
         tangents: gradients that the backward is given, with the position of the output that each belongs to.
         gradients: position of an input, and the storage of each gradient that the backward returns, in its order.
+        layouts: of tangents and gradients.
     """
 
     forward: tuple[Event, ...]
@@ -147,6 +149,7 @@ class GraphEvents:
     tangents: tuple[tuple[int | None, Storage], ...]
     gradients: tuple[tuple[int | None, str], ...]
     saved_values: tuple[tuple[str, str], ...] = ()
+    layouts: Layouts = field(default_factory=Layouts)
 
     def as_run(self) -> "GraphEvents":
         """The events where torch runs the graph, which may hold tangents until the backward is over."""
@@ -359,7 +362,7 @@ def schedule(
     arguments = {position: node for position, node in given.items() if position is not None}
     tensors = {position: node for position, node in arguments.items() if is_tensor(node)}
     results = list(zip(fx_graph.output_positions(forward.graph), returned, strict=False))
-    gradients = zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True)
+    gradients = list(zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True))
     events = GraphEvents(
         tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda, inlined)),
         tuple(_events(backward.graph, sizes, freed, in_backward, name_in_backward, cuda, inlined)),
@@ -381,6 +384,7 @@ def schedule(
             for name, node in saved.items()
             if is_tensor(node)
         ),
+        layouts_of(tangents, gradients),
     )
     return Schedule(
         sizes.compiled(),

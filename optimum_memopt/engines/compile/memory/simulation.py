@@ -237,6 +237,7 @@ def problem_events(
             (position, name_in_backward(roots[node]))
             for position, node in placed(at.gradients, problem.backward_outputs)
         ),
+        layouts=at.layouts,
     )
     return events.as_run()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.sharding import Reduced
@@ -17,13 +18,14 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 # Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
-# a graph has returned, sums of gradients, gradients that are added to those of earlier micro-batches, and buffers of
-# collectives that are released.
-_PASSED, _OUTSIDE, _RETURNED, _SUMMED, _ADDED, _RELEASED = (
+# a graph has returned, sums of gradients, their copies in another layout, gradients that are added to those of earlier
+# micro-batches, and buffers of collectives that are released.
+_PASSED, _OUTSIDE, _RETURNED, _SUMMED, _COPIED, _ADDED, _RELEASED = (
     "passed",
     "outside",
     "returned",
     "summed",
+    "copied",
     "added",
     "released",
 )
@@ -177,6 +179,9 @@ class _LinkedRuns:
         # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
         self._made: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
+        self._layouts: dict[int, Layout | None] = {}
+        # Gradients that the backward that is added was given, and reads a copy of.
+        self._copied: list[int] = []
         # What operators outside of all graphs save, by storage; and gradients that only they read.
         self._saved_outside: dict[int, int] = {}
         self._passed: list[int] = []
@@ -263,12 +268,15 @@ class _LinkedRuns:
                 number[node] = self.built.add(run, call.layer, problem, node, number)
         added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
+            layout = None if at is None else problem.positions.layouts.gradients.get(at)
+            self._layouts.setdefault(self.built.root(number[node]), layout)
             added += self._add_gradient(run, number[node], at)
         if added:
             self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
         if problem.tangents and dynamo.holds_tangents():
-            held = [number[node] for node in problem.tangents]
+            held = [*(number[node] for node in problem.tangents), *self._copied]
             self._outputs.append(self._end(run, held, _RELEASED, is_backward=True))
+        self._copied = []
         self._reduce(run, around.reduced)
 
     def _backward_outside(self, run: int) -> None:
@@ -291,7 +299,11 @@ class _LinkedRuns:
         call, problem = self._tape.calls[run], self._runs[run]
         gradient = None if at is None else self._gradients.pop(call.outputs.get(at, -1), None)
         if gradient is not None:
-            return gradient
+            if not problem.positions.layouts.copied(at, self._layouts.get(self.built.root(gradient))):
+                return gradient
+            self._copied.append(gradient)
+            own = {"bytes": problem.bytes[node], "is_view": False, "is_kept": True, "is_backward": True}
+            return self.built.between(run, _COPIED, (gradient,), own, call.layer)
         if run < len(self._runs) - 1:
             return self._outside(run, problem.bytes[node], call.layer, is_backward=True)
         self._tangents.append(self.built.add(run, call.layer, problem, node, self._numbers[run]))
