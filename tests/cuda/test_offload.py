@@ -103,7 +103,7 @@ def test_inductor_computes_between_a_copy_and_its_wait() -> None:
     """Its own order would put each wait right behind its copy."""
     trained = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler="inductor")
     trained.step()
-    graph = trained.engine.predictor._parts[0].graph
+    graph = trained.engine.predictor.graphs[0]
     # The head's gelu is the last of the forward and the first of the backward: there is nothing to compute meanwhile.
     for program, begins, layers in (
         (graph.programs.forward, "offload", slice(0, 2)),
