@@ -48,7 +48,7 @@ from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, zero3
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, fx_graph, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
@@ -486,6 +486,7 @@ class TracedForward:
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
         self._constant_sizes.update(dynamo.constant_sizes())
+        fx_graph.return_read_results(module)
         fused_lm_head.with_labels(module)
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
         if any(loss.is_chunked for loss in losses):

@@ -15,7 +15,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
-# The dimensions of a tensor, from the largest stride to the smallest.
+# The dimensions of a tensor from the outermost in memory to the innermost, without those of one row.
 Layout = tuple[int, ...]
 
 
@@ -49,22 +49,16 @@ def layouts_of(tangents: Iterable[fx.Node], gradients: Iterable[tuple[int | None
         (position, _layout(node)) for position, node in gradients if isinstance(node, fx.Node) and is_tensor(node)
     )
     return Layouts(
-        *(
-            {position: layout for position, layout in pairs if position is not None and layout is not None}
-            for pairs in (expected, returned)
-        )
+        *({position: layout for position, layout in pairs if position is not None} for pairs in (expected, returned))
     )
 
 
-def _layout(node: fx.Node) -> Layout | None:
+def _layout(node: fx.Node) -> Layout:
     tensor = tensor_value(node)
-    shape, strides = ([_hint(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
-    if None in (*shape, *strides):
-        return None
     # The stride of a dimension of one row says nothing.
-    dimensions = [dimension for dimension, size in enumerate(shape) if size != 1]
-    return tuple(sorted(dimensions, key=lambda dimension: (-(strides[dimension] or 0), dimension)))
+    return tuple(dimension for dimension in fx_graph.memory_order(tensor) if not _is_one(tensor.shape[dimension]))
 
 
-def _hint(number: int | torch.SymInt) -> int | None:
-    return number.node.hint if isinstance(number, torch.SymInt) else number
+def _is_one(size: int | torch.SymInt) -> bool:
+    # Comparing a symbol would be a guard.
+    return isinstance(size, int) and size == 1

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from optimum_memopt.compat import without_modes
 
 LIBRARY = "optimum_memopt"
+# An `autograd.Function`, in what dynamo has traced.
+_FUNCTION = torch.ops.higher_order.autograd_function_apply
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -175,6 +177,27 @@ def _descriptors(output: fx.Node) -> list[Any]:
 
 def _position(desc: Any, kind: type) -> int | None:
     return desc.idx if isinstance(desc, kind) else None
+
+
+def return_read_results(module: fx.GraphModule) -> None:
+    """Let each `autograd.Function` that dynamo has traced return None for results that nobody reads.
+
+    torch 2.11 returns values of its forward beside its own results, for code that keeps them. Where it writes to its
+    result (`output += bias`, as in ZeRO 3's linear layers) both are one tensor, autograd sends the gradient to
+    the last of them, and what is trained gets zeros; so does `torch.compile`. 2.9 and 2.12 return its own alone
+    (`torch/_dynamo/variables/higher_order_ops.py`).
+    """
+    parts = (part for part in module.modules() if isinstance(part, fx.GraphModule))
+    calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=_FUNCTION)]
+    for part, call in calls:
+        body = cast(fx.Node, call.args[0])
+        forward = cast(fx.GraphModule, part.get_submodule(str(body.target)))
+        (output,) = forward.graph.find_nodes(op="output")
+        results, saved = cast("tuple[Any, Any]", output.args[0])
+        read = {user.args[1] for user in call.users if user.target is operator.getitem}
+        if isinstance(results, tuple | list) and len(call.users) == len(read) < len(results):
+            output.args = ((tuple(each if place in read else None for place, each in enumerate(results)), saved),)
+            forward.recompile()
 
 
 def extract(

@@ -1,6 +1,7 @@
 """ZeRO 3: the private names of DeepSpeed's `runtime/zero/` (0.19) that say what a rank holds."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,23 @@ PARTITIONED = Patch(
         ),
     ),
 )
+# A linear layer's backward asks whether its weight has to be gathered, by an attribute that has another value in each
+# layer (since 0.19.1). torch before 2.13 compares the value in each forward, and compiles each layer by itself.
+LINEAR = Patch(
+    "linear layers under ZeRO 3",
+    "torch before 2.13 compiles each layer again under ZeRO 3",
+    "deepspeed",
+    since="0.18",
+    tested="0.18 to 0.19",
+    names=(Name(f"{_FILES}.linear", "is_zero_param", ("parameter",), instead="LinearFunctionForZeroStage3"),),
+)
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements in DeepSpeed's files while a forward runs, whose graphs are given gathered weights."""
+    file = sys.modules.get(f"{_FILES}.linear")
+    if hasattr(file, "is_zero_param"):
+        yield file, "is_zero_param", lambda parameter: False
 
 
 @dataclass(frozen=True)
