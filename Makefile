@@ -102,7 +102,7 @@ test-all: lint
 
 # tests/versions/check.py with other releases: an environment for each file of constraints there, by its name, with the
 # Python that its first line names where there is one. `make test-version-2.11.0` takes that one alone. Without PyTorch's
-# own index pip takes builds with CUDA, of 5 GB each.
+# own index pip takes builds with CUDA, of 5 GB each. VERSIONS=… keeps them outside of the checkout.
 VERSIONS := $(VENV)-versions
 POINTS := $(basename $(notdir $(wildcard tests/versions/*.txt)))
 
@@ -110,7 +110,8 @@ POINTS := $(basename $(notdir $(wildcard tests/versions/*.txt)))
 $(VERSIONS)/%/.installed: tests/versions/%.txt setup.cfg
 	@echo "==> installing $$(grep -v '#' $< | xargs) into $(VERSIONS)/$*: up to 5 GB"
 	rm -rf $(VERSIONS)/$*
-	$$(command -v $$(grep -o 'python3.*' $<) || echo "$(PYTHON)") -m venv $(VERSIONS)/$*
+	wanted=$$(grep -o 'python3.*' $<); $$wanted -c 'import venv' 2>/dev/null || wanted="$(PYTHON)"; \
+		$$wanted -m venv $(VERSIONS)/$*
 	DS_BUILD_OPS=0 $(VERSIONS)/$*/bin/pip install -q -e ".[deepspeed]" peft pytest -c $<
 	@touch $@
 

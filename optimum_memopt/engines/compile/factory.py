@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from optimum_memopt.engines.compile.torch_compat.patches import Patch
 
 
-_OLDEST_TORCH = (2, 9)
+_OLDEST_TORCH = "2.9"
 _TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 
 
@@ -46,8 +47,8 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
     def missing(self) -> str:
         version = torch.__version__
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH:
-            return f"torch {version} is older than {'.'.join(map(str, _OLDEST_TORCH))}; pip install -U torch"
+        if Version(version) < Version(_OLDEST_TORCH):
+            return f"torch {version} is older than {_OLDEST_TORCH}; pip install -U torch"
         return ""
 
     def create(self, options: CompileOptions, selection: Selection) -> Engine:

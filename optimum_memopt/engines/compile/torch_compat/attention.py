@@ -116,8 +116,8 @@ class AttentionMasks:
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        is_kept = not MASKS.applies
-        self.kept = self._always = KeptMasks(padding=is_kept, local=is_kept)
+        self._is_possible = MASKS.applies
+        self.kept = self._always = KeptMasks(padding=not self._is_possible, local=not self._is_possible)
         self._is_first = True
         self._window = min(_windows(model), default=None)
         paths = [path for path, module in model.named_modules() if _MAKE_MASKS & names_in_forward(module)]
@@ -181,9 +181,8 @@ class AttentionMasks:
                 made |= {_CAUSAL: _if_not_local, _BIDIRECTIONAL: _if_not_local}
             if is_in_order:
                 made[_FINDS_PACKED] = _unless_traced
-            is_possible = MASKS.applies
             self._replaced[way] = [
-                (file, name, make(getattr(file, name))) for name, make in made.items() if is_possible
+                (file, name, make(getattr(file, name))) for name, make in made.items() if self._is_possible
             ]
         return self._replaced[way]
 

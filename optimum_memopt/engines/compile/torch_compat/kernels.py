@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 from torch import fx
 
 
@@ -118,7 +119,7 @@ def start_libraries(device: torch.device) -> None:
 
 _NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
 # PyTorch 2.11 takes cuDNN's kernels where they are wrong; cuDNN 9.26 has right ones (pytorch PR 196861).
-_CUDNN_SINCE_TORCH = (2, 11)
+_CUDNN_SINCE_TORCH = Version("2.11")
 _FIXED_IN_CUDNN = 92600
 _CUDNN_GPU = (9, 0)
 # Lengths of the keys with which it goes wrong: 64 more than a multiple of 128.
@@ -143,8 +144,8 @@ def cudnn_attention_warning(graph: fx.Graph) -> str:
     symbolic length may be such a length in a later batch.
     """
     version = torch.backends.cudnn.version()
-    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    is_affected = version is not None and version < _FIXED_IN_CUDNN and torch_version >= _CUDNN_SINCE_TORCH
+    is_old = version is not None and version < _FIXED_IN_CUDNN
+    is_affected = is_old and Version(torch.__version__) >= _CUDNN_SINCE_TORCH
     if not is_affected or not torch.backends.cuda.cudnn_sdp_enabled() or not any(map(_cudnn_may_fail, graph.nodes)):
         return ""
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from optimum_memopt.compat import installed_version
 
 _MISSING = object()
@@ -109,7 +111,7 @@ class Patch:
     def _version(self) -> str:
         """The installed release; empty where there is none, or an earlier one without the code."""
         installed = installed_version([self.package])
-        return "" if installed is None or _numbers(installed[1]) < _numbers(self.since) else installed[1]
+        return "" if installed is None or Version(installed[1]) < Version(self.since) else installed[1]
 
     @property
     def is_in_use(self) -> bool:
@@ -120,7 +122,3 @@ class Patch:
     def applies(self) -> bool:
         """False where it cannot, and where there is nothing to patch."""
         return self.is_in_use and bool(self._version) and not self.problem()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
