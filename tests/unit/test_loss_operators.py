@@ -7,7 +7,7 @@ import torch
 from allocations import allocated
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.loss.operator import LossShape, chunked_loss
+from optimum_memopt.engines.compile.loss.operator import LossShape, chunked_loss, labels_ignored
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
 
 WIDTH, CLASSES = 16, 53
@@ -29,7 +29,8 @@ def chunked(hidden, weight, bias, labels, scale=1.0, softcap=0.0, mean=True, smo
     tensors = (hidden, weight, bias, *more.get("adapter", (None, None)))
     needs = [tensor is not None and tensor.requires_grad for tensor in tensors]
     dtype = hidden.dtype
-    return chunked_loss(*tensors, labels, scale, softcap, ignore_index, mean, smoothing, dtype, dtype, needs)[0]
+    settings = scale, softcap, ignore_index, mean, smoothing, dtype, dtype, needs
+    return chunked_loss(*tensors, labels, labels_ignored(labels, ignore_index), *settings)[0]
 
 
 def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0, mean=True, smoothing=0.0, ignore_index=-100):
@@ -151,8 +152,9 @@ def test_low_precision_is_no_worse_than_plain(dtype, parameters):
     scale = 2.0**14 if dtype == torch.float16 else 1.0
     with torch.autocast("cpu", dtype):
         expected = torch.autograd.grad(scale * plain(*own, labels, softcap=5.0), own)
+    ignored = labels_ignored(labels, -100)
     loss = chunked_loss(
-        *own, None, None, labels, 1.0, 5.0, -100, True, 0.0, dtype, torch.float32, [True] * 3 + [False] * 2
+        *own, None, None, labels, ignored, 1.0, 5.0, -100, True, 0.0, dtype, torch.float32, [True] * 3 + [False] * 2
     )[0]
     for ours, theirs, truth in zip(torch.autograd.grad(scale * loss, own), expected, exact, strict=True):
         assert relative(ours / scale, truth) <= 1.05 * relative(theirs / scale, truth) + 1e-6
@@ -168,7 +170,17 @@ def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softca
     """And nearly as much where all rows have a label: the bound is what a prediction adds to the outputs."""
     hidden, weight, _, labels = inputs((8, 100), torch.float32, classes=classes)
     hidden, weight = (tensor.detach().to(weight_dtype) for tensor in (hidden, weight))
-    settings = (1.0, softcap, -100, True, 0.0, dtype, torch.float32, [True, True, False, False, False])
+    settings = (
+        labels_ignored(labels, -100),
+        1.0,
+        softcap,
+        -100,
+        True,
+        0.0,
+        dtype,
+        torch.float32,
+        [True, True, False, False, False],
+    )
     shape = LossShape(800, WIDTH, classes, weight_dtype, weight_dtype, dtype, bool(softcap))
     assert 1 < shape.rows_per_chunk < 800
     tracker = _StorageTracker(torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.find import LossChain, find_losses, traced_tensor
-from optimum_memopt.engines.compile.loss.operator import CHUNKED_LOSS, LossShape
+from optimum_memopt.engines.compile.loss.operator import CHUNKED_LOSS, LABELS_IGNORED, LossShape
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
@@ -176,6 +176,7 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
             hidden = graph.call_function(operator.getitem, (hidden, taken.args[1]))
         return hidden
 
+    ignored = _labels_ignored(graph, chain)
     with graph.inserting_before(loss):
         hidden = rows_with_logits(projection.hidden)
         if chain.offset is not None:
@@ -186,17 +187,37 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
             adapter_weight = adapter.projection.weight
             adapter_rows = rows_with_logits(adapter.projection.hidden)
             adapter_hidden = graph.call_function(operator.mul, (adapter_rows, adapter.scale))
-        tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels
+        tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels, ignored
         numbers = chain.scale, chain.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
         dtypes = chain.shape.compute, traced_tensor(loss).dtype
         outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
     # Where the loss was called: naming and levels read it from the nodes of the joint graph.
     origin = ("nn_module_stack", "source_fn_stack", "stack_trace")
-    for node in (outputs, result):
+    for node in (ignored, outputs, result):
         node.meta.update({key: loss.meta[key] for key in origin if key in loss.meta})
     loss.replace_all_uses_with(result)
     _erase(graph, loss, {projection.node, *([adapter.projection.node] if adapter else [])})
+
+
+def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
+    """Add the count of labels that do not count, with what the labels are computed of: at the graph's beginning, where
+    that is its inputs alone."""
+    before = {chain.labels} | {node for node in (chain.ignore_index,) if isinstance(node, fx.Node)}
+    # In the graph's order, which keeps each behind what it reads.
+    for node in reversed(graph.nodes):
+        if node in before:
+            before.update(node.all_input_nodes)
+    given = ("placeholder", "get_attr")
+    inputs = [node for node in graph.nodes if node.op in given]
+    last = chain.labels
+    if all(node.op in given or _is_pure(node) for node in before):
+        last = max(inputs, key=list(graph.nodes).index)
+        for node in [node for node in graph.nodes if node in before and node.op not in given]:
+            last.append(node)
+            last = node
+    with graph.inserting_after(last):
+        return graph.call_function(LABELS_IGNORED, (chain.labels, chain.ignore_index))
 
 
 def _needs(chain: LossChain) -> list[bool]:

@@ -2,7 +2,8 @@
 
 The forward computes loss and gradients together, a chunk of rows at a time, so that each chunk of logits is computed
 once; the backward only multiplies the gradients by that of the loss (Liger Kernel, https://arxiv.org/abs/2410.10989).
-Rows without a label are left out first.
+Rows without a label are left out first. How many these are the host has to know; `labels_ignored` asks the device at
+the beginning of the forward, so that the answer is there when the host gets to the loss, with the layers still to run.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ class LossShape:
 def loss_shape(arguments: Sequence[Any]) -> LossShape:
     """The sizes of a chunked loss, from the operator's arguments: tensors, or nodes of a joint graph."""
     arguments = [tensor_value(value) if isinstance(value, fx.Node) else value for value in arguments]
-    hidden, weight, _, _, adapter_weight, labels, _, softcap, *_ = arguments
+    hidden, weight, _, _, adapter_weight, labels, _, _, softcap, *_ = arguments
     compute, _, needs = arguments[-3:]
     vocabulary, hidden_size = weight.shape
     rank = int(adapter_weight.shape[1]) if adapter_weight is not None else 0
@@ -107,6 +108,35 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+# When a device has counted the labels of the latest forward.
+_counted: dict[torch.device, torch.cuda.Event] = {}
+
+
+@torch.library.custom_op(f"{LIBRARY}::labels_ignored", mutates_args=())
+def labels_ignored(labels: Tensor, ignore_index: int) -> Tensor:
+    """Returns how many labels do not count, (1,) in int64 on the host, written when the device gets there."""
+    ignored = (labels == ignore_index).sum().view(1)
+    if ignored.device.type != "cuda":
+        return ignored.cpu()
+    on_host = torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(ignored, non_blocking=True)
+    _counted[ignored.device] = event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(ignored.device))
+    return on_host
+
+
+@labels_ignored.register_fake
+def _(labels: Tensor, ignore_index: int) -> Tensor:
+    return labels.new_empty(1, dtype=torch.int64, device="cpu")
+
+
+def _rows_with_label(targets: Tensor, ignore_index: int, ignored: Tensor) -> Tensor:
+    """Their numbers, in order; waits for the device until it has run what was called before `labels_ignored`."""
+    if (event := _counted.get(targets.device)) is not None:
+        event.synchronize()
+    found: Tensor = torch.nonzero_static(targets != ignore_index, size=len(targets) - int(ignored)).squeeze(1)
+    return found
+
+
 # How many of the operator's first arguments are tensors that may get a gradient.
 _DIFFERENTIABLE = 5
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -120,6 +150,7 @@ def chunked_loss(
     adapter_hidden: Tensor | None,
     adapter_weight: Tensor | None,
     labels: Tensor,
+    ignored: Tensor,
     scale: float,
     softcap: float,
     ignore_index: int,
@@ -137,6 +168,7 @@ def chunked_loss(
         bias: (vocabulary,), or None.
         adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
         adapter_weight: (vocabulary, rank), its second matrix; None without.
+        ignored: of `labels_ignored`.
         softcap: not 0: the scaled logits become `softcap * tanh` of them.
         needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
 
@@ -148,7 +180,7 @@ def chunked_loss(
     """
     gradients = _empty_gradients((hidden, weight, bias, adapter_hidden, adapter_weight), needs)
     targets = labels.reshape(-1)
-    counted = (targets != ignore_index).nonzero().squeeze(1)
+    counted = _rows_with_label(targets, ignore_index, ignored)
     count, total = counted.numel(), len(targets)
     # Products in float16 take factors of about 1; the small ones come afterwards.
     share = 1 / max(count, 1) if mean else 1.0
@@ -321,6 +353,7 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 # As a graph calls them.
 CHUNKED_LOSS = getattr(torch.ops, LIBRARY).chunked_loss.default
+LABELS_IGNORED = getattr(torch.ops, LIBRARY).labels_ignored.default
 SCALED = getattr(torch.ops, LIBRARY).scaled.default
 
 
