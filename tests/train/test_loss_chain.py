@@ -114,6 +114,22 @@ def test_what_models_do_between_projection_and_loss(name):
     assert [plan.is_chunked for plan in plans] == [True] and not others
 
 
+def test_labels_are_counted_before_all_else():
+    """So that a device has the count when its host gets to the loss."""
+    called: list[str] = []
+
+    def backend(module, _):
+        decide_losses(module.graph, LossMode("chunked"), "")
+        called.extend(str(node.target) for node in module.graph.nodes if node.op.startswith("call"))
+        return module
+
+    torch._dynamo.reset()
+    head = Head(loss_of=next_tokens)
+    torch.compile(head, backend=backend, dynamic=True)(*batch())
+    counted = called.index("optimum_memopt.labels_ignored.default")
+    assert counted < min(at for at, name in enumerate(called) if "embedding" in name)
+
+
 def test_double_precision():
     head = Head().double()
     assert check(head)[0][0].is_chunked

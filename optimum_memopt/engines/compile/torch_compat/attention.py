@@ -27,6 +27,7 @@ from optimum_memopt.compat import is_mask, of_all_ranks
 from optimum_memopt.engines.compile.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.compile.torch_compat.host_masks import is_true
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.plans.plan_file import PlanFile
 
@@ -129,7 +130,7 @@ class AttentionMasks:
         """Find the masks that a batch needs, the keyword arguments of a forward."""
         if all(self._always):
             return
-        has_padding = not all(map(is_known_true, _masks(inputs).values()))
+        has_padding = not all(map(is_true, _masks(inputs).values()))
         needed = self.needed(has_padding, max(_lengths(inputs), default=math.inf))
         self.kept = needed.with_those_of(self._always)
         if self._is_first:

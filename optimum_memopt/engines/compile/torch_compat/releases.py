@@ -6,13 +6,14 @@ from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.torch_compat.attention import MASKS
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import SIMULATED, VALUES
 from optimum_memopt.engines.compile.torch_compat.fused_lm_head import HEAD
+from optimum_memopt.engines.compile.torch_compat.host_masks import MOVED
 from optimum_memopt.engines.compile.torch_compat.patches import Patch
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import COLLECTED, LOSS_BY_NAME
 from optimum_memopt.engines.compile.torch_compat.zero3 import LINEAR, PARTITIONED
 from optimum_memopt.errors import UnsupportedModelError
 
 # Those without which a model trains all the same, with less of a plan.
-LESS = (MASKS, COLLECTED, LOSS_BY_NAME, HEAD, LINEAR)
+LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, LINEAR)
 PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
 
 

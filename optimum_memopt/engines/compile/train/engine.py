@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.loss_simulation import eager_loss
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat import fully_shard, releases
+from optimum_memopt.engines.compile.torch_compat import fully_shard, host_masks, releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
@@ -96,6 +96,8 @@ class CompileEngine(in_place.InPlaceEngine):
             self._leafs.start(self._model)
         if self._is_on_cpu:
             process.return_freed_memory()
+        else:
+            host_masks.watch_masks()
 
     def _leave(self) -> None:
         if self._leafs is not None:
@@ -104,6 +106,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._keep_freed(False)
             process.restore_malloc()
         else:
+            host_masks.leave_masks()
             host_copies.release_pinned()
 
     def smooth_labels(self, smoothing: Any) -> bool:

@@ -1,0 +1,88 @@
+"""Attention masks that accelerate moves to the device: whether they mark padding is read before, on the host.
+
+A forward runs without a mask that marks nothing (`attention.py`). Read on the device, each mask would be waited for
+before the forward, while the device has nothing to do. accelerate's data loaders, Trainer's among them, move batches
+by one function of their file (`accelerate/data_loader.py`, 1.3 to 1.15).
+"""
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from optimum_memopt.compat import is_mask
+from optimum_memopt.engines.compile.torch_compat.autograd import version_of
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
+from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+
+_FILE, _MOVES = "accelerate.data_loader", "send_to_device"
+MOVED = Patch(
+    "padding of batches that data loaders move",
+    "each step waits for the device to read its attention mask",
+    "accelerate",
+    since="1.3",
+    tested="1.3 to 1.15",
+    names=(Name(_FILE, _MOVES, ("tensor", "device")),),
+)
+# Of a mask on the device: whether all is true, and the version of which that is known.
+_KNOWN = "_memopt_is_true"
+
+
+def is_true(mask: torch.Tensor) -> bool:
+    """True where a mask marks no padding; waits for the device where that was not read before."""
+    is_known, version = getattr(mask, _KNOWN, (False, -1))
+    return bool(is_known) if version == version_of(mask) else is_known_true(mask)
+
+
+def note(batch: Any, moved: Any) -> None:
+    """Note what masks of a batch on the host say for those that it was moved to."""
+    if not isinstance(batch, Mapping) or not isinstance(moved, Mapping):
+        return
+    for name, mask in batch.items():
+        on_device = moved.get(name)
+        if is_mask(name) and _is_on_host(mask) and isinstance(on_device, torch.Tensor) and on_device is not mask:
+            setattr(on_device, _KNOWN, (is_known_true(mask), version_of(on_device)))
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+class _Watch:
+    """The function of accelerate, with notes as long as somebody wants them."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._before: Callable[..., Any] | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1 and MOVED.applies:
+                file: Any = importlib.import_module(_FILE)
+                self._before = before = getattr(file, _MOVES)
+
+                def moving(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                    moved = before(tensor, *args, **kwargs)
+                    if self._before is not None:
+                        note(tensor, moved)
+                    return moved
+
+                self._ours = moving
+                setattr(file, _MOVES, moving)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._before is not None:
+                file: Any = importlib.import_module(_FILE)
+                # Where somebody has wrapped it since, it stays inside of theirs, and notes nothing.
+                if getattr(file, _MOVES) is self._ours:
+                    setattr(file, _MOVES, self._before)
+                self._before = None
+
+
+_watch = _Watch()
+watch_masks, leave_masks = _watch.start, _watch.stop
