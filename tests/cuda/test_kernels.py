@@ -1,6 +1,7 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -122,3 +123,25 @@ def test_triton_without_a_compiler_is_found_before_the_first_step(monkeypatch):
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert backend.missing_for("cuda")[0] == "there is no C compiler, which Triton needs"
+
+
+def test_lengths_that_cudnn_gets_right_have_a_graph_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(kernels, "_CUDNN_SINCE_TORCH", Version("2.9"))
+    monkeypatch.setattr(kernels, "_CUDNN_GPU", torch.cuda.get_device_capability())
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    found = []
+
+    def compiler(module, inputs):
+        found.append(bool(kernels.cudnn_attention_warning(module.graph)))
+        return lambda *given: (given[-1],)
+
+    def attend(query, mask):
+        return torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    compiled = torch.compile(attend, backend=compiler, dynamic=True)
+    for length in (256, 320, 384, 448, 200):
+        query = torch.empty(1, 2, length, 64, dtype=torch.bfloat16, device="cuda")
+        compiled(query, torch.empty(1, 1, length, length, dtype=torch.bfloat16, device="cuda"))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    assert found == [False, True]

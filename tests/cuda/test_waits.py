@@ -17,6 +17,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "level": {"memory_opt_level": 1},
     "layers": {"memory_opt_level": 1, "memory_opt_unit": "layer"},
     "chunked": {"memory_opt_level": 1, "memory_opt_loss": "chunked"},
+    "chunked layers": {"memory_opt_level": 1, "memory_opt_loss": "chunked", "memory_opt_unit": "layer"},
     "offload": {"memory_opt_config": "Gelu+:3:-1"},
     "budget": {"memory_opt_budget": "1GiB"},
     "variants": {"memory_opt_budget": "1GiB", "memory_opt_variants": 2},
@@ -64,7 +65,7 @@ def test_a_trainer(tmp_path: Path, plan: str, padding: int) -> None:
     assert ("attention: flash" in table.header[0]) == (padding == 0)
 
 
-@pytest.mark.parametrize("plan", ["no plan", "layers", "chunked", "budget"])
+@pytest.mark.parametrize("plan", ["no plan", "layers", "chunked", "chunked layers", "budget"])
 def test_a_loop(plan: str) -> None:
     """Of batches without a mask, which a loop of one's own leaves out where nothing is padding."""
     model, batch = build("llama", SMALL), batch_of(SMALL)

@@ -83,17 +83,17 @@ def kernel(
     fused: Collection[str] = ("cudnn", "flash", "efficient"),
 ) -> str:
     """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`): cudnn, flash, efficient
-    or math. cuDNN is not taken with a mask (`kernels.cudnn_attention_warning`).
+    or math.
 
     Args:
+        has_mask: flash takes none.
         shares_keys: fewer heads of keys than of queries, expanded by the kernel.
         fused: the kernels that take the sizes and strides.
     """
-    if is_half and not has_mask:
-        if capability >= _HOPPER and not has_dropout and "cudnn" in fused:
-            return "cudnn"
-        if capability >= _AMPERE and "flash" in fused:
-            return "flash"
+    if is_half and capability >= _HOPPER and not has_dropout and "cudnn" in fused:
+        return "cudnn"
+    if is_half and capability >= _AMPERE and not has_mask and "flash" in fused:
+        return "flash"
     return "math" if shares_keys or "efficient" not in fused else "efficient"
 
 
@@ -132,6 +132,9 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
     fused = _fused_kernels(query, key, value, attn_mask, is_causal)
+    if attn_mask is not None and kernels.cudnn_may_give_nan(capability, key.size(-2)):
+        # `kernels.cudnn_attention_warning`
+        fused = [name for name in fused if name != "cudnn"]
     taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys, fused)
     operator = kernels.ATTENTION[taken]
     if taken == "math":

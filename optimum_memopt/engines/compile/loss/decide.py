@@ -217,7 +217,10 @@ def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
             last.append(node)
             last = node
     with graph.inserting_after(last):
-        return graph.call_function(LABELS_IGNORED, (chain.labels, chain.ignore_index))
+        ignored = graph.call_function(LABELS_IGNORED, (chain.labels, chain.ignore_index))
+    # It may pass from what is before the layers to what is behind them.
+    ignored.meta["example_value"] = traced_tensor(chain.labels).new_empty(1, dtype=torch.int64, device="cpu")
+    return ignored
 
 
 def _needs(chain: LossChain) -> list[bool]:

@@ -140,8 +140,8 @@ def without_cudnn_attention() -> Iterator[None]:
 def cudnn_attention_warning(graph: fx.Graph) -> str:
     """Why a graph that dynamo traced is to run without cuDNN's attention; empty where nothing speaks against it.
 
-    Gradients of the queries under a mask go wrong, for some lengths, where a query's scores are all very negative. A
-    symbolic length may be such a length in a later batch.
+    Gradients of the queries under a mask go wrong, for some lengths, where a query's scores are all very negative. Of
+    a symbolic length torch guards on which it is: batches of the others have a graph of their own, with cuDNN.
     """
     version = torch.backends.cudnn.version()
     is_old = version is not None and version < _FIXED_IN_CUDNN
@@ -150,6 +150,11 @@ def cudnn_attention_warning(graph: fx.Graph) -> str:
         return ""
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return f"attention with a mask runs without cuDNN {number}, whose backward may give NaN on this GPU ({_NAN_ISSUE})"
+
+
+def cudnn_may_give_nan(capability: tuple[int, int], length: int | torch.SymInt) -> bool:
+    """True for a GPU, and a length of the keys under a mask, for which cuDNN's backward may be wrong."""
+    return capability == _CUDNN_GPU and bool(length % _TILE == _REMAINDER)
 
 
 def _cudnn_may_fail(node: fx.Node) -> bool:
@@ -161,9 +166,7 @@ def _cudnn_may_fail(node: fx.Node) -> bool:
         return False
     if query.device.type != "cuda" or not _is_half(query) or torch.version.hip is not None:
         return False
-    length = key.shape[-2]
-    is_affected = not isinstance(length, int) or length % _TILE == _REMAINDER
-    return is_affected and torch.cuda.get_device_capability(query.device) == _CUDNN_GPU
+    return cudnn_may_give_nan(torch.cuda.get_device_capability(query.device), key.shape[-2])
 
 
 def _example(argument: Any) -> torch.Tensor | None:
