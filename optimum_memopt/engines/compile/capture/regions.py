@@ -304,7 +304,7 @@ class Regions:
                     # It runs the layer's own forward again.
                     self.has_checkpointed = True
                     forward = functools.partial(type(module).forward, module)
-                if module in self._taken:
+                if self._has_hooks(module):
                     results = self._hooked(module, (True,) * _ALL, forward, args, kwargs)
                 else:
                     results = forward(*args, **kwargs)
@@ -362,6 +362,10 @@ class Regions:
     def _run_hooks(self, module: torch.nn.Module, given: torch.Tensor) -> torch.Tensor:
         (given,) = self._hooked(module, (True, False), lambda *given: given, (given,), {})
         return given
+
+    def _has_hooks(self, module: torch.nn.Module) -> bool:
+        """True where a call of the module is more than its forward. While layers are closed no hook is of all."""
+        return module in self._taken and any(itertools.chain(self._taken[module], hooks_around_call(module)))
 
     def _hooked(
         self,
