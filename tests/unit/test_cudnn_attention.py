@@ -43,24 +43,21 @@ def test_a_mask_and_a_length_that_fails(length, dtype):
     assert kernels.cudnn_attention_warning(graph(length, by_name=False)) == said
 
 
-def test_a_symbolic_length_may_become_one():
-    made = graph()
-    key = made.find_nodes(op="placeholder")[1]
-    key.meta["example_value"] = _Symbolic(key.meta["example_value"])
-    assert kernels.cudnn_attention_warning(made)
+def test_a_symbolic_length_is_guarded_on():
+    """So that lengths that fail and others have a graph each."""
+    found = []
 
+    def backend(module, inputs):
+        values = (node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder"))
+        (length,) = (value.shape[0] for value in values if isinstance(value, torch.Tensor))
+        found.append(kernels.cudnn_may_give_nan((9, 0), length))
+        return module
 
-class _Symbolic(torch.Tensor):
-    @staticmethod
-    def __new__(cls, like: torch.Tensor) -> "_Symbolic":
-        return torch.empty(0).as_subclass(cls)
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
-
-    @property
-    def shape(self):
-        return (*self._like.shape[:2], object(), 64)
+    torch._dynamo.reset()
+    doubled = torch.compile(lambda tensor: 2 * tensor, backend=backend, dynamic=True)
+    for length in (256, 320, 384, 448, 200):
+        doubled(torch.ones(length))
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ def test_what_is_frozen_gets_no_gradient_and_takes_no_memory(frozen):
     needed = [given[name] for name in ("hidden", "weight", "bias")]
     for ours, theirs in zip(gradients(found, *needed), gradients(expected, *needed), strict=True):
         assert relative(ours, theirs) < 3e-6
-    saved = [tensor.numel() for tensor in chunked(**given).grad_fn.saved_tensors]
+    found = chunked(**given)
+    saved = [tensor.numel() for tensor in found.grad_fn.saved_tensors]
     assert [size > 0 for size in saved] == [*(tensor.requires_grad for tensor in needed), False, False]
 
 
