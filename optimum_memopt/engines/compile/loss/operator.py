@@ -130,10 +130,12 @@ def _(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _rows_with_label(targets: Tensor, ignore_index: int, ignored: Tensor) -> Tensor:
-    """Their numbers, in order; waits for the device until it has run what was called before `labels_ignored`."""
-    if (event := _counted.get(targets.device)) is not None:
-        event.synchronize()
-    found: Tensor = torch.nonzero_static(targets != ignore_index, size=len(targets) - int(ignored)).squeeze(1)
+    """Their numbers, in order; waits for a device until it has run what was called before `labels_ignored`."""
+    is_counted = targets != ignore_index
+    if (event := _counted.get(targets.device)) is None:
+        return is_counted.nonzero().squeeze(1)
+    event.synchronize()
+    found: Tensor = torch.nonzero_static(is_counted, size=len(targets) - int(ignored)).squeeze(1)
     return found
 
 

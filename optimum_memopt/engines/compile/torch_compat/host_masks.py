@@ -51,37 +51,40 @@ def _is_on_host(value: Any) -> bool:
 
 
 class _Watch:
-    """The function of accelerate, with notes as long as somebody wants them."""
+    """The function of accelerate, which notes masks as long as somebody wants that."""
 
     def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._before: Callable[..., Any] | None = None
+        self._lock, self._wanted = threading.Lock(), 0
+        self._stock: Callable[..., Any] | None = None
+        self._noting: Callable[..., Any] | None = None
 
     def start(self) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1 and MOVED.applies:
+            self._wanted += 1
+            if self._wanted == 1 and MOVED.applies:
                 file: Any = importlib.import_module(_FILE)
-                self._before = before = getattr(file, _MOVES)
-
-                def moving(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                    moved = before(tensor, *args, **kwargs)
-                    if self._before is not None:
-                        note(tensor, moved)
-                    return moved
-
-                self._ours = moving
-                setattr(file, _MOVES, moving)
+                self._stock = getattr(file, _MOVES)
+                self._noting = self._around(self._stock)
+                setattr(file, _MOVES, self._noting)
 
     def stop(self) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._before is not None:
+            self._wanted -= 1
+            if self._wanted == 0 and self._noting is not None:
                 file: Any = importlib.import_module(_FILE)
                 # Where somebody has wrapped it since, it stays inside of theirs, and notes nothing.
-                if getattr(file, _MOVES) is self._ours:
-                    setattr(file, _MOVES, self._before)
-                self._before = None
+                if getattr(file, _MOVES) is self._noting:
+                    setattr(file, _MOVES, self._stock)
+                self._stock = self._noting = None
+
+    def _around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            moved = stock(tensor, *args, **kwargs)
+            if self._noting is not None:
+                note(tensor, moved)
+            return moved
+
+        return move
 
 
 _watch = _Watch()
