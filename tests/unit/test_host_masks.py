@@ -43,6 +43,13 @@ def test_other_inputs_are_left_alone() -> None:
     assert not hasattr(moved(torch.ones(2, 4), "pixel_values"), host_masks._KNOWN)
 
 
+@pytest.mark.usefixtures("_watched")
+def test_batches_are_moved_in_inference_mode() -> None:
+    with torch.inference_mode():
+        mask = moved(torch.ones(2, 4, dtype=torch.long))
+    assert mask.is_inference() and not hasattr(mask, host_masks._KNOWN)
+
+
 def test_the_function_of_accelerate_is_restored() -> None:
     stock = data_loader.send_to_device
     host_masks.watch_masks()

@@ -32,17 +32,20 @@ _KNOWN = "_memopt_is_true"
 
 def is_true(mask: torch.Tensor) -> bool:
     """True where a mask marks no padding; waits for the device where that was not read before."""
-    is_known, version = getattr(mask, _KNOWN, (False, -1))
-    return bool(is_known) if version == version_of(mask) else is_known_true(mask)
+    known: tuple[bool, int] | None = getattr(mask, _KNOWN, None)
+    return known[0] if known is not None and known[1] == version_of(mask) else is_known_true(mask)
 
 
 def note(batch: Any, moved: Any) -> None:
-    """Note what masks of a batch on the host say for those that it was moved to."""
+    """Marks the moved masks with whether their copies on the host are all true."""
     if not isinstance(batch, Mapping) or not isinstance(moved, Mapping):
         return
     for name, mask in batch.items():
         on_device = moved.get(name)
-        if is_mask(name) and _is_on_host(mask) and isinstance(on_device, torch.Tensor) and on_device is not mask:
+        if not is_mask(name) or not _is_on_host(mask) or on_device is mask:
+            continue
+        # An inference tensor has no version, and trains nothing.
+        if isinstance(on_device, torch.Tensor) and not on_device.is_inference():
             setattr(on_device, _KNOWN, (is_known_true(mask), version_of(on_device)))
 
 
