@@ -201,19 +201,17 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
 
 
 def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
-    """Add the count of labels that do not count, with what the labels are computed of: at the graph's beginning, where
-    that is its inputs alone."""
-    before = {chain.labels} | {node for node in (chain.ignore_index,) if isinstance(node, fx.Node)}
-    # In the graph's order, which keeps each behind what it reads.
+    """Adds the count of ignored labels; behind the graph's inputs, with the nodes that compute the labels, where these
+    are pure."""
+    before = {node for node in (chain.labels, chain.ignore_index) if isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in before:
             before.update(node.all_input_nodes)
-    given = ("placeholder", "get_attr")
-    inputs = [node for node in graph.nodes if node.op in given]
     last = chain.labels
-    if all(node.op in given or _is_pure(node) for node in before):
-        last = max(inputs, key=list(graph.nodes).index)
-        for node in [node for node in graph.nodes if node in before and node.op not in given]:
+    if all(node.op in ("placeholder", "get_attr") or _is_pure(node) for node in before):
+        *_, last = graph.find_nodes(op="placeholder")
+        # In the graph's order, which keeps each behind what it reads.
+        for node in [node for node in graph.nodes if node in before and node.op != "placeholder"]:
             last.append(node)
             last = node
     with graph.inserting_after(last):
