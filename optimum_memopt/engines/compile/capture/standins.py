@@ -98,17 +98,26 @@ def kernel(
 
 
 def _fused_kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
 ) -> list[str]:
-    """Those that take these sizes and strides: all want rows without gaps, of T5's biases by heads too."""
+    """Returns the kernels that take these sizes and strides: all want rows without gaps, of T5's biases by heads too.
+
+    cuDNN's is left out where training avoids it (`kernels.cudnn_attention_warning`).
+    """
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     if query.dim() != 4 or any(tensor.stride(-1) != 1 for tensor in tensors):
         return []
     of_keys, of_values = query.size(-1), value.size(-1)
     step = 8 if query.dtype in _HALVES else 4
     is_square = not is_causal or query.size(-2) == key.size(-2)
+    is_avoided = mask is not None and kernels.cudnn_may_give_nan(capability, key.size(-2))
     taken = {
-        "cudnn": max(of_keys, of_values) <= 128 and of_keys % 8 == of_values % 8 == 0,
+        "cudnn": max(of_keys, of_values) <= 128 and of_keys % 8 == of_values % 8 == 0 and not is_avoided,
         "flash": of_keys == of_values <= 256 and is_square,
         "efficient": of_keys % step == of_values % step == 0,
     }
@@ -131,10 +140,7 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
-    fused = _fused_kernels(query, key, value, attn_mask, is_causal)
-    if attn_mask is not None and kernels.cudnn_may_give_nan(capability, key.size(-2)):
-        # `kernels.cudnn_attention_warning`
-        fused = [name for name in fused if name != "cudnn"]
+    fused = _fused_kernels(capability, query, key, value, attn_mask, is_causal)
     taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys, fused)
     operator = kernels.ATTENTION[taken]
     if taken == "math":
