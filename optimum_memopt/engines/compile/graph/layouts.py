@@ -15,42 +15,43 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
-# The dimensions of a tensor from the outermost in memory to the innermost, without those of one row.
+# Dimensions in their order in memory, the outermost first; those of one row are left out.
 Layout = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of gradients; what is not known has none.
+    """Memory layouts of the gradients that a backward takes and returns, by position; without an entry: unknown.
 
     Attributes:
-        tangents: that the backward takes, by the position of the output that each belongs to.
-        gradients: that it returns, by the position of the input that each belongs to.
+        tangents: expected, by the output that each belongs to.
+        gradients: returned, by the input that each belongs to.
     """
 
-    tangents: Mapping[int, Layout] = field(default_factory=dict)
-    gradients: Mapping[int, Layout] = field(default_factory=dict)
+    tangents: Mapping[int | None, Layout] = field(default_factory=dict)
+    gradients: Mapping[int | None, Layout] = field(default_factory=dict)
 
-    def copied(self, position: int | None, given: Layout | None) -> bool:
-        """True where a gradient of this layout is copied before the backward of the output at this position runs."""
-        expected = None if position is None else self.tangents.get(position)
+    def needs_copy(self, position: int | None, given: Layout | None) -> bool:
+        """Returns whether a gradient of this layout is copied before the backward takes it for this output."""
+        expected = self.tangents.get(position)
         return None not in (expected, given) and expected != given
 
 
 def layouts_of(tangents: Iterable[fx.Node], gradients: Iterable[tuple[int | None, object]]) -> Layouts:
-    """Reads them from a graph.
+    """Returns the layouts of a graph's gradients.
 
     Args:
         tangents: placeholders of the backward.
-        gradients: what it returns, each with the position of its input.
+        gradients: outputs of the backward with the positions of their inputs, parameters left out: no graph takes
+            theirs.
     """
-    expected = ((fx_graph.tangent_position(node), _layout(node)) for node in tangents)
-    returned = (
-        (position, _layout(node)) for position, node in gradients if isinstance(node, fx.Node) and is_tensor(node)
-    )
-    return Layouts(
-        *({position: layout for position, layout in pairs if position is not None} for pairs in (expected, returned))
-    )
+    expected = ((fx_graph.tangent_position(node), node) for node in tangents)
+    returned = ((position, node) for position, node in gradients if isinstance(node, fx.Node) and is_tensor(node))
+    return Layouts(_by_position(expected), _by_position(returned))
+
+
+def _by_position(nodes: Iterable[tuple[int | None, fx.Node]]) -> dict[int | None, Layout]:
+    return {position: _layout(node) for position, node in nodes if position is not None}
 
 
 def _layout(node: fx.Node) -> Layout:

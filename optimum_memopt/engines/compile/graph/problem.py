@@ -188,18 +188,19 @@ def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     return products
 
 
-def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: Iterable[fx.Node]) -> Positions:
+def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: Sequence[fx.Node]) -> Positions:
     joint, count = graph.joint, graph.joint.num_fwd_outputs
     outputs = fx_graph.output_positions(joint.module.graph)[:count]
     gradients = fx_graph.gradient_positions(joint.module.graph)[count:]
-    inputs = {node: fx_graph.input_position(node) for node in joint.inputs if is_tensor(node)}
-    tangents = list(tangents)
+    places = {node: fx_graph.input_position(node) for node in joint.inputs if is_tensor(node)}
+    inputs = {number[node]: at for node, at in places.items() if at is not None and node not in graph.static_inputs}
+    returned = zip(gradients, joint.outputs[count:], strict=True)
     return Positions(
-        {number[node]: at for node, at in inputs.items() if at is not None and node not in graph.static_inputs},
+        inputs,
         tuple(at for at, node in zip(outputs, joint.outputs[:count], strict=True) if isinstance(node, fx.Node)),
         tuple(map(fx_graph.tangent_position, tangents)),
         tuple(at for at, node in zip(gradients, joint.outputs[count:], strict=True) if isinstance(node, fx.Node)),
-        layouts_of(tangents, zip(gradients, joint.outputs[count:], strict=True)),
+        layouts_of(tangents, ((at, node) for at, node in returned if at in inputs.values())),
     )
 
 

@@ -231,7 +231,7 @@ class _Composition:
             names[storage.name] = self._gradients.pop(number, "")
             if before := names[storage.name]:
                 self._waiting[before] -= 1
-            if not before or graph.layouts.copied(position, self._layouts.get(before)):
+            if not before or graph.layouts.needs_copy(position, self._layouts.get(before)):
                 copied += [before] if before and not self._waiting[before] else []
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
@@ -241,8 +241,8 @@ class _Composition:
                 self._lent.add(names[storage.name])
         # One storage may be the gradient of several results, as of those that are added up behind the run.
         given = Counter(names[storage.name] for _, storage in graph.tangents)
-        held = copied if dynamo.holds_tangents() else []
-        yield Event("", allocates=tuple(tangents), frees=(*self._passed, *(copied if not held else ())))
+        at_once, at_end = ([], copied) if dynamo.holds_tangents() else (copied, [])
+        yield Event("", allocates=tuple(tangents), frees=(*self._passed, *at_once))
         self._passed = []
         yield from around.before_backward
         yield from self._reloaded(index)
@@ -263,7 +263,7 @@ class _Composition:
         needed += self._kept.get(index, ())
         unread = [name for name in needed if name not in returned and index in self._readers[name]]
         frees = [name for name in unread if self._is_last(index, name)]
-        if frees := [*frees, *held, *self._summed(index, names)]:
+        if frees := [*frees, *at_end, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
         yield from self.reduced(around.reduced)
 
@@ -342,7 +342,7 @@ class _Composition:
             if not local:
                 continue
             name = names.get(local, f"{index} {local}")
-            self._layouts.setdefault(name, None if position is None else graph.layouts.gradients.get(position))
+            self._layouts.setdefault(name, graph.layouts.gradients.get(position))
             owner = None if position is None else self._around[index].owners.get(position)
             if number is None and self._accumulates and owner is None:
                 yield name

@@ -363,14 +363,15 @@ def schedule(
     tensors = {position: node for position, node in arguments.items() if is_tensor(node)}
     results = list(zip(fx_graph.output_positions(forward.graph), returned, strict=False))
     gradients = list(zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True))
+    inputs = {
+        position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
+        for position, node in tensors.items()
+        if node.name not in static_inputs
+    }
     events = GraphEvents(
         tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda, inlined)),
         tuple(_events(backward.graph, sizes, freed, in_backward, name_in_backward, cuda, inlined)),
-        {
-            position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
-            for position, node in tensors.items()
-            if node.name not in static_inputs
-        },
+        inputs,
         tuple((position, root(node).name if _is_tensor(node) else "") for position, node in results),
         tuple(in_forward(n, operator_name(n), layer_of(n)) for n in dict.fromkeys(kept) if n in saved_roots),
         frozenset(saved_inputs),
@@ -384,7 +385,7 @@ def schedule(
             for name, node in saved.items()
             if is_tensor(node)
         ),
-        layouts_of(tangents, gradients),
+        layouts_of(tangents, ((position, node) for position, node in gradients if position in inputs)),
     )
     return Schedule(
         sizes.compiled(),

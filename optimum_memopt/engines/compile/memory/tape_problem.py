@@ -17,9 +17,9 @@ from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
-# Operators between graphs: a storage that is handed on, one that is made outside of all, arguments that are held until
-# a graph has returned, sums of gradients, their copies in another layout, gradients that are added to those of earlier
-# micro-batches, and buffers of collectives that are released.
+# Operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph returns,
+# summed gradients, gradients copied to another layout, gradients accumulated over micro-batches, and released buffers
+# of collectives.
 _PASSED, _OUTSIDE, _RETURNED, _SUMMED, _COPIED, _ADDED, _RELEASED = (
     "passed",
     "outside",
@@ -180,7 +180,7 @@ class _LinkedRuns:
         self._made: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._layouts: dict[int, Layout | None] = {}
-        # Gradients that the backward that is added was given, and reads a copy of.
+        # Originals of the copied gradients of the run whose backward is added.
         self._copied: list[int] = []
         # What operators outside of all graphs save, by storage; and gradients that only they read.
         self._saved_outside: dict[int, int] = {}
@@ -268,8 +268,7 @@ class _LinkedRuns:
                 number[node] = self.built.add(run, call.layer, problem, node, number)
         added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
-            layout = None if at is None else problem.positions.layouts.gradients.get(at)
-            self._layouts.setdefault(self.built.root(number[node]), layout)
+            self._layouts.setdefault(self.built.root(number[node]), problem.positions.layouts.gradients.get(at))
             added += self._add_gradient(run, number[node], at)
         if added:
             self._outputs.append(self._end(run, added, _ADDED, is_backward=True))
@@ -299,7 +298,7 @@ class _LinkedRuns:
         call, problem = self._tape.calls[run], self._runs[run]
         gradient = None if at is None else self._gradients.pop(call.outputs.get(at, -1), None)
         if gradient is not None:
-            if not problem.positions.layouts.copied(at, self._layouts.get(self.built.root(gradient))):
+            if not problem.positions.layouts.needs_copy(at, self._layouts.get(self.built.root(gradient))):
                 return gradient
             self._copied.append(gradient)
             own = {"bytes": problem.bytes[node], "is_view": False, "is_kept": True, "is_backward": True}
