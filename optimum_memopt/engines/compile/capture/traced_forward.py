@@ -486,7 +486,7 @@ class TracedForward:
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
         self._constant_sizes.update(dynamo.constant_sizes())
-        fx_graph.return_read_results(module)
+        fx_graph.drop_unread_results(module)
         fused_lm_head.with_labels(module)
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
         if any(loss.is_chunked for loss in losses):

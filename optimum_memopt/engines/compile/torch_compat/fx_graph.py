@@ -179,13 +179,13 @@ def _position(desc: Any, kind: type) -> int | None:
     return desc.idx if isinstance(desc, kind) else None
 
 
-def return_read_results(module: fx.GraphModule) -> None:
-    """Let each `autograd.Function` that dynamo has traced return None for results that nobody reads.
+def drop_unread_results(module: fx.GraphModule) -> None:
+    """Replaces the unread results of traced `autograd.Function`s by None.
 
-    torch 2.11 returns values of its forward beside its own results, for code that keeps them. Where it writes to its
-    result (`output += bias`, as in ZeRO 3's linear layers) both are one tensor, autograd sends the gradient to
-    the last of them, and what is trained gets zeros; so does `torch.compile`. 2.9 and 2.12 return its own alone
-    (`torch/_dynamo/variables/higher_order_ops.py`).
+    torch 2.11 returns intermediate values of the forward beside its results. Where the forward writes to its result
+    (`output += bias`, as in ZeRO 3's linear layers), one of them is the same tensor: autograd sends the gradient to
+    the last of the two, and parameters get zeros, with `torch.compile` too. 2.9, 2.10 and 2.12 return the results
+    alone (`torch/_dynamo/variables/higher_order_ops.py`).
     """
     parts = (part for part in module.modules() if isinstance(part, fx.GraphModule))
     calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=_FUNCTION)]

@@ -54,7 +54,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 class _Watch:
-    """The function of accelerate, which notes masks as long as somebody wants that."""
+    """Wraps accelerate's function while an engine on a device is attached."""
 
     def __init__(self) -> None:
         self._lock, self._wanted = threading.Lock(), 0
