@@ -140,8 +140,10 @@ def test_lengths_that_cudnn_gets_right_have_a_graph_of_their_own(monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
     compiled = torch.compile(attend, backend=compiler, dynamic=True)
-    for length in (256, 320, 384, 448, 200):
-        query = torch.empty(1, 2, length, 64, dtype=torch.bfloat16, device="cuda")
-        compiled(query, torch.empty(1, 1, length, length, dtype=torch.bfloat16, device="cuda"))
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        for length in (256, 320, 384, 448, 200):
+            query = torch.empty(1, 2, length, 64, dtype=torch.bfloat16, device="cuda")
+            compiled(query, torch.empty(1, 1, length, length, dtype=torch.bfloat16, device="cuda"))
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     assert found == [False, True]

@@ -171,17 +171,8 @@ def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softca
     """And nearly as much where all rows have a label: the bound is what a prediction adds to the outputs."""
     hidden, weight, _, labels = inputs((8, 100), torch.float32, classes=classes)
     hidden, weight = (tensor.detach().to(weight_dtype) for tensor in (hidden, weight))
-    settings = (
-        labels_ignored(labels, -100),
-        1.0,
-        softcap,
-        -100,
-        True,
-        0.0,
-        dtype,
-        torch.float32,
-        [True, True, False, False, False],
-    )
+    needs = [True, True, False, False, False]
+    settings = labels_ignored(labels, -100), 1.0, softcap, -100, True, 0.0, dtype, torch.float32, needs
     shape = LossShape(800, WIDTH, classes, weight_dtype, weight_dtype, dtype, bool(softcap))
     assert 1 < shape.rows_per_chunk < 800
     tracker = _StorageTracker(torch.device("cpu"))

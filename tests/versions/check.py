@@ -33,8 +33,8 @@ import pytest
 import torch
 import transformers
 from allocations import allocated
+from packaging.version import Version
 from torch.distributed.fsdp import fully_shard
-from torch.torch_version import TorchVersion
 
 import optimum_memopt
 from optimum_memopt.engines.api.run import Selection
@@ -70,7 +70,7 @@ TASKS = {
 
 
 # Before 2.10 graphs round SiLU otherwise than its kernel, as those of `torch.compile(model)` do.
-ROUNDS_SILU = TorchVersion(torch.__version__) < "2.10"
+ROUNDS_SILU = Version(torch.__version__) < Version("2.10")
 
 
 def assert_equal_step(name: str, model: torch.nn.Module, plain: torch.nn.Module, *batches: Any) -> None:
@@ -306,8 +306,19 @@ def zero3() -> None:
 
 
 CHECKS = (
-    *(modules, patches, levels, budget, configs, chunked, masks, functions),
-    *(simulated, planned, trainer, fsdp2, zero3),
+    modules,
+    patches,
+    levels,
+    budget,
+    configs,
+    chunked,
+    masks,
+    functions,
+    simulated,
+    planned,
+    trainer,
+    fsdp2,
+    zero3,
 )
 
 
