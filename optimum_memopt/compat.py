@@ -84,7 +84,8 @@ def backward_pass() -> int:
 
 
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """The module's forward hooks by the ids in their handles, to be changed in place (torch 2.13)."""
+    """The module's forward hooks by the ids in their handles, which grow with each hook that is registered; to be
+    changed in place (torch 2.13)."""
     return module._forward_hooks
 
 
@@ -106,11 +107,6 @@ def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[
 def hooks_around_call(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """The same, and its hooks before and after its backward (torch 2.13)."""
     return *hooks_around_forward(module), module._backward_pre_hooks, module._backward_hooks
-
-
-def forward_hook_ids(model: torch.nn.Module) -> list[int]:
-    """Ids of the forward hooks of all its modules, which grow with each hook that is registered (torch 2.13)."""
-    return [id for module in model.modules() for id in forward_hooks(module)]
 
 
 # The attribute in which `Module.compile` keeps the compiled call of a module (torch 2.13).

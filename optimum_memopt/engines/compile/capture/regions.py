@@ -170,6 +170,8 @@ class _Layer:
     @property
     def collected_kinds(self) -> set[str | None]:
         """The kinds of output that hooks in it collect; None among them: one is no such hook."""
+        if not any(self.hooks):
+            return set()
         return {trace_fixes.kind_of(hook) for hooks in self.hooks for hook in hooks.values()}
 
 
@@ -185,6 +187,7 @@ class Regions:
     Attributes:
         all: one for each group.
         has_checkpointed: a layer has run in plain PyTorch, under the user's own checkpoint.
+        has_run_others: the same, or hooks have run around a layer.
         refusal: why layers cannot be compiled by themselves; empty: they can, as far as is known.
     """
 
@@ -197,7 +200,7 @@ class Regions:
     ) -> None:
         self.all: list[Region] = []
         self.refusal = ""
-        self.has_checkpointed = False
+        self.has_checkpointed = self.has_run_others = False
         # That the whole forward runs in.
         self._checkpoint: object = None
         self._only_layers = only_layers
@@ -291,20 +294,22 @@ class Regions:
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
-        given = list(zip(values, layer.region.constants, strict=False))
-        for value, constants in given:
+        numbers = []
+        for value, constants in zip(values, layer.region.constants, strict=False):
             if isinstance(value, torch.Tensor):
                 dynamo.mark_static(value, [dim for dim, size in enumerate(constants) if size is not None])
-        numbers = [next(iter(constants), None) for value, constants in given if type(value) is int]
+            elif type(value) is int:
+                numbers.append(next(iter(constants), None))
         try:
             with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
                 if (checkpoint := autograd.checkpoint()) is not None and checkpoint is not self._checkpoint:
                     # It runs the layer's own forward again.
-                    self.has_checkpointed = True
+                    self.has_checkpointed = self.has_run_others = True
                     forward = functools.partial(type(module).forward, module)
                 if self._has_hooks(module):
+                    self.has_run_others = True
                     results = self._hooked(module, (True,) * _ALL, forward, args, kwargs)
                 else:
                     results = forward(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hook_ids, next_hook_id, own_parameters, without_modes
+from optimum_memopt.compat import forward_hooks, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
@@ -43,7 +43,7 @@ from optimum_memopt.engines.compile.loss.decide import (
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding, sharding_of
-from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder, sizes_of
+from optimum_memopt.engines.compile.memory.tape import OtherRunsError, Tape, TapePlayer, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -59,8 +59,10 @@ from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# Of a forward that puts hooks on modules, or whose layers return something else, again and again.
+# Of a forward that puts hooks on modules, whose layers return something else, or that runs others, again and again.
 _MOST_TRACES = 3
+# Kinds of calls whose runs are known, of which the first goes.
+_MOST_RECORDED = 128
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,11 @@ class TracedForward:
         around = () if spec.only_layers else groups
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
+        self._hooks = list(map(forward_hooks, model.modules()))
         self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
         self._running: ForwardRun | None = None
+        # Of a call that is to run again.
+        self._watch: dynamo.Watch | None = None
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._said: set[str] = set()
@@ -212,16 +217,24 @@ class TracedForward:
         self.held = self.held_after = 0
         self.is_first = True
 
-    def __call__(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall:
+    def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
         """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
         first call, random generators and buffers are as they were before.
 
+        Args:
+            records: the runs, though they may be known from an equal call.
+
         Raises:
+            OtherRunsError: they are known, and are others in this call: it is to run again, with `records`.
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
         try:
             with one_at_a_time:
-                traced = self._call(call, choices)
+                traced = self._call(call, choices, records)
+        except OtherRunsError:
+            choices.recorded.clear()
+            choices.changes += 1
+            raise
         except Exception as error:
             is_changed = isinstance(error, ResultsChangedError)
             why = self._regions.refusal or (line_with_place(error) if self.is_first else "")
@@ -302,7 +315,7 @@ class TracedForward:
             )
         self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
 
-    def _call(self, call: ForwardArgs, choices: GraphChoices) -> TracedCall | None:
+    def _call(self, call: ForwardArgs, choices: GraphChoices, records: bool) -> TracedCall | None:
         """Run a call; None where it has put hooks on the model's modules, and has to run again."""
         if self._state.begin():
             self._forget_compiled()
@@ -316,15 +329,17 @@ class TracedForward:
         trains = _trains(self._in_layers) if has_regions else ()
         kind = _Kind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
+        like = kind, _described(dynamo.tree_leaves((call.args, call.inputs)))
+        recorded = None if is_first or records else choices.recorded.get(like)
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
-        gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
-        recorder = TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
         masks = self._masks.replacements(call.args, call.inputs, call.drops_cache)
-        run = self._running = ForwardRun(choices, call.inputs, call.reader, recorder)
+        runs = self._recorder(call) if recorded is None else TapePlayer(recorded)
+        run = self._running = ForwardRun(choices, call.inputs, call.reader, runs, self._watch or dynamo.Watch())
+        self._watch = None
         try:
             with (
                 dynamo.configured(has_regions, self._in_python, self._codes),
@@ -337,9 +352,13 @@ class TracedForward:
                 outputs = self._compiled[kind](*call.args, **call.inputs)
                 if has_regions:
                     outputs = self._regions.finish(outputs)
+                run.tape.end(dynamo.tree_leaves(outputs))
         except BaseException as error:
-            if before is not None and (is_first or isinstance(error, ResultsChangedError)):
+            if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
                 before.restore()
+            if isinstance(error, OtherRunsError):
+                self._watch = run.watch
+                raise
             if not isinstance(error, Exception) or not self._has_put_hooks(before, next_hook):
                 own = own_error(error)
                 if own is None or own is error:
@@ -358,8 +377,11 @@ class TracedForward:
         self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
-        run.tape.end(dynamo.tree_leaves(outputs))
         tape = run.tape.tape([graph.programs for graph in run.ran])
+        if isinstance(run.tape, TapeRecorder) and self._may_play(run):
+            if len(choices.recorded) >= _MOST_RECORDED:
+                del choices.recorded[next(iter(choices.recorded))]
+            choices.recorded[like] = run.tape.recorded(tape)
         if self.sharding is None and self.spec.only_layers:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
         sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
@@ -374,11 +396,24 @@ class TracedForward:
             before = None
         return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape.under(sharding), breaks, recompiles, before)
 
+    def _recorder(self, call: ForwardArgs) -> TapeRecorder:
+        gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
+        return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
+
+    def _may_play(self, run: ForwardRun) -> bool:
+        """True where a forward that turns out not to run as this one did may run again: it has written nothing, and
+        no other rank and no hook has taken part in it."""
+        has_written = run.has_written and not (run.tape.count == 1 and all(map(_is_all_of_forward, run.ran)))
+        is_shared = self._is_sharded or self.spec.only_layers
+        # Layers may be left out at random.
+        is_steady = self.spec.is_run and run.choices.changes < _MOST_TRACES
+        return is_steady and not (has_written or is_shared or self._regions.has_run_others)
+
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
         again from a state. A forward that always does so, as it is."""
         may_have = self._may_run_again(before) and next_hook != next_hook_id()
-        return may_have and any(number >= next_hook for number in forward_hook_ids(self._model))
+        return may_have and any(number >= next_hook for hooks in filter(None, self._hooks) for number in hooks)
 
     def _may_run_again(self, before: ForwardState | None) -> bool:
         return before is not None and self._traced_again < _MOST_TRACES
@@ -698,7 +733,23 @@ class TracedForward:
 
 
 def _trains(parameters: Sequence[Mapping[str, torch.nn.Parameter | None]]) -> tuple[bool, ...]:
-    return tuple(each.requires_grad for of_module in parameters for each in of_module.values() if each is not None)
+    # In a list, which takes half the time: each step asks.
+    return tuple([each.requires_grad for of_module in parameters for each in of_module.values() if each is not None])
+
+
+def _is_all_of_forward(graph: PartitionedGraph) -> bool:
+    return graph.is_all_of_forward
+
+
+def _described(values: Sequence[Any]) -> Hashable:
+    """What the runs of a forward with these arguments may depend on: of tensors all but their numbers."""
+    storages: dict[int, int] = {}
+    return tuple(
+        (value.shape, value.dtype, value.requires_grad, storages.setdefault(dynamo.storage_id(value), len(storages)))
+        if isinstance(value, torch.Tensor)
+        else (value if isinstance(value, int | float | str) else type(value))
+        for value in values
+    )
 
 
 def no_training_graph(traced: TracedCall) -> str:

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.tape import TapeRecorder
+from optimum_memopt.engines.compile.memory.tape import RecordedRuns, TapePlayer, TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -123,6 +123,8 @@ class GraphChoices:
         variants: by graph, layer and turn.
         partitions: the same by graph and the key of the choice.
         seen: graphs that have run with them.
+        recorded: the runs of a forward, by the kind of its call and what its arguments are like.
+        changes: how often an equal call had other runs.
     """
 
     choose: Choose
@@ -132,11 +134,13 @@ class GraphChoices:
     variants: dict[tuple[TracedGraph, str, int], Variant] = field(default_factory=dict)
     partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
     seen: set[PartitionedGraph] = field(default_factory=set)
+    recorded: dict[Hashable, RecordedRuns] = field(default_factory=dict)
+    changes: int = 0
 
     def copied(self) -> "GraphChoices":
         """The same choices, to which others may be added."""
         own = {name: copy.copy(getattr(self, name)) for name in ("sizes", "variants", "partitions", "seen")}
-        return replace(self, **own)
+        return replace(self, recorded={}, **own)
 
 
 @dataclass(eq=False)
@@ -157,7 +161,7 @@ class ForwardRun:
     choices: GraphChoices
     inputs: Mapping[str, Any]
     reader: str
-    tape: TapeRecorder
+    tape: TapeRecorder | TapePlayer
     watch: dynamo.Watch = field(default_factory=dynamo.Watch)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     progress: Progress = field(default_factory=Progress)
@@ -179,7 +183,7 @@ class ForwardRun:
 
     def place(self, layer: str) -> tuple[GraphChoices, int, str]:
         """See `TracedGraph.asked`."""
-        return self.choices, len(self.tape.graphs), layer
+        return self.choices, self.tape.count, layer
 
     def choose(self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool], layer: str) -> Choice:
         """The choice for a graph that runs next, of these gradients of parameters. Raises what choosing does."""

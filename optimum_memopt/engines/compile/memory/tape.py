@@ -264,9 +264,17 @@ class TapeRecorder:
             self._outside.append((replace(operator, saved=(), workspace=None), saved, workspace))
 
     @property
-    def graphs(self) -> tuple[Hashable, ...]:
-        """Those that ran, in the order of their runs."""
-        return tuple(self._graphs)
+    def count(self) -> int:
+        """How many runs there were."""
+        return len(self._calls)
+
+    def recorded(self, tape: Tape) -> "RecordedRuns":
+        """All that ran, of which this is the tape."""
+        runs = (
+            _Run(graph, call.layer, call.turn, call.offloaded, call.recomputed, call.sizes)
+            for graph, call in zip(self._graphs, self._calls, strict=True)
+        )
+        return RecordedRuns(tuple(runs), tape)
 
     def tape(self, graphs: Sequence[Hashable]) -> Tape:
         """The runs of these graphs so far; what others have returned comes from outside."""
@@ -321,6 +329,75 @@ class TapeRecorder:
             self._storages[address] = known
             self._passing.add(address)
         return known[1]
+
+
+class _Run(NamedTuple):
+    """A run of a graph, as `Call` has it."""
+
+    graph: Hashable
+    layer: str
+    turn: int
+    offloaded: frozenset[int]
+    recomputed: frozenset[int]
+    sizes: Mapping[int, tuple[int, ...]]
+
+    def is_for(self, arguments: Sequence[object]) -> bool:
+        """True where arguments have the sizes of this run's."""
+        for place, sizes in self.sizes.items():
+            argument = arguments[place]
+            if (argument.shape if isinstance(argument, torch.Tensor) else (argument,)) != sizes:
+                return False
+        return True
+
+
+class OtherRunsError(RuntimeError):
+    """A forward does not run as an equal call has run."""
+
+
+@dataclass(frozen=True)
+class RecordedRuns:
+    """The runs of a forward, and their tape."""
+
+    runs: tuple[_Run, ...]
+    tape: Tape
+
+
+class TapePlayer:
+    """Follows a forward whose arguments are like those of an earlier one, in the place of a `TapeRecorder`: while its
+    runs are the same its tape is, too, and nothing is noted."""
+
+    def __init__(self, recorded: RecordedRuns) -> None:
+        self._recorded = recorded
+        self.count = 0
+
+    def before(
+        self,
+        graph: Hashable,
+        arguments: Sequence[object],
+        layer: str = "",
+        turn: int = 0,
+        parameters: Sequence[str] = (),
+        offloaded: frozenset[int] = frozenset(),
+        recomputed: frozenset[int] = frozenset(),
+    ) -> None:
+        """A graph is about to run. Raises OtherRunsError where that is not the next of the recorded runs."""
+        runs = self._recorded.runs
+        run = runs[self.count] if self.count < len(runs) else None
+        if run is None or run[:-1] != (graph, layer, turn, offloaded, recomputed) or not run.is_for(arguments):
+            raise OtherRunsError
+        self.count += 1
+
+    def after(self, results: Sequence[object]) -> None:
+        """A graph has returned."""
+
+    def end(self, outputs: Iterable[object]) -> None:
+        """Raises OtherRunsError where recorded runs are missing."""
+        if self.count < len(self._recorded.runs):
+            raise OtherRunsError
+
+    def tape(self, graphs: Sequence[Hashable]) -> Tape:
+        """That of the recorded runs."""
+        return self._recorded.tape
 
 
 def sizes_of(arguments: Sequence[object]) -> dict[int, tuple[int, ...]]:

@@ -229,13 +229,16 @@ class StepMemoryPredictor:
         Args:
             outputs: what it returned; its backward has run once their autograd graph has.
         """
-        places = {graph: place for place, graph in enumerate(self.graphs)}
-        if len(tape.calls) > 1 and len(self._tapes) < _MOST_TAPES and places.keys() == set(graphs):
-            calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
-            self._tapes.setdefault(frozenset(self.sizes_of(inputs).items()), replace(tape, calls=calls))
+        sizes = self.sizes_of(inputs)
+        key = frozenset(sizes.items())
+        if len(tape.calls) > 1 and len(self._tapes) < _MOST_TAPES and key not in self._tapes:
+            places = {graph: place for place, graph in enumerate(self.graphs)}
+            if places.keys() == set(graphs):
+                calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
+                self._tapes[key] = replace(tape, calls=calls)
         earlier = list(self._pending)
         saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
-        new = Forward(self.sizes_of(inputs), saved)
+        new = Forward(sizes, saved)
         self.largest_shapes = largest_shapes(self.largest_shapes, new)
         if earlier:
             last, forward = earlier[-1]

@@ -68,7 +68,7 @@ def checkpoint() -> object:
     return hooks[0] if is_one else None
 
 
-def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
+def drop_unread_gradients(results: Sequence[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
     """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
 
     AOTAutograd feeds zeros to outputs that got no gradient, and so returns zeros to all parameters, which an optimizer
@@ -78,12 +78,11 @@ def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: 
         results: of the run of the graph with `args`.
         sources: for the place of an argument, those of the results whose gradients its own is computed from.
     """
-    placed = [(at, each) for at, each in enumerate(results) if isinstance(each, torch.Tensor)]
     node = compiled_node(results)
     if node is None:
         return
-    numbers = {at: each.output_nr for at, each in placed if each.grad_fn is node}
-    places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    numbers = {at: each.output_nr for at, each in enumerate(results) if getattr(each, "grad_fn", None) is node}
+    is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
 
     def is_unread(place: int, given: Sequence[Any]) -> bool:
         # A result that is a view has a node of its own, whose gradients are not seen here.
@@ -94,7 +93,7 @@ def drop_unread_gradients(results: Iterable[Any], args: Sequence[Any], sources: 
         # Not always: where there is such a hook, torch holds what a backward is given until it is done.
         if all(each is not None for each in given):
             return
-        unread = [is_unread(place, given) for place in places]
+        unread = [is_unread(place, given) for place, is_one in enumerate(is_tensor) if is_one]
         if not any(unread):
             return
 

@@ -41,7 +41,9 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
@@ -84,10 +86,28 @@ CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", No
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
+# Of no container.
+_LEAVES = (torch.Tensor, bool, int, float, str)
 # In a source without its quoted keys: an attribute of something, or a global variable.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The values in nested containers, in order: `torch.utils._pytree.tree_leaves`, at once where it is lists and
+    tuples, which are most of a model's arguments and results."""
+    leaves: list[Any] = []
+    for value in values if type(values) in (list, tuple) else (values,):
+        if value is None or isinstance(value, _LEAVES):
+            leaves.append(value)
+        elif type(value) in (list, tuple):
+            leaves += tree_leaves(value)
+        elif type(value) is dict:
+            leaves += tree_leaves(list(value.values()))
+        else:
+            leaves += _pytree.tree_leaves(value)
+    return leaves
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -598,7 +618,20 @@ def constant(size: "int | torch.SymInt") -> int | None:
 
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
-    torch._dynamo.mark_static(tensor, list(dims))
+    dims = tuple(dims)
+    if is_traceable_wrapper_subclass(tensor) or vars(tensor):
+        torch._dynamo.mark_static(tensor, list(dims))
+    else:
+        vars(tensor).update((name, copy.copy(mark)) for name, mark in _static_marks(dims))
+
+
+@functools.cache
+def _static_marks(dims: tuple[int, ...]) -> list[tuple[str, Any]]:
+    """The attributes by which torch knows these sizes as constants. To copy them takes a tenth of the time, which each
+    layer of each step would take."""
+    marked = torch.empty([0] * (max(dims, default=-1) + 1))
+    torch._dynamo.mark_static(marked, list(dims))
+    return list(vars(marked).items())
 
 
 def state_source(node: fx.Node) -> str:
