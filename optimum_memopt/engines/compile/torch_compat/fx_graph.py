@@ -216,6 +216,10 @@ def extract(
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
 
 
+def _kept(*args: Any, **kwargs: Any) -> None:
+    """Stands for an operator in a graph that a pass changes."""
+
+
 def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     """Remove `clone` and other copies that make no difference (`torch/_inductor/fx_passes/post_grad.py`).
 
@@ -228,13 +232,16 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    # The pass skips tensors without a value, and compares symbolic numbers with whatever is there.
-    hidden = {node: node.meta.pop("val") for node in set(returned) if isinstance(node.meta.get("val"), torch.Tensor)}
+    # The pass knows operators by their targets; a reader that is a copy would be removed for what it reads.
+    tensors = [node for node in returned if isinstance(node.meta.get("val"), torch.Tensor)]
+    kept = {node: node.target for each in tensors for node in (each, *each.users) if node.op == "call_function"}
+    for node in kept:
+        node.target = _kept
     try:
         remove_noop_ops(graph)
     finally:
-        for node, value in hidden.items():
-            node.meta["val"] = value
+        for node, target in kept.items():
+            node.target = target
 
 
 # `clone` of an input within the passes that inductor runs on a joint graph; see `hide_snapshots`.
