@@ -16,7 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import STATE_COPY, JointGraph, first_input, is_tensor, tensor_value
+from optimum_memopt.engines.compile.graph.joint import (
+    STATE_COPY,
+    JointGraph,
+    first_input,
+    is_tensor,
+    root,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 # Larger buffers are copied only where they are known to move, bytes.
@@ -83,6 +90,33 @@ def remove_unsaved_copies(forward: fx.GraphModule, copies: Collection[str]) -> N
         if node.name in copies and output not in node.users:
             node.replace_all_uses_with(first_input(node))
             forward.graph.erase_node(node)
+
+
+def save_apart_from_inputs(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Save copies of what a forward graph also writes to one of its inputs, for inductor; changes the graph.
+
+    inductor computes such a value in the input itself, and returns that for the backward: the next forward writes to
+    it, and the backward, to which it is donated, too (2.9 to 2.13: `buffer[:3] = x` with `buffer` read behind it).
+    """
+    written = {
+        root(node.args[1])
+        for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for place, node in enumerate(results[num_fwd_outputs:], num_fwd_outputs):
+        if not isinstance(node, fx.Node) or root(node) not in written or root(node).op == "placeholder":
+            continue
+        with forward.graph.inserting_before(output):
+            # Exact; a `clone` would be removed.
+            is_bool = tensor_value(node).dtype == torch.bool
+            same = (torch.ops.aten.bitwise_or.Scalar, False) if is_bool else (torch.ops.aten.mul.Tensor, 1)
+            results[place] = forward.graph.call_function(same[0], (node, same[1]))
+        results[place].meta.update(node.meta)
+        value = tensor_value(node)
+        with value.fake_mode:
+            results[place].meta["val"] = value.clone()
+    output.args = (tuple(results),)
 
 
 def _is_small(node: fx.Node) -> bool:

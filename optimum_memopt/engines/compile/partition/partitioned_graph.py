@@ -35,7 +35,12 @@ from optimum_memopt.engines.compile.graph.joint import (
     value,
 )
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
-from optimum_memopt.engines.compile.graph.state_copies import StateArguments, copy_state, remove_unsaved_copies
+from optimum_memopt.engines.compile.graph.state_copies import (
+    StateArguments,
+    copy_state,
+    remove_unsaved_copies,
+    save_apart_from_inputs,
+)
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
@@ -289,6 +294,8 @@ def partitioned(
     if runs_operators:
         scale_in_place(modules)
         dropout.take_drawn_masks(modules[0])
+    else:
+        save_apart_from_inputs(modules[0], graph.joint.num_fwd_outputs)
     if choice.torchs_graphs is None and graph.cuda is not None and offloads(choice.candidates):
         _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     forward, sizes = graph.joint.forward, graph.size_hints
