@@ -244,8 +244,11 @@ PLANS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("seed", nightly(range(CASES), but=range(IN_EACH_RUN)))
-def test_gradients_are_of_what_the_forward_has_read(seed, tmp_path):
+def test_gradients_are_of_what_the_forward_has_read(seed, tmp_path, request):
     case = Case.at_random(seed)
+    if case.moved and (case.how, case.when, case.unit) == ("other data", "after the layer", "model"):
+        # torch traces the hook, and no graph in which a tensor is given other data.
+        request.applymarker(pytest.mark.falls_back)
     torch.manual_seed(seed)
     model = Model(case)
     plain = copy.deepcopy(model)

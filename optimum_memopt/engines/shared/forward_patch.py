@@ -94,14 +94,19 @@ def _holds_the_same(one: Any, other: Any) -> bool:
     return flat[0] == flat[1]
 
 
+# Bytes of frozen parameters that are copied before a first forward.
+_MOST_FROZEN = 2**24
+
+
 @dataclass(frozen=True)
 class ForwardState:
-    """The state that a failing forward may have changed: random generators, the buffers of modules, and the numbers,
-    tensors, containers and generators among their attributes."""
+    """The state that a failing forward may have changed: random generators, the buffers of modules, small frozen
+    parameters, and the numbers, tensors, containers and generators among the modules' attributes."""
 
     generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
     attributes: tuple[Attribute, ...]
+    frozen: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
 
     @classmethod
     def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
@@ -120,6 +125,7 @@ class ForwardState:
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             ),
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
+            tuple(_copies_of_frozen(modules)),
         )
 
     def restore(self) -> None:
@@ -127,8 +133,20 @@ class ForwardState:
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
                 setattr(module, name, buffer.copy_(values))
+            for parameter, values in self.frozen:
+                parameter.copy_(values)
             for attribute in self.attributes:
                 attribute.restore()
+
+
+def _copies_of_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Copies of the smallest frozen parameters: a hook may write to those of a teacher, and to no large ones."""
+    own = {each: None for module in modules for each in module.parameters(recurse=False) if not each.requires_grad}
+    left = _MOST_FROZEN
+    for parameter in sorted((each for each in own if type(each) is torch.nn.Parameter), key=lambda each: each.nbytes):
+        if (left := left - parameter.nbytes) < 0:
+            return
+        yield parameter, parameter.detach().clone()
 
 
 TrainForward = Callable[..., Any]
