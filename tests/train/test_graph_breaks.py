@@ -241,14 +241,16 @@ def estimated(budget: int | None = None) -> StepEstimate:
 @pytest.mark.nightly
 def test_a_curve_is_that_of_all_graphs() -> None:
     found = estimated()
-    times = [point.extra_seconds for point in found.curve]
+    assert found.frontier is not None
+    curve = found.frontier.points
+    times = [point.extra_seconds for point in curve]
     assert times == sorted(times, reverse=True) and times[0] > times[-1] == 0
-    assert found.curve[-1].peak == pytest.approx(found.peak_mib * MIB, rel=0.01)
-    assert all(point.peak <= point.budget for point in found.curve)
-    point = found.curve[4]
+    assert curve[-1].peak == pytest.approx(found.peak_mib * MIB, rel=0.01)
+    assert all(point.peak <= point.budget for point in curve)
+    point = curve[4]
     run = estimated(point.budget)
     assert run.peak_mib * MIB <= point.budget
-    assert run.chosen == point
+    assert run.frontier is not None and run.frontier.chosen == point
 
 
 def test_a_run_has_the_curve_of_all_graphs(steady_process: None) -> None:
