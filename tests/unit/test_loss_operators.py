@@ -7,6 +7,7 @@ import torch
 from allocations import allocated
 from torch.nn import functional
 
+from optimum_memopt.engines.compile.loss import operator
 from optimum_memopt.engines.compile.loss.operator import LossShape, chunked_loss, labels_ignored
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
 
@@ -212,3 +213,53 @@ def test_chunks_add_up(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for ours, theirs in zip(gradients(found, *given[:3]), gradients(expected, *given[:3]), strict=True):
         assert relative(ours, theirs) < 3e-6
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Chunks are computed as on CUDA, by what inductor makes of them for a CPU."""
+    monkeypatch.setattr(operator, "is_fused", lambda on_cuda: True)
+
+
+# 53 classes are padded to 56 in half precision.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("softcap", "mean", "smoothing", "has_bias", "labelled"),
+    [(0.0, True, 0.0, False, 1.0), (3.0, False, 0.1, True, 0.15), (0.0, False, 0.1, True, 1.0)],
+)
+def test_fused_chunks_are_no_worse_than_plain(fused, dtype, softcap, mean, smoothing, has_bias, labelled):
+    given = inputs(dtype=dtype, labelled=labelled)
+    hidden, weight, bias, labels = (*given[:2], given[2] if has_bias else None, given[3])
+    tensors = hidden, weight, bias
+    how = {"softcap": softcap, "mean": mean, "smoothing": smoothing, "scale": 0.7}
+    doubles = [tensor if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+    exact_loss, own_loss, loss = (
+        plain(*doubles, labels, **how),
+        plain(*tensors, labels, **how),
+        chunked(*tensors, labels, **how),
+    )
+    assert relative(loss.detach(), exact_loss.detach()) <= 2 * relative(own_loss.detach(), exact_loss.detach()) + 1e-6
+    exact, expected, found = gradients(exact_loss, *doubles), gradients(own_loss, *tensors), gradients(loss, *tensors)
+    for ours, theirs, truth in zip(found, expected, exact, strict=True):
+        assert relative(ours, truth) <= 1.5 * relative(theirs, truth) + 1e-6
+
+
+def test_fused_chunks_of_an_adapter(fused):
+    """As `test_an_adapter_on_the_projection`, with padded classes."""
+    hidden, weight, _, labels = inputs(dtype=torch.bfloat16)
+    down, up = (torch.randn(size, dtype=torch.bfloat16) for size in ((4, WIDTH), (CLASSES, 4)))
+    adapter = (hidden.detach() @ down.t()).requires_grad_(), up.requires_grad_()
+    tensors = hidden, weight, None, *adapter
+    doubles = [tensor if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+    logits = doubles[0] @ doubles[1].t() + doubles[3] @ doubles[4].t()
+    expected = gradients(functional.cross_entropy(logits.flatten(0, -2), labels.flatten()), *doubles)
+    found = gradients(chunked(hidden, weight, None, labels, adapter=adapter), *tensors)
+    for ours, truth in zip(found, expected, strict=True):
+        assert relative(ours, truth) < 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_fused_chunks_of_any_number_of_rows_are_compiled_once(fused, rows):
+    hidden, weight, _, labels = inputs((rows, 3), dtype=torch.float32)
+    expected = plain(hidden, weight, None, labels)
+    torch.testing.assert_close(chunked(hidden, weight, None, labels), expected, rtol=1e-5, atol=1e-6)

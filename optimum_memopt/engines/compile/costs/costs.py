@@ -36,6 +36,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
     value,
 )
+from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
@@ -57,8 +58,6 @@ _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Of what an operator that is bound by memory takes alone, where inductor fuses it with neighbours.
 FUSED = 0.5
-# Times that the chunked loss reads or writes its logits.
-_PASSES = 11
 _Number = Callable[[Any], Any]
 
 
@@ -332,8 +331,8 @@ def work_of(
     ]
     moved = sum(tensor.nbytes for tensor in (*operands, *_tensors(result)))
     if is_loss := is_chunked_loss_operator(operator):
-        dtype, logits = positional[-3], positional[5].numel() * len(positional[1])
-        moved += _PASSES * logits * max(dtype.itemsize, torch.float32.itemsize)
+        dtype = positional[-3]
+        moved += int(loss_shape(positional, device is not None and device.type == "cuda").moved)
     else:
         # The widest operand's: a mask or an index is beside it.
         dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""

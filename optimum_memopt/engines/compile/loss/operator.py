@@ -16,11 +16,14 @@ from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradient, is_scaling, tensor_value
+from optimum_memopt.engines.compile.loss.chunk import CrossEntropy, columns, is_fused, loss_and_gradient, sum_dtype
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
+# Times that logits are read or written, one operator at a time, and by the kernels of `chunk`.
+_PASSES, _FUSED_PASSES = 11, 6
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class LossShape:
     Attributes:
         compute: dtype of the products; that of autocast where it is on.
         rank: of a LoRA on the projection, 0 without.
+        is_fused: see `chunk.is_fused`.
     """
 
     rows: Size
@@ -42,6 +46,19 @@ class LossShape:
     needs_hidden: bool = True
     needs_weight: bool = True
     rank: int = 0
+    is_fused: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Those of a chunk's logits."""
+        return columns(self.vocabulary, self.compute, self.is_fused)
+
+    @property
+    def moved(self) -> Size:
+        """Bytes of logits that are read and written."""
+        if self.is_fused:
+            return _FUSED_PASSES * self.rows * self.columns * self.compute.itemsize
+        return _PASSES * self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
 
     @property
     def saving(self) -> Size:
@@ -65,42 +82,40 @@ class LossShape:
     @property
     def workspace(self) -> Size:
         """Bytes of tensors beside the operator's outputs at its peak, an upper bound: all rows have a label."""
-        rows, vocabulary, width = self.rows_per_chunk, self.vocabulary, self.hidden_size
+        rows, vocabulary, width = self.rows_per_chunk, self.columns, self.hidden_size
         compute, softmax = self.compute.itemsize, sum_dtype(self.compute).itemsize
         is_low = compute < softmax
         # Of int64, the indices of the rows that count.
         held = 8 * self.rows + rows * width * self.hidden.itemsize
         if self.hidden != self.compute:
             held += rows * width * compute
-        if self.weight != self.compute:
+        if self.weight != self.compute or vocabulary != self.vocabulary:
             held += vocabulary * width * compute
         # Matrix, its gradient's sum and a chunk's share of it, and hidden states.
         held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
         logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
-        if is_low:
+        if self.is_fused:
+            logits = rows * vocabulary * compute
+        elif is_low:
             logits = sympy.Max(logits, rows * vocabulary * (softmax + compute))
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
             products = sympy.Max(products, vocabulary * width * compute)
         if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
-            held += vocabulary * width * sum_dtype(self.weight).itemsize
+            held += self.vocabulary * width * sum_dtype(self.weight).itemsize
         return held + sympy.Max(logits, rows * vocabulary * compute + products)
 
 
-def loss_shape(arguments: Sequence[Any]) -> LossShape:
-    """The sizes of a chunked loss, from the operator's arguments: tensors, or nodes of a joint graph."""
+def loss_shape(arguments: Sequence[Any], on_cuda: bool) -> LossShape:
+    """The sizes of a chunked loss, from the operator's arguments: tensors, or nodes of a joint graph; wherever these
+    are, it runs on CUDA or not."""
     arguments = [tensor_value(value) if isinstance(value, fx.Node) else value for value in arguments]
     hidden, weight, _, _, adapter_weight, labels, _, _, softcap, *_ = arguments
     compute, _, needs = arguments[-3:]
     vocabulary, hidden_size = weight.shape
     rank = int(adapter_weight.shape[1]) if adapter_weight is not None else 0
     sizes, dtypes = (elements(labels), int(hidden_size), int(vocabulary)), (hidden.dtype, weight.dtype, compute)
-    return LossShape(*sizes, *dtypes, bool(softcap), needs[0], needs[1], rank)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax, loss and sums of the chunks' gradients: at least float32, as transformers casts logits."""
-    return torch.promote_types(dtype, torch.float32)
+    return LossShape(*sizes, *dtypes, bool(softcap), needs[0], needs[1], rank, is_fused(on_cuda))
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -187,17 +202,21 @@ def chunked_loss(
     # Products in float16 take factors of about 1; the small ones come afterwards.
     share = 1 / max(count, 1) if mean else 1.0
     before, after = (1.0, share) if compute_dtype == torch.float16 else (share, 1.0)
-    terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count)]
+    fused = is_fused(hidden.is_cuda)
+    shape = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype, is_fused=fused)
+    padding = shape.columns - len(weight)
+    terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count, padding)]
     if adapter_hidden is not None and adapter_weight is not None:
-        terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
-    shape = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype)
+        of_adapter = adapter_hidden, adapter_weight, gradients[3], gradients[4]
+        terms.append(_Term(*of_adapter, compute_dtype, total - count, padding))
+    of = CrossEntropy(len(weight), scale, softcap, label_smoothing)
     step = int(shape.rows_per_chunk)
     buffer = None
     if compute_dtype == sum_dtype(compute_dtype):
         # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
         # than the softmax's the buffer would be held beside the softmax.
-        buffer = weight.new_empty((min(step, count), len(weight)), dtype=compute_dtype)
-    logits_bias = bias if bias is None else bias.to(compute_dtype)
+        buffer = weight.new_empty((min(step, count), shape.columns), dtype=compute_dtype)
+    logits_bias = bias if bias is None else _padded(bias, compute_dtype, padding)
     loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
     of_bias = gradients[2].zero_()
     for start in range(0, count, max(step, 1)):
@@ -208,12 +227,12 @@ def chunked_loss(
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
         # Without a name, which would hold the logits beside their gradient in a lower precision.
-        chunk_loss, gradient = _cross_entropy(
-            _logits(terms, chunks, logits_bias, buffer), target, scale, softcap, label_smoothing, before
+        chunk_loss, gradient = loss_and_gradient(
+            _logits(terms, chunks, logits_bias, buffer, fused), target, of, before, fused
         )
         loss += chunk_loss
         if len(of_bias):
-            of_bias += gradient.sum(0)
+            of_bias += gradient.sum(0, dtype=sum_dtype(gradient.dtype))[: len(of_bias)]
         gradient = gradient.to(compute_dtype)
         for term, chunk in zip(terms, chunks, strict=True):
             term.add(gradient, chunk, rows)
@@ -231,9 +250,16 @@ class _Term:
     """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        of_hidden: Tensor,
+        of_weight: Tensor,
+        dtype: torch.dtype,
+        unread: int,
+        padding: int,
     ) -> None:
-        self.weight = weight.to(dtype)
+        self.weight = _padded(weight, dtype, padding)
         self._hidden = hidden.reshape(-1, hidden.shape[-1])
         self._of_hidden = of_hidden.view(self._hidden.shape) if of_hidden.dim() > 1 else None
         if self._of_hidden is not None and unread:
@@ -257,7 +283,7 @@ class _Term:
         if self._sum.dtype == gradient.dtype:
             self._sum.addmm_(gradient.t(), hidden)
         else:
-            self._sum += gradient.t() @ hidden
+            self._sum += (gradient.t() @ hidden)[: len(self._sum)]
 
     def finish(self) -> None:
         """Round the sum of the weight's gradients to its dtype."""
@@ -265,41 +291,25 @@ class _Term:
             self._of_weight.copy_(self._sum)
 
 
-def _logits(terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """The sum of the terms' products, in the buffer where there is one."""
+def _padded(of_classes: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
+    """A tensor with a row for each class in this dtype, with zeros behind."""
+    if not padding:
+        return of_classes.to(dtype)
+    padded = of_classes.new_zeros((len(of_classes) + padding, *of_classes.shape[1:]), dtype=dtype)
+    padded[: len(of_classes)] = of_classes
+    return padded
+
+
+def _logits(
+    terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None, is_fused: bool
+) -> Tensor:
+    """The sum of the terms' products, in the buffer where there is one, for `loss_and_gradient`."""
     out = None if buffer is None else buffer[: len(hidden[0])]
     weight = terms[0].weight.t()
     logits = torch.mm(hidden[0], weight, out=out) if bias is None else torch.addmm(bias, hidden[0], weight, out=out)
     for term, chunk in zip(terms[1:], hidden[1:], strict=True):
         logits.addmm_(chunk, term.weight.t())
-    return logits.to(sum_dtype(logits.dtype))
-
-
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, scale: float, softcap: float, smoothing: float, share: float
-) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' losses, and the gradient (rows, vocabulary) of the unscaled logits, computed in place."""
-    capped = None
-    if softcap:
-        capped = logits.mul_(scale).tanh_()
-        logits = capped * softcap
-    elif scale != 1:
-        logits.mul_(scale)
-    index = targets.unsqueeze(1)
-    logits.sub_(logits.amax(1, keepdim=True))
-    of_target = logits.gather(1, index)
-    mean = logits.mean(1, keepdim=True) if smoothing else of_target
-    total = logits.exp_().sum(1, keepdim=True)
-    loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
-    gradient = logits.div_(total / share)
-    gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * share)
-    if smoothing:
-        gradient.sub_(smoothing * share / gradient.shape[1])
-    if capped is not None:
-        gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(scale * softcap)
-    elif scale != 1:
-        gradient.mul_(scale)
-    return loss, gradient
+    return logits if is_fused else logits.to(sum_dtype(logits.dtype))
 
 
 def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:

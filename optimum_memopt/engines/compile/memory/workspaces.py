@@ -52,7 +52,8 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
     if is_chunked_loss_operator(target):
-        return sympy.sympify(loss_shape(arguments).workspace)
+        on_cuda = cuda is not None or (isinstance(result, tuple | list) and result[0].device.type == "cuda")
+        return sympy.sympify(loss_shape(arguments, on_cuda).workspace)
     name = dynamo.operator_name(target)
     if cuda is not None and name in _REDUCTIONS:
         return _reduction(arguments[0], arguments[1:], result, cuda)

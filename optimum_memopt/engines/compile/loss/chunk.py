@@ -1,0 +1,124 @@
+"""A chunk of the chunked loss: from the logits of some rows their cross entropy, and its gradient in their place.
+
+On CUDA it is compiled by inductor into two kernels: one reads the logits and finds maximum and sum of each row, one
+reads them again and writes the gradient over them. That is what Liger Kernel's does by hand
+(`ops/cross_entropy.py`, 0.8). Elsewhere torch's operators run one by one, in place.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimum_memopt.engines.compile.torch_compat import dynamo
+
+_HALVES = (torch.bfloat16, torch.float16)
+# Of two bytes each, with which tensor cores read and write aligned rows.
+_ALIGNED = 8
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The cross entropy of logits that are scaled first.
+
+    Attributes:
+        classes: logits behind them count for nothing.
+        softcap: not 0: the scaled logits become `softcap * tanh` of them.
+        smoothing: of labels.
+    """
+
+    classes: int
+    scale: float = 1.0
+    softcap: float = 0.0
+    smoothing: float = 0.0
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, loss and sums of the chunks' gradients: at least float32, as transformers casts logits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def is_fused(on_cuda: bool) -> bool:
+    """True where inductor compiles the chunks of a loss."""
+    return on_cuda and dynamo.inductor_works("cuda")
+
+
+def columns(classes: int, dtype: torch.dtype, is_fused: bool) -> int:
+    """Those of a chunk's logits: products in half precision with a number of classes that is no multiple of 8, as the
+    50,265 of RoBERTa, took five times as long on an H100 (torch 2.11). inductor pads them, too (`pad_mm`)."""
+    return -(-classes // _ALIGNED) * _ALIGNED if is_fused and dtype in _HALVES else classes
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, of: CrossEntropy, share: float, is_fused: bool
+) -> tuple[Tensor, Tensor]:
+    """Overwrites the logits.
+
+    Args:
+        logits: (rows, `columns`) in the dtype of the product; in `sum_dtype` where it is not fused.
+        targets: (rows,), classes.
+        share: factor of the gradient.
+
+    Returns:
+        The sum of the rows' losses in `sum_dtype`, and the gradient of the unscaled logits times `share`, in
+        the memory of the logits.
+    """
+    if not is_fused:
+        return _by_operators(logits, targets, of, share)
+    # A number would be compiled in, and is another one in each batch.
+    factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
+    dynamo.mark_static(logits, [1])
+    with torch.autocast(logits.device.type, enabled=False):
+        return _compiled(of)(logits, targets, factor), logits
+
+
+@functools.cache
+def _compiled(of: CrossEntropy) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns the loss of logits, and overwrites these with their gradient."""
+
+    def kernels(logits: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+        read = logits[:, : of.classes].to(share.dtype) * of.scale
+        capped = read.tanh()
+        read = capped * of.softcap if of.softcap else read
+        largest = read.amax(1, keepdim=True)
+        exponents = (read - largest).exp()
+        total = exponents.sum(1, keepdim=True)
+        index = targets.unsqueeze(1)
+        is_target = torch.arange(of.classes, device=logits.device) == index
+        of_target = logits.gather(1, index).to(share.dtype) * of.scale
+        of_target = of_target.tanh() * of.softcap if of.softcap else of_target
+        mean = read.mean(1, keepdim=True) if of.smoothing else of_target
+        losses = total.log() + largest - (1 - of.smoothing) * of_target - of.smoothing * mean
+        gradient = exponents / total - of.smoothing / of.classes - torch.where(is_target, 1 - of.smoothing, 0.0)
+        slope = (1 - capped * capped) * of.softcap if of.softcap else 1.0
+        logits[:, : of.classes] = gradient * share * slope * of.scale
+        return losses.sum()
+
+    return torch.compile(kernels, dynamic=True, fullgraph=True)
+
+
+def _by_operators(logits: Tensor, targets: Tensor, of: CrossEntropy, share: float) -> tuple[Tensor, Tensor]:
+    scale, softcap, smoothing = of.scale, of.softcap, of.smoothing
+    capped = None
+    if softcap:
+        capped = logits.mul_(scale).tanh_()
+        logits = capped * softcap
+    elif scale != 1:
+        logits.mul_(scale)
+    index = targets.unsqueeze(1)
+    logits.sub_(logits.amax(1, keepdim=True))
+    of_target = logits.gather(1, index)
+    mean = logits.mean(1, keepdim=True) if smoothing else of_target
+    total = logits.exp_().sum(1, keepdim=True)
+    loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
+    gradient = logits.div_(total / share)
+    gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * share)
+    if smoothing:
+        gradient.sub_(smoothing * share / gradient.shape[1])
+    if capped is not None:
+        gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(scale * softcap)
+    elif scale != 1:
+        gradient.mul_(scale)
+    return loss, gradient
