@@ -5,6 +5,7 @@ before the forward, while the device has nothing to do. accelerate's data loader
 by one function of their file (`accelerate/data_loader.py`, 1.3 to 1.15).
 """
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Mapping
@@ -81,6 +82,7 @@ class _Watch:
                 self._stock = self._noting = None
 
     def _around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
         def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             moved = stock(tensor, *args, **kwargs)
             if self._noting is not None:
