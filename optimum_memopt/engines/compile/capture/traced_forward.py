@@ -185,7 +185,8 @@ class TracedForward:
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
-        self._trace_fixes = TraceFixes(model, None if spec.only_layers else weak_method(self._compile_alone))
+        compiles = None if spec.only_layers else weak_method(self._compile_alone)
+        self._trace_fixes = TraceFixes(model, compiles, spec.loss.may_chunk)
         self._masks = AttentionMasks(model, forward)
         self._compiled: dict[_Kind, Callable[..., Any]] = {}
         self._traced_again = 0

@@ -96,7 +96,7 @@ def _compiled(of: CrossEntropy) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         logits[:, : of.classes] = gradient * share * slope * of.scale
         return losses.sum()
 
-    return torch.compile(kernels, dynamic=True, fullgraph=True)
+    return dynamo.compiled_in_operator(kernels)
 
 
 def _by_operators(logits: Tensor, targets: Tensor, of: CrossEntropy, share: float) -> tuple[Tensor, Tensor]:

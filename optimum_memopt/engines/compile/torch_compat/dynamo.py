@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import logging
 import operator
 import re
 import shutil
@@ -86,6 +87,8 @@ CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", No
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
+# Loggers have it once transformers is imported (`transformers/utils/logging.py`).
+_ONCE = tuple(filter(None, [getattr(logging.Logger, "warning_once", None)]))
 # Of no container.
 _LEAVES = (torch.Tensor, bool, int, float, str)
 # In a source without its quoted keys: an attribute of something, or a global variable.
@@ -218,9 +221,11 @@ def silenced(runner: Any) -> Callable[..., Any]:
 
 
 class _Silent:
-    """A kernel or check that does nothing."""
+    """A kernel or check that does nothing. Functions that may copy an argument, as one that is not aligned, return it
+    as it is."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return next(iter(args), None)
 
     run = __call__
 
@@ -305,6 +310,8 @@ def configured(
       which pays where equal layers are in one graph. Off for regions, a first step takes 10 to 30% less.
     - `use_numpy_random_stream`: torch would trace NumPy's random functions as its own, which draw other numbers from
       another generator (`torch/_numpy/random.py`). With the switch they break the graph, and NumPy draws.
+    - `ignore_logger_methods`: a warning that transformers gives once would end the graph, as that about a property of
+      configs in Liger Kernel's forwards. What is traced does not give it.
     - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
       key would be asked for before there is a choice, see `backend`.
 
@@ -320,6 +327,7 @@ def configured(
             skip_nnmodule_hook_guards=False,
             skip_fsdp_guards=False,
             use_numpy_random_stream=True,
+            ignore_logger_methods={*torch._dynamo.config.ignore_logger_methods, *_ONCE},
             **limits,
             **cache,
         ),
@@ -577,6 +585,17 @@ def _translator() -> Any:
     return None
 
 
+# Files of functions that operators of this package run compiled.
+_OF_OPERATORS: set[str] = set()
+
+
+def compiled_in_operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without breaks that an operator of this package calls, compiled for all sizes; what torch compiles
+    for it is none of a model's graphs."""
+    _OF_OPERATORS.add(function.__code__.co_filename)
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
 class Watch:
     """Reasons for recompiles and graph breaks from its creation on, one line each (`torch/_dynamo/utils.py`)."""
 
@@ -587,7 +606,9 @@ class Watch:
 
     def recompiles(self) -> list[Recompile]:
         before = set(map(id, self._compiled))
-        new = (metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in before)
+        all_compiled = dynamo_utils.get_compilation_metrics()
+        of_models = (metrics for metrics in all_compiled if metrics.co_filename not in _OF_OPERATORS)
+        new = (metrics for metrics in of_models if id(metrics) not in before)
         return list(filter(None, map(Recompile.of, new)))
 
     def graph_breaks(self) -> list[str]:
