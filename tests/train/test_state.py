@@ -17,6 +17,8 @@ from tests.rotation import nightly
 
 WIDTH, ROWS, STEPS = 8, 4, 4
 CASES, IN_EACH_RUN = 200, 20
+# A hook writes to frozen weights while the forward runs twice; a buffer that is read behind the write, with inductor.
+ONCE_WRONG = (64, 174)
 _BANK = 9000  # More bytes than are copied without being known to move.
 
 
@@ -243,7 +245,7 @@ PLANS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("seed", nightly(range(CASES), but=range(IN_EACH_RUN)))
+@pytest.mark.parametrize("seed", nightly(range(CASES), but=(*range(IN_EACH_RUN), *ONCE_WRONG)))
 def test_gradients_are_of_what_the_forward_has_read(seed, tmp_path, request):
     case = Case.at_random(seed)
     if case.moved and (case.how, case.when, case.unit) == ("other data", "after the layer", "model"):
