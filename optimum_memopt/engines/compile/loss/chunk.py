@@ -67,11 +67,12 @@ def loss_and_gradient(
     """
     if not is_fused:
         return _by_operators(logits, targets, of, share)
-    # A number would be compiled in, and is another one in each batch.
-    factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
-    dynamo.mark_static(logits, [1])
-    with torch.autocast(logits.device.type, enabled=False):
-        return _compiled(of)(logits, targets, factor), logits
+    with dynamo.below_autograd(), torch.autocast(logits.device.type, enabled=False):
+        # A number would be compiled in, and is another one in each batch; as are the offsets of parts of a batch.
+        factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
+        own = logits.view_as(logits)
+        dynamo.mark_static(own, [1])
+        return _compiled(of)(own, targets.clone(), factor), logits
 
 
 @functools.cache

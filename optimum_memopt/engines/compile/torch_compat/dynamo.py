@@ -593,7 +593,16 @@ def compiled_in_operator(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function without breaks that an operator of this package calls, compiled for all sizes; what torch compiles
     for it is none of a model's graphs."""
     _OF_OPERATORS.add(function.__code__.co_filename)
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    # torch counts recompiles by code, which functions have in common that differ in their closures alone.
+    return torch.compile(with_own_code(function), dynamic=True, fullgraph=True)
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Within it operators know nothing of autograd, wherever they are called, and no view of what it is a view of:
+    torch has guards on both."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+        yield
 
 
 class Watch:

@@ -69,9 +69,9 @@ def replacements(device: torch.device, chunks_loss: bool) -> Iterator[Replacemen
 def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
     calls: dict[str, Callable[..., Any]] = {}
     for name in _OPERATORS:
-        # One that this device has no kernel for is refused where it is called.
+        # One that there is no kernel for is refused where it is called. A model on a CPU may be planned for a GPU.
         with contextlib.suppress(RuntimeError):
-            calls[name] = file.resolve_impl(name, device=device).call
+            calls[name] = file.resolve_impl(name, device=device if device.type == "cuda" else None).call
     dispatch = file.dispatch
 
     def dispatched(op_name: str, *args: Any, **kwargs: Any) -> Any:
