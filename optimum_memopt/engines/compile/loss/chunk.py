@@ -81,8 +81,8 @@ def _compiled(of: CrossEntropy) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def kernels(logits: Tensor, targets: Tensor, share: Tensor) -> Tensor:
         read = logits[:, : of.classes].to(share.dtype) * of.scale
-        capped = read.tanh()
-        read = capped * of.softcap if of.softcap else read
+        capped = read.tanh() if of.softcap else None
+        read = read if capped is None else capped * of.softcap
         largest = read.amax(1, keepdim=True)
         exponents = (read - largest).exp()
         total = exponents.sum(1, keepdim=True)
@@ -93,7 +93,7 @@ def _compiled(of: CrossEntropy) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         mean = read.mean(1, keepdim=True) if of.smoothing else of_target
         losses = total.log() + largest - (1 - of.smoothing) * of_target - of.smoothing * mean
         gradient = exponents / total - of.smoothing / of.classes - torch.where(is_target, 1 - of.smoothing, 0.0)
-        slope = (1 - capped * capped) * of.softcap if of.softcap else 1.0
+        slope = 1.0 if capped is None else (1 - capped * capped) * of.softcap
         logits[:, : of.classes] = gradient * share * slope * of.scale
         return losses.sum()
 
