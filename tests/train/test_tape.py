@@ -10,7 +10,7 @@ import transformers
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
-from optimum_memopt.engines.compile.memory.tape import Call, Tape, TapeRecorder
+from optimum_memopt.engines.compile.memory.tape import Call, RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch
@@ -116,10 +116,10 @@ def test_a_recorder_knows_storages_by_identity() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     x = torch.ones(3)
     recorder = TapeRecorder([x])
-    recorder.before("first", (x, weight, 7))
+    recorder.before(RunId("first"), (x, weight, 7))
     y = x * 2
     recorder.after((y, y[1:]))
-    recorder.before("second", (y.view(3, 1), weight))
+    recorder.before(RunId("second"), (y.view(3, 1), weight))
     recorder.after((x.sum(),))
     tape = recorder.tape(("first", "second"))
     first, second = tape.calls

@@ -42,8 +42,9 @@ from optimum_memopt.engines.compile.loss.decide import (
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, described
 from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding, sharding_of
-from optimum_memopt.engines.compile.memory.tape import OtherRunsError, Tape, TapePlayer, TapeRecorder, sizes_of
+from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -59,10 +60,8 @@ from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# Of a forward that puts hooks on modules, whose layers return something else, or that runs others, again and again.
+# Of a forward that puts hooks on modules, or whose layers return something else, again and again.
 _MOST_TRACES = 3
-# Kinds of calls whose runs are known, of which the first goes.
-_MOST_RECORDED = 128
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,7 @@ class TracedForward:
             with one_at_a_time:
                 traced = self._call(call, choices, records)
         except OtherRunsError:
-            choices.recorded.clear()
-            choices.changes += 1
+            choices.tapes.forget()
             raise
         except Exception as error:
             is_changed = isinstance(error, ResultsChangedError)
@@ -330,16 +328,16 @@ class TracedForward:
         trains = _trains(self._in_layers) if has_regions else ()
         kind = _Kind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
-        like = kind, _described(dynamo.tree_leaves((call.args, call.inputs)))
-        recorded = None if is_first or records else choices.recorded.get(like)
+        like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
+        player = None if is_first or records else choices.tapes.player(like)
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
         masks = self._masks.replacements(call.args, call.inputs, call.drops_cache)
-        runs = self._recorder(call) if recorded is None else TapePlayer(recorded)
-        run = self._running = ForwardRun(choices, call.inputs, call.reader, runs, self._watch or dynamo.Watch())
+        noting = self._recorder(call) if player is None else player
+        run = self._running = ForwardRun(choices, call.inputs, call.reader, noting, self._watch or dynamo.Watch())
         self._watch = None
         try:
             with (
@@ -380,9 +378,7 @@ class TracedForward:
         choices.seen.update(graphs)
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if isinstance(run.tape, TapeRecorder) and self._may_play(run):
-            if len(choices.recorded) >= _MOST_RECORDED:
-                del choices.recorded[next(iter(choices.recorded))]
-            choices.recorded[like] = run.tape.recorded(tape)
+            choices.tapes.add(like, run.tape, tape)
         if self.sharding is None and self.spec.only_layers:
             self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
         sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
@@ -406,9 +402,7 @@ class TracedForward:
         no other rank and no hook has taken part in it."""
         has_written = run.has_written and not (run.tape.count == 1 and all(map(_is_all_of_forward, run.ran)))
         is_shared = self._is_sharded or self.spec.only_layers
-        # Layers may be left out at random.
-        is_steady = self.spec.is_run and run.choices.changes < _MOST_TRACES
-        return is_steady and not (has_written or is_shared or self._regions.has_run_others)
+        return self.spec.is_run and not (has_written or is_shared or self._regions.has_run_others)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
@@ -604,7 +598,8 @@ class TracedForward:
             variant = variants[key] = self._variant(graph, args)
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
-        run.tape.before(variant.programs, args, layer, turn, graph.parameters, plan.offloaded, plan.recomputed)
+        run_id = RunId(variant.programs, layer, turn, plan.offloaded, plan.recomputed)
+        run.tape.before(run_id, args, graph.parameters)
         if plan.is_empty and state.saved is None:
             results = variant.run(*state.args)
         else:
@@ -740,17 +735,6 @@ def _trains(parameters: Sequence[Mapping[str, torch.nn.Parameter | None]]) -> tu
 
 def _is_all_of_forward(graph: PartitionedGraph) -> bool:
     return graph.is_all_of_forward
-
-
-def _described(values: Sequence[Any]) -> Hashable:
-    """What the runs of a forward with these arguments may depend on: of tensors all but their numbers."""
-    storages: dict[int, int] = {}
-    return tuple(
-        (value.shape, value.dtype, value.requires_grad, storages.setdefault(dynamo.storage_id(value), len(storages)))
-        if isinstance(value, torch.Tensor)
-        else (value if isinstance(value, int | float | str) else type(value))
-        for value in values
-    )
 
 
 def no_training_graph(traced: TracedCall) -> str:

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.tape import RecordedRuns, TapePlayer, TapeRecorder
+from optimum_memopt.engines.compile.memory.known_tapes import KnownTapes, TapePlayer
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -123,8 +124,7 @@ class GraphChoices:
         variants: by graph, layer and turn.
         partitions: the same by graph and the key of the choice.
         seen: graphs that have run with them.
-        recorded: the runs of a forward, by the kind of its call and what its arguments are like.
-        changes: how often an equal call had other runs.
+        tapes: by the kinds of calls and what their arguments are like.
     """
 
     choose: Choose
@@ -134,13 +134,12 @@ class GraphChoices:
     variants: dict[tuple[TracedGraph, str, int], Variant] = field(default_factory=dict)
     partitions: dict[tuple[TracedGraph, str], Variant] = field(default_factory=dict)
     seen: set[PartitionedGraph] = field(default_factory=set)
-    recorded: dict[Hashable, RecordedRuns] = field(default_factory=dict)
-    changes: int = 0
+    tapes: KnownTapes = field(default_factory=KnownTapes)
 
     def copied(self) -> "GraphChoices":
         """The same choices, to which others may be added."""
         own = {name: copy.copy(getattr(self, name)) for name in ("sizes", "variants", "partitions", "seen")}
-        return replace(self, recorded={}, **own)
+        return replace(self, tapes=KnownTapes(), **own)
 
 
 @dataclass(eq=False)

@@ -215,12 +215,22 @@ class Tape:
         return tuple(counts[graph] for graph in range(len(counts)))
 
 
+class RunId(NamedTuple):
+    """What tells a run of a graph from the others of its forward; attributes as of `Call`."""
+
+    graph: Hashable
+    layer: str = ""
+    turn: int = 0
+    offloaded: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
+
+
 class TapeRecorder:
     """Notes the runs of the graphs of a forward with these arguments while it runs."""
 
     def __init__(self, arguments: Iterable[object]) -> None:
-        # Of each run its graph, its call and its place in the order of autograd's operators.
-        self._graphs: list[Hashable] = []
+        # Of each run what tells it from others, its call and its place in the order of autograd's operators.
+        self._ids: list[RunId] = []
         self._calls: list[Call] = []
         self._orders: list[int] = []
         self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...], Tensor | None]] = []
@@ -232,21 +242,13 @@ class TapeRecorder:
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
-    def before(
-        self,
-        graph: Hashable,
-        arguments: Sequence[object],
-        layer: str = "",
-        turn: int = 0,
-        parameters: Sequence[str] = (),
-        offloaded: frozenset[int] = frozenset(),
-        recomputed: frozenset[int] = frozenset(),
-    ) -> None:
-        """A graph is about to run; arguments as in `Call`, `parameters` empty for other arguments."""
+    def before(self, run: RunId, arguments: Sequence[object], parameters: Sequence[str] = ()) -> None:
+        """A graph is about to run; `parameters` as in `Call`, empty for other arguments."""
         self._note_released()
         names = {place: name for place, name in enumerate(parameters) if name}
         numbers, sizes = self._numbered(arguments), sizes_of(arguments)
-        self._graphs.append(graph)
+        self._ids.append(run)
+        _, layer, turn, offloaded, recomputed = run
         self._calls.append(Call(0, numbers, {}, frozenset(), sizes, layer, turn, names, offloaded, recomputed))
 
     def after(self, results: Sequence[object]) -> None:
@@ -268,13 +270,10 @@ class TapeRecorder:
         """How many runs there were."""
         return len(self._calls)
 
-    def recorded(self, tape: Tape) -> "RecordedRuns":
-        """All that ran, of which this is the tape."""
-        runs = (
-            _Run(graph, call.layer, call.turn, call.offloaded, call.recomputed, call.sizes)
-            for graph, call in zip(self._graphs, self._calls, strict=True)
-        )
-        return RecordedRuns(tuple(runs), tape)
+    @property
+    def runs(self) -> Iterator[tuple[RunId, Mapping[int, tuple[int, ...]]]]:
+        """All runs, with the sizes of their arguments."""
+        return zip(self._ids, (call.sizes for call in self._calls), strict=True)
 
     def tape(self, graphs: Sequence[Hashable]) -> Tape:
         """The runs of these graphs so far; what others have returned comes from outside."""
@@ -282,9 +281,9 @@ class TapeRecorder:
         numbers = {graph: number for number, graph in enumerate(graphs)}
         calls: list[Call] = []
         orders: list[int] = []
-        for graph, call, order in zip(self._graphs, self._calls, self._orders, strict=False):
-            if graph in numbers:
-                calls.append(replace(call, graph=numbers[graph]))
+        for run, call, order in zip(self._ids, self._calls, self._orders, strict=False):
+            if run.graph in numbers:
+                calls.append(replace(call, graph=numbers[run.graph]))
                 orders.append(order)
             elif calls:
                 calls[-1] = replace(calls[-1], released=calls[-1].released | call.released)
@@ -329,75 +328,6 @@ class TapeRecorder:
             self._storages[address] = known
             self._passing.add(address)
         return known[1]
-
-
-class _Run(NamedTuple):
-    """A run of a graph, as `Call` has it."""
-
-    graph: Hashable
-    layer: str
-    turn: int
-    offloaded: frozenset[int]
-    recomputed: frozenset[int]
-    sizes: Mapping[int, tuple[int, ...]]
-
-    def is_for(self, arguments: Sequence[object]) -> bool:
-        """True where arguments have the sizes of this run's."""
-        for place, sizes in self.sizes.items():
-            argument = arguments[place]
-            if (argument.shape if isinstance(argument, torch.Tensor) else (argument,)) != sizes:
-                return False
-        return True
-
-
-class OtherRunsError(RuntimeError):
-    """A forward does not run as an equal call has run."""
-
-
-@dataclass(frozen=True)
-class RecordedRuns:
-    """The runs of a forward, and their tape."""
-
-    runs: tuple[_Run, ...]
-    tape: Tape
-
-
-class TapePlayer:
-    """Follows a forward whose arguments are like those of an earlier one, in the place of a `TapeRecorder`: while its
-    runs are the same its tape is, too, and nothing is noted."""
-
-    def __init__(self, recorded: RecordedRuns) -> None:
-        self._recorded = recorded
-        self.count = 0
-
-    def before(
-        self,
-        graph: Hashable,
-        arguments: Sequence[object],
-        layer: str = "",
-        turn: int = 0,
-        parameters: Sequence[str] = (),
-        offloaded: frozenset[int] = frozenset(),
-        recomputed: frozenset[int] = frozenset(),
-    ) -> None:
-        """A graph is about to run. Raises OtherRunsError where that is not the next of the recorded runs."""
-        runs = self._recorded.runs
-        run = runs[self.count] if self.count < len(runs) else None
-        if run is None or run[:-1] != (graph, layer, turn, offloaded, recomputed) or not run.is_for(arguments):
-            raise OtherRunsError
-        self.count += 1
-
-    def after(self, results: Sequence[object]) -> None:
-        """A graph has returned."""
-
-    def end(self, outputs: Iterable[object]) -> None:
-        """Raises OtherRunsError where recorded runs are missing."""
-        if self.count < len(self._recorded.runs):
-            raise OtherRunsError
-
-    def tape(self, graphs: Sequence[Hashable]) -> Tape:
-        """That of the recorded runs."""
-        return self._recorded.tape
 
 
 def sizes_of(arguments: Sequence[object]) -> dict[int, tuple[int, ...]]:

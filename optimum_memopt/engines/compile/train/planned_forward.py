@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.capture.traced_graph import GraphChoices, Gr
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients
-from optimum_memopt.engines.compile.memory.tape import OtherRunsError
+from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
@@ -280,15 +280,13 @@ class PlannedForward:
         if self.is_plain:
             return self.run_plainly(call)
         is_first = not self.is_compiled
-        self._begin_forward()
         try:
             try:
-                traced = self.traced(call, self._choices)
+                traced = self._traced_call(call)
             except OtherRunsError as error:
                 # They hold what the graphs that have run saved for the backward.
                 traceback.clear_frames(error.__traceback__)
-                self._begin_forward()
-                traced = self.traced(call, self._choices, records=True)
+                traced = self._traced_call(call, records=True)
             if self.table is None:
                 self.planner.note_outputs(traced.outputs)
             if (loss := self.planner.loss) is not None:
@@ -318,9 +316,10 @@ class PlannedForward:
                 self.predictors.note_forward(traced.ran, traced.tape, call.inputs, traced.outputs)
         return _refusing(traced.outputs, call)
 
-    def _begin_forward(self) -> None:
+    def _traced_call(self, call: ForwardArgs, records: bool = False) -> TracedCall:
         self.planner.has_foreign = self.planner.has_unplanned = False
         self._others = None
+        return self.traced(call, self._choices, records)
 
     def _is_over(self, traced: TracedCall, inputs: Mapping[str, Any]) -> bool:
         """True where a forward ran graphs that its plan was not made for, and can run again under another one."""
