@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorProgram, _sized
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.host_copies import PinnedPool
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, inductor
 from tests.cuda.steps import training
 
 SCRIPT = Path(__file__).with_name("late_copies.py")
@@ -123,7 +123,7 @@ def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> lis
     with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, sizes) for _, argument in program.inputs]
         with Calls() as calls:
-            dynamo.silenced(program.runner)(program.runner, arguments)
+            inductor.silenced(program.runner)(program.runner, arguments)
     return calls.names
 
 

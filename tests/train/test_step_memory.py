@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from optimum_memopt.engines.compile.memory.footprint import Footprint, state_sizes, step_bytes
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, inductor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
@@ -141,7 +141,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     for more in (1, 2):
         assert predictor.activations({name: size + more for name, size in predictor.first.items()}) > ours
     with monkeypatch.context() as patched:
-        patched.setattr(dynamo, "silenced", lambda runner: 1 / 0)
+        patched.setattr(inductor, "silenced", lambda runner: 1 / 0)
         assert predictor.activations() != ours
     assert predictor.caveat == "without inductor's fusions, whose program cannot be read (ZeroDivisionError)"
     subject.engine.detach()

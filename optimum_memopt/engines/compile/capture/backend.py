@@ -13,7 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, inductor, kernels
 from optimum_memopt.errors import MemOptError
 
 
@@ -68,7 +68,7 @@ def compile_graph(
         inputs: that it was traced with.
         partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
             other arguments.
-        saw: see `dynamo.compile_with_inductor`.
+        saw: see `inductor.compile_with_inductor`.
     """
     inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def compile_graph(
             say(line)
             stack.enter_context(kernels.without_cudnn_attention())
         if compiler == "inductor":
-            return dynamo.compile_with_inductor(module, inputs, partitioner, saw)
+            return inductor.compile_with_inductor(module, inputs, partitioner, saw)
         return dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
 
 

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, inductor
 from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 _WORKSPACE = "workspace"
@@ -166,7 +166,7 @@ def _run(
         # The program clears the list and must be left with the only reference to each.
         argument = None
         with tracker:
-            outputs = dynamo.silenced(program.runner)(program.runner, arguments)
+            outputs = inductor.silenced(program.runner)(program.runner, arguments)
         log = list(tracker.log)
         returned = [_key(output, tracker) for output in outputs]
     del outputs, shared

@@ -1,4 +1,4 @@
-"""The private names of dynamo, AOTAutograd and inductor that the compile engine uses, each with what it is for.
+"""The private names of dynamo and AOTAutograd that the compile engine uses, each with what it is for.
 
 All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 """
@@ -31,10 +31,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.misc import RandomVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as symbolic_config
@@ -49,7 +47,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from optimum_memopt.compat import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
-from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.engines.compile.torch_compat.recompiles import (
     MEANT,
     CodePlace,
@@ -126,117 +123,6 @@ def operator_name(target: Any) -> str:
 def reads_a_number(target: Any) -> bool:
     """True for the operator that `Tensor.item` calls."""
     return operator_name(target) == "_local_scalar_dense"
-
-
-def compile_with_inductor(
-    module: fx.GraphModule,
-    inputs: list[Any],
-    partitioner: CustomPartitionerFn,
-    saw: Callable[[fx.Graph, Any, bool], None] | None,
-) -> Callable:
-    """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
-
-    Args:
-        partitioner: its `uuid` is part of inductor's cache key.
-        saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
-            for the backward. None: no programs are written, and the graphs run operator by operator.
-    """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    def compile_inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        if saw is None:
-            return make_boxed_func(module.forward)
-        if "get_decomp_fn" in options:
-            # A table of functions cannot be part of the cache's key, a function by its name can (2.13).
-            options["get_decomp_fn"] = _inductor_decompositions
-        compiled = compile_fx_inner(module, inputs, **options)
-        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
-        return compiled
-
-    passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
-    patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}
-    # Other results than functions are for programs that are compiled ahead of time.
-    compiled = compile_fx(
-        module, inputs, compile_inner, config_patches=patches, decompositions=_inductor_decompositions()
-    )
-    return cast("Callable[..., Any]", compiled)
-
-
-def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """inductor's, without that of an embedding's gradient, which PyTorch's kernel computes.
-
-    inductor adds it up in float32 by atomic additions, and casts it then: in half precision that holds three times the
-    gradient of the vocabulary, at the end of the backward, where all other gradients are held too
-    (`embedding_dense_backward` in `torch/_decomp/decompositions.py`, 2.13). inductor itself takes the kernel on XPUs
-    (`torch/_inductor/lowering.py`).
-    """
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import lowerings, make_fallback
-
-    gradient = torch.ops.aten.embedding_dense_backward
-    if gradient.default not in lowerings:
-        make_fallback(gradient, warn=False, override_decomp=True)
-    return {operator: each for operator, each in select_decomp_table().items() if operator != gradient.default}
-
-
-class _HideSnapshots(CustomGraphPass):
-    """The pass `fx_graph.hide_snapshots`, behind one that the user has set."""
-
-    def __init__(self, of_user: Any) -> None:
-        self._of_user = tree_leaves([] if of_user is None else of_user)
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for custom_pass in self._of_user:
-            custom_pass(graph)
-        fx_graph.hide_snapshots(graph)
-
-    def uuid(self) -> Any:
-        """None, which keeps the graph out of inductor's cache, where the user's has none."""
-        uuids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._of_user]
-        return None if None in uuids else str(("snapshots", *uuids))
-
-
-def silenced(runner: Any) -> Callable[..., Any]:
-    """The program of `runner` without its work: memory is allocated by torch's operators, kernels do nothing.
-
-    `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
-    functions that allocate past its dispatcher, checks, and kernels. NotImplementedError: it was not written so.
-    """
-    if runner is None or getattr(runner, "partitions", None):
-        raise NotImplementedError("a program that is not one Python function")
-    program = type(runner).call
-    names = program.__globals__
-    silent = {
-        name: _Silent()
-        for name, value in names.items()
-        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith("torch._inductor.runtime")
-    }
-    memory = {name: _allocation(name) for name in names if name.startswith("empty_strided_")}
-
-    def reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-    stand_ins = {**silent, **memory, "reinterpret_tensor": reinterpreted}
-    return types.FunctionType(program.__code__, {**names, **stand_ins}, program.__name__, program.__defaults__)
-
-
-class _Silent:
-    """A kernel or check that does nothing. Functions that may copy an argument, as one that is not aligned, return it
-    as it is."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return next(iter(args), None)
-
-    run = __call__
-
-
-def _allocation(name: str) -> Callable[..., torch.Tensor]:
-    device = name.removeprefix("empty_strided_").removesuffix("_pinned")
-
-    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    return allocate
 
 
 def _mode_of_trace() -> FakeTensorMode | None:
