@@ -28,13 +28,14 @@ from torch import fx
 
 from optimum_memopt.compat import embeddings, full_shape, hooks_around_call, hooks_around_forward, writes_to
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes, triton_kernels
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
     described,
     replaced,
     with_attributes,
+    without_launches,
 )
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import UnsupportedModelError
@@ -441,7 +442,7 @@ class Regions:
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         # Its code runs here, and draws Python's and NumPy's random numbers.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
-        with preserved_generators(), replaced([layer], fakes), triton_kernels.without_launches():
+        with preserved_generators(), replaced([layer], fakes), without_launches():
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -153,8 +154,28 @@ def run_as_eager() -> Iterator[None]:
     with (
         with_attributes(each for each in replaced if hasattr(*each[:2])),
         mock.patch.object(torch.jit.ScriptFunction, "__call__", _call_source),
+        without_launches(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Within it launches of Triton kernels with fake tensors, which have no addresses, do nothing: what they write to
+    is allocated before (`triton/runtime/jit.py`, `autotuner.py`, 3.7)."""
+    triton: Any = sys.modules.get("triton.runtime")
+    with contextlib.ExitStack() as stack:
+        for kernels in () if triton is None else (triton.JITFunction, triton.Autotuner, triton.Heuristics):
+            stack.enter_context(mock.patch.object(kernels, "run", _unless_fake(kernels.run)))
+        yield
+
+
+def _unless_fake(run: Callable[..., Any]) -> Callable[..., Any]:
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fake = any(isinstance(arg, FakeTensor) for arg in pytree.tree_leaves((args, kwargs)))
+        return None if is_fake else run(self, *args, **kwargs)
+
+    return launched
 
 
 _CALL_SCRIPT = torch.jit.ScriptFunction.__call__

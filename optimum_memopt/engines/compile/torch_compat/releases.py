@@ -2,7 +2,7 @@
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat import fully_shard, triton_kernels
+from optimum_memopt.engines.compile.torch_compat import fully_shard, liger
 from optimum_memopt.engines.compile.torch_compat.attention import MASKS
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import SIMULATED, VALUES
 from optimum_memopt.engines.compile.torch_compat.fused_lm_head import HEAD
@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import LINEAR, PARTITIONE
 from optimum_memopt.errors import UnsupportedModelError
 
 # Those without which a model trains all the same, with less of a plan.
-LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, LINEAR, triton_kernels.LIGER, triton_kernels.LOSS)
+LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, LINEAR, liger.LIGER, liger.LOSS)
 PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat import hooks_around_call
-from optimum_memopt.engines.compile.torch_compat import fused_lm_head, triton_kernels, zero3
+from optimum_memopt.engines.compile.torch_compat import fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
     Trace,
@@ -123,7 +123,7 @@ class TraceFixes:
         # Functions of modules and in their files, by their names, and those that are called instead.
         self._replaced: list[Replacement] = [*fused_lm_head.replacements(), *zero3.replacements()]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._replaced += triton_kernels.replacements(device, chunks_loss)
+        self._replaced += liger.replacements(device, chunks_loss)
         for file in filter(None, set(map(file_of, model.modules()))):
             for name, function in vars(file).items():
                 if callable(function) and (name.startswith(_READ_SIZES) or draws_with_numpy(function)):

@@ -1,8 +1,6 @@
-"""Triton kernels that a model calls, as Liger Kernel's: what torch needs to trace them, and Python to run a forward
-with them on tensors without data.
+"""Replacements for code of Liger Kernel that torch cannot trace: how it selects kernels, and its loss without logits.
 
-torch traces a launch as one operator (`torch/_higher_order_ops/triton_kernel_wrap.py`, 2.13). Where Python runs a
-forward on fake tensors, a launch asks for their addresses; results are allocated before it, so that it may do nothing.
+The kernels themselves torch traces, a launch as one operator (`torch/_higher_order_ops/triton_kernel_wrap.py`, 2.13).
 """
 
 import contextlib
@@ -13,16 +11,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import FakeTensor, Replacement
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
 _DISPATCH = "liger_kernel.backends.dispatch"
 # That modules of models call by it.
 _OPERATORS = ("rope", "cross_entropy")
-# Since 0.8.1 some functions of Liger Kernel look up the kernel for the device at each call, which torch is told not to
-# trace: a graph break in each layer.
+# Since 0.8.1, some functions select their kernel at each call, in a function that torch may not trace: that breaks the
+# graph in each layer.
 LIGER = Patch(
     "Liger Kernel's choice of kernels",
     "each call of Liger Kernel's rotary embedding breaks the graph",
@@ -34,8 +31,6 @@ LIGER = Patch(
         Name(_DISPATCH, "dispatch", ("op_name",)),
     ),
 )
-
-
 _FUNCTIONS, _LOSS = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 # Its loss without logits waits for the device, and reads attributes of a function that torch cannot trace.
 LOSS = Patch(
@@ -49,17 +44,18 @@ LOSS = Patch(
 
 
 def replacements(device: torch.device, chunks_loss: bool) -> Iterator[Replacement]:
-    """Those of Liger Kernel's functions that torch does not trace, for tensors of this device.
+    """Returns replacements for the functions of Liger Kernel that torch cannot trace.
 
     Args:
-        chunks_loss: the engine chunks losses. Else Liger Kernel's is computed outside of all graphs.
+        device: of the tensors that they are called with.
+        chunks_loss: the engine chunks losses; False: Liger Kernel's is computed outside of all graphs.
     """
-    functions: Any = sys.modules.get(_FUNCTIONS)
-    if chunks_loss and functions is not None and not LOSS.problem():
+    if chunks_loss and LOSS.applies:
+        functions: Any = sys.modules[_FUNCTIONS]
         yield functions, _LOSS, _loss_of_logits(getattr(functions, _LOSS))
-    file: Any = sys.modules.get(_DISPATCH)
-    if file is None or not LIGER.applies:
+    if not LIGER.applies:
         return
+    file: Any = sys.modules[_DISPATCH]
     dispatched = _traceable(file, device)
     for name, module in list(sys.modules.items()):
         if name.startswith("liger_kernel.") and module is not file and vars(module).get("dispatch") is file.dispatch:
@@ -83,7 +79,7 @@ def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
 
 
 def _loss_of_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss as torch writes it, which the engine finds and computes without all logits, too."""
+    """Returns the loss in torch's operators, which the engine finds in the graph and chunks."""
 
     # Who calls it asks for the names of its parameters.
     @functools.wraps(stock)
@@ -108,40 +104,9 @@ def _loss_of_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
         logits = functional.linear(input, weight, bias).float()
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        how: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "reduction": reduction,
-        }
-        return functional.cross_entropy(logits, target, **how)
+        logits_loss: torch.Tensor = functional.cross_entropy(
+            logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
+        return logits_loss
 
     return loss
-
-
-@contextlib.contextmanager
-def without_launches() -> Iterator[None]:
-    """Within it launches with fake tensors do nothing (`triton/runtime/jit.py`, `autotuner.py`, 3.7)."""
-    triton: Any = sys.modules.get("triton.runtime")
-    if triton is None:
-        yield
-        return
-    classes = (triton.JITFunction, triton.Autotuner, triton.Heuristics)
-    # A class has no dict that can be written to.
-    before = [(each, each.run) for each in classes]
-    for each, run in before:
-        each.run = _unless_fake(run)
-    try:
-        yield
-    finally:
-        for each, run in before:
-            each.run = run
-
-
-def _unless_fake(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, FakeTensor) for arg in tree_leaves((args, kwargs))):
-            return None
-        return run(self, *args, **kwargs)
-
-    return launched
