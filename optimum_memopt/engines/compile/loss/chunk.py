@@ -46,8 +46,8 @@ def is_fused(on_cuda: bool) -> bool:
 
 
 def columns(classes: int, dtype: torch.dtype, is_fused: bool) -> int:
-    """Those of a chunk's logits: products in half precision with a number of classes that is no multiple of 8, as the
-    50,265 of RoBERTa, took five times as long on an H100 (torch 2.11). inductor pads them, too (`pad_mm`)."""
+    """Returns the number of a chunk's columns: the classes, in half precision padded to a multiple of 8. Products with
+    50,265 classes (RoBERTa) took five times as long on an H100 (torch 2.11); inductor pads them, too (`pad_mm`)."""
     return -(-classes // _ALIGNED) * _ALIGNED if is_fused and dtype in _HALVES else classes
 
 

@@ -50,7 +50,7 @@ class LossShape:
 
     @property
     def columns(self) -> int:
-        """Those of a chunk's logits."""
+        """Columns of a chunk's logits, padding included."""
         return columns(self.vocabulary, self.compute, self.is_fused)
 
     @property
