@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -132,14 +133,22 @@ def capacity(device: torch.device) -> Capacity:
         return Capacity(total, int(min(own, total) * _ALLOCATED), max(0, on_device - own))
     memory, processes, groups = psutil.virtual_memory(), _processes(), control_groups(_ROOT)
     host = min([memory.total, *(group.limit for group in groups)])
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    total = host // processes if address_space == resource.RLIM_INFINITY else min(host // processes, address_space)
+    address_space, data = (_limit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    total = min(host // processes, address_space, data)
     own = psutil.Process().memory_info()
-    free = memory.available // processes + own.rss
+    # Where there is a limit on data there is a count of it.
+    left = sys.maxsize if data == sys.maxsize else data - own.data + own.rss
+    free = min(memory.available // processes + own.rss, left)
     # What is shared is files mostly, libraries among them, which are in no group's `held`.
     in_groups = ((group.limit - group.held) // processes + own.rss - own.shared for group in groups)
     available = max(0, min(total, free, *in_groups))
     return Capacity(total, available, total - available)
+
+
+def _limit(kind: int) -> int:
+    """Bytes of one of this process's limits, see setrlimit(2); `sys.maxsize` for none."""
+    soft, _ = resource.getrlimit(kind)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def host_available() -> int:

@@ -8,7 +8,7 @@ import torch
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory import capacity as capacity_module
-from optimum_memopt.memory.capacity import ControlGroup, capacity, capacity_of, control_groups
+from optimum_memopt.memory.capacity import ControlGroup, capacity, capacity_of, control_groups, host_available
 from optimum_memopt.sizes import parse_budget
 
 CPU = torch.device("cpu")
@@ -66,6 +66,12 @@ def test_a_container_and_a_process_have_limits(tmp_path: Path, monkeypatch: pyte
     assert capacity(CPU).total == 3 * 2**30
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
     assert capacity(CPU).total == 2**30
+    data = psutil.Process().memory_info().data + 2**28
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (data if kind == resource.RLIMIT_DATA else resource.RLIM_INFINITY,) * 2
+    )
+    assert host_available() == pytest.approx(2**28, abs=2**24)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
     # The address space is the process's own.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert capacity(CPU).total == 2**30

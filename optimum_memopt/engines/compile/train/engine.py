@@ -34,6 +34,7 @@ from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import DoesNotFitError, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
+from optimum_memopt.memory.capacity import host_available
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -182,6 +183,7 @@ class CompileEngine(in_place.InPlaceEngine):
             (process.keep_freed_memory if keeps else process.keep_no_more)()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_first = self._buckets is None
         if self._buckets is None:
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
@@ -211,9 +213,16 @@ class CompileEngine(in_place.InPlaceEngine):
                 raise min(error, of_whole, key=lambda each: each.lowest) from None
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest)
-        # Behind the first forward, whose prediction reads what the process holds.
-        self._keep_freed(self._is_on_cpu and not self._selection.name)
+        if is_first and self._is_on_cpu and not self._selection.name:
+            # Behind the first forward, whose prediction reads what the process holds.
+            self._keep_freed(self._has_room_to_keep())
         return outputs
+
+    def _has_room_to_keep(self) -> bool:
+        """True where a step fits twice: what malloc keeps of one may be in no place that the next one can use."""
+        run, buckets = self._run_now(), self._buckets
+        peak = buckets.predicted_peak(run.optimizer, run.gradient_accumulation) if buckets is not None else None
+        return host_available() >= (peak or 0)
 
     @property
     def _is_sharded(self) -> bool:
