@@ -117,7 +117,7 @@ class LengthBuckets:
         self._must_plan = forward.last_runs is not None and self._may_plan
         return outputs
 
-    def predicted_peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int | None:
+    def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:
         """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""
         if self.largest.predictor is None:
             return None
