@@ -153,6 +153,7 @@ def test_inductors_key_is_the_choice(roberta):
     assert key("Gelu+:1:-1,Dropout+:1:1") == key("Dropout+:1:1,BiasGelu+:1:2")
 
 
+@pytest.mark.nightly
 def test_inductors_key_is_known_to_copies(roberta):
     partitioner = _Partitioner(lambda *joint: (roberta.split("level 1").graph.choice, ()))
     # inductor copies its configuration before it is given the joint graph.

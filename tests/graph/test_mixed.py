@@ -104,6 +104,7 @@ def test_offload_is_used_where_it_is_worth_it_and_there_is_room(solver: Solver, 
     assert not cheapest(solver, solver.everything.peak, host).offloaded
 
 
+@pytest.mark.nightly
 def test_two_graphs_hold_less_on_the_device_with_a_host(solver: Solver, host: Host) -> None:
     forward = problem_of_tape(Tape((Call(0), Call(0))), [solver.problem] * 2)
     twice = ForwardSolver(forward)

@@ -210,13 +210,18 @@ def blocks(count: int = 2) -> list[torch.nn.Module]:
         (Wrapped(net=torch.nn.Sequential(*blocks())), ["net.0", "net.1"]),
         (Wrapped(encoders=torch.nn.ModuleList(blocks())), ["encoders.0", "encoders.1"]),
         # The list that repeats, not the one around it; a Sequential of something else is not alike.
-        (
+        pytest.param(
             Wrapped(all=torch.nn.Sequential(torch.nn.Sequential(*blocks(3)), torch.nn.Sequential(torch.nn.Tanh()))),
             ["all.0.0", "all.0.1", "all.0.2"],
+            marks=pytest.mark.nightly,
         ),
         # Outermost: an MLP in a layer has none.
         (Wrapped(net=torch.nn.Sequential(mlp(), mlp())), ["net.0", "net.1"]),
-        (Wrapped(net=torch.nn.Sequential(*blocks()), top=torch.nn.Sequential(torch.nn.Tanh())), ["net.0", "net.1"]),
+        pytest.param(
+            Wrapped(net=torch.nn.Sequential(*blocks()), top=torch.nn.Sequential(torch.nn.Tanh())),
+            ["net.0", "net.1"],
+            marks=pytest.mark.nightly,
+        ),
         # A list with a known name is the only one.
         (Wrapped(stem=mlp(), layers=torch.nn.ModuleList(blocks())), ["layers.0", "layers.1"]),
         (Wrapped(stem=torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())), []),
@@ -230,6 +235,7 @@ def test_layers_are_the_items_of_the_outermost_list_that_repeats(model, layers):
     assert {layer_of(node) for node in captured.split("level 1").backward.graph.nodes} - {""} == set(layers)
 
 
+@pytest.mark.nightly
 def test_a_level_and_a_budget_recompute_in_a_sequential_what_they_do_in_a_list_called_layers():
     named, other = (
         capture(Wrapped(**{name: kind}).forward, torch.randn(40, 7, 16, requires_grad=True))

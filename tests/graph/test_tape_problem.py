@@ -68,7 +68,7 @@ def around_leafs(name: str, graphs: tuple[CapturedGraph, ...]) -> tuple[Captured
     return tuple(replace(graph, tape=tape) for graph in graphs)
 
 
-@pytest.mark.parametrize("around", ["nothing", "FSDP2", "ZeRO 3"])
+@pytest.mark.parametrize("around", nightly(["nothing", "FSDP2", "ZeRO 3"], but=["nothing"]))
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm"]))
 def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: str) -> None:
     is_leaf = around == "ZeRO 3"
@@ -155,6 +155,7 @@ def test_what_runs_outside_of_graphs_is_simulated(model: type[torch.nn.Module]) 
     assert_simulated(graphs, at_most=4)
 
 
+@pytest.mark.nightly
 def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
     """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
     graphs = captured("llama", 32, 48, num_hidden_layers=5)

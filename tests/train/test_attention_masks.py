@@ -41,7 +41,7 @@ def compiled(lines: list[str]) -> int:
     return sum(line.startswith("compiled the training graph") for line in lines)
 
 
-@pytest.mark.parametrize("unit", ["layer", "model"])
+@pytest.mark.parametrize("unit", nightly(["layer", "model"], but=["layer"]))
 @pytest.mark.parametrize("attention", nightly(["sdpa", "eager"], but=["sdpa"]))
 def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
     """Each kind is compiled once, and has the kernels of plain PyTorch."""
@@ -78,7 +78,7 @@ def local_twins(window: int | None) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("window", [None, 13, 12, 6])
+@pytest.mark.parametrize("window", nightly([None, 13, 12, 6], but=[None, 12]))
 def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> None:
     """Which take none; rows as long as the window of local attention have one."""
     model, plain = local_twins(window)
@@ -89,7 +89,7 @@ def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> 
     assert engine.plans().plans
 
 
-@pytest.mark.parametrize("unit", nightly(["layer", "model"], but=["layer"]))
+@pytest.mark.parametrize("unit", nightly(["layer", "model"]))
 def test_rows_shorter_and_longer_than_the_window_of_local_attention(unit: str) -> None:
     model, plain = local_twins(16)
     optimize(model, **OPTIONS, memory_opt_level=1, memory_opt_unit=unit)
@@ -125,7 +125,7 @@ def test_a_mask_that_is_not_given_is_not_made() -> None:
         assert_bitwise_same_step(model, plain, given)
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("use_cache", nightly([False, True], but=[True]))
 def test_rows_packed_into_one(use_cache: bool) -> None:
     """They see themselves alone; in plain PyTorch with a cache of keys and values, which is not made here, all."""
     model, plain = twins("llama", **GROUPED, use_cache=use_cache)
@@ -150,7 +150,7 @@ class Restarting(transformers.LlamaForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=places - starts, labels=labels)
 
 
-@pytest.mark.parametrize("use_cache", nightly([False, True], but=[False]))
+@pytest.mark.parametrize("use_cache", nightly([False, True]))
 def test_a_model_that_packs_rows_by_itself(use_cache: bool) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY, **GROUPED}
@@ -168,6 +168,7 @@ def test_a_model_that_packs_rows_by_itself(use_cache: bool) -> None:
         same(model, plain, {"input_ids": given, "labels": given})
 
 
+@pytest.mark.nightly
 def test_an_adapter_and_a_user_s_wrapper() -> None:
     model, _ = twins("llama", **GROUPED)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -177,7 +178,7 @@ def test_an_adapter_and_a_user_s_wrapper() -> None:
         assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
 
 
-@pytest.mark.parametrize("name", nightly(["t5", "modernbert-mlm", "gpt2", "whisper"], but=["t5", "modernbert-mlm"]))
+@pytest.mark.parametrize("name", nightly(["t5", "modernbert-mlm", "gpt2", "whisper"], but=["modernbert-mlm"]))
 def test_other_kinds_of_models(name: str) -> None:
     case = ZOO[name]
     model, plain = twins(name, **case.one_layer)
@@ -188,6 +189,7 @@ def test_other_kinds_of_models(name: str) -> None:
         assert_bitwise_same_step(model, plain, {**given, **masks})
 
 
+@pytest.mark.nightly
 def test_a_budget_is_solved_for_each_kind() -> None:
     model, plain = twins("llama", **GROUPED)
     engine = optimize(model, **OPTIONS, memory_opt_budget="90%")
@@ -203,6 +205,7 @@ def test_a_budget_is_solved_for_each_kind() -> None:
     assert engine.predicted_peak_mib(None, False) >= first
 
 
+@pytest.mark.nightly
 def test_a_budget_is_solved_for_rows_as_long_as_the_window() -> None:
     model, plain = local_twins(16)
     optimize(model, **OPTIONS, memory_opt_budget="90%")
@@ -214,7 +217,7 @@ def test_a_budget_is_solved_for_rows_as_long_as_the_window() -> None:
     ]
 
 
-@pytest.mark.parametrize("longest", nightly([15, 16], but=[16]))
+@pytest.mark.parametrize("longest", nightly([15, 16]))
 def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -> None:
     """The shortest come first."""
     dataset = [
@@ -268,7 +271,7 @@ def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
         model(**other)
 
 
-@pytest.mark.parametrize("is_short", nightly([True, False], but=[True]))
+@pytest.mark.parametrize("is_short", nightly([True, False]))
 def test_a_plan_file_is_for_rows_shorter_than_the_window_or_for_all(is_short: bool, tmp_path: Path) -> None:
     model, plain = local_twins(16)
     made, first, other = copy.deepcopy(model), batch(2, 20 - 8 * is_short), batch(2, 12 + 8 * is_short)
@@ -283,6 +286,7 @@ def test_a_plan_file_is_for_rows_shorter_than_the_window_or_for_all(is_short: bo
         assert_same_step(model, plain, other)
 
 
+@pytest.mark.nightly
 def test_two_threads_train_two_models() -> None:
     models = [twins("llama", **GROUPED), local_twins(16)]
     for model, _ in models:

@@ -213,6 +213,7 @@ class Pairs(MemOptTrainer):
         return super().compute_loss(model, {name: value.repeat(2, 1) for name, value in inputs.items()}, **others)
 
 
+@pytest.mark.nightly
 def test_the_batch_that_does_has_the_rows_of_the_data_loader(steady_process: None, tmp_path: Path) -> None:
     of_run = {"trainer": Pairs, "memory_opt_engine": "compile", "per_device_train_batch_size": 8, "max_steps": 1}
     free = make(tmp_path, "llama", **of_run)

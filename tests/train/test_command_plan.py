@@ -174,6 +174,7 @@ def test_numbers_that_make_no_model(tmp_path, capsys, monkeypatch, changes, reas
     assert line.startswith(f"error: --model {folder}: {reason}") or reason in line
 
 
+@pytest.mark.nightly
 def test_plans_that_cannot_be_written_are_told(folder, capsys):
     """The table has been printed by then."""
     arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "9", "--engine", "compile"]
@@ -184,6 +185,7 @@ def test_plans_that_cannot_be_written_are_told(folder, capsys):
     assert "error: --output /dev/full: not written: No space left on device; the plans are " in printed.err
 
 
+@pytest.mark.nightly
 def test_a_prediction_in_a_process_of_its_own(folder):
     """The tables are all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch."""
     sizes = ["--batch_size", "6", "--seq_len", "50"]
@@ -257,6 +259,7 @@ def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
     assert (report["device"], report["attention"]) == ("cpu", "sdpa")
 
 
+@pytest.mark.nightly
 def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, capsys):
     """With two layers, of which one is recomputed while the other's activations wait."""
     output, folder = tmp_path / "plan.json", save(tmp_path / "model", "roberta-mlm", **DROPOUT)
@@ -286,6 +289,7 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
     assert "--per_device_train_batch_size 32 fits, and with 2 times" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
     """`auto` is the engine that predicts."""
     arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "24", "--device", "h100", "--json"]

@@ -12,6 +12,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Traine
 
 from optimum_memopt import MemoryPhasesCallback, MemoryReportCallback, attach, optimize
 from optimum_memopt.engines.shared.in_place import engine_of
+from tests.rotation import nightly
 from tests.trainer_runs import CASES, build, distance, log_lines, make, weights
 
 NAME = "small"
@@ -65,7 +66,11 @@ class Copies(TrainerCallback):
 
 @pytest.mark.parametrize("name, changes", [
     (NAME, {"memory_opt_level": 1}),
-    ("gpt2", {"memory_opt_unit": "layer", "memory_opt_budget": "64GiB", "memory_opt_engine": "compile"}),
+    pytest.param(
+        "gpt2",
+        {"memory_opt_unit": "layer", "memory_opt_budget": "64GiB", "memory_opt_engine": "compile"},
+        marks=pytest.mark.nightly,
+    ),
 ])  # fmt: skip
 def test_a_copy_of_a_model_that_is_trained_is_plain(tmp_path, engine, name, changes):
     if changes.get("memory_opt_engine", engine) != engine:
@@ -136,6 +141,7 @@ class Seq2SeqCollator(DataCollatorForSeq2Seq):
         return super().__call__(features, return_tensors)
 
 
+@pytest.mark.nightly
 def test_spawned_workers_get_a_collator_that_holds_the_model(tmp_path, monkeypatch):
     """As on macOS, Windows and Python 3.14."""
     model = build("t5")
@@ -169,7 +175,7 @@ class Unhashable(TrainerCallback):
     __hash__ = None
 
 
-@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("during", nightly([False, True], but=[False]))
 def test_a_copy_of_a_trainer_trains_its_own_model_in_plain_pytorch(tmp_path, during):
     copies, given = Copies({}), MemoryPhasesCallback()
     trainer = make(

@@ -222,6 +222,7 @@ def test_random_numbers_that_nobody_reads_are_drawn_all_the_same(asked):
     assert all(map(torch.equal, *steps))
 
 
+@pytest.mark.nightly
 def test_another_seed_is_another_step(case):
     model, (batch, _), plain, _ = case
     engine = CompileEngine(selection("level 1"), "aot_eager", dynamic=False)

@@ -268,8 +268,7 @@ CACHE = "the key-value cache of 8 x 518 tokens"
             (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
             (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE)),
             (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE, "\nno-grad ")),
-        ],
-        but=[SFT, ONLINE.format("GRPO")],
+        ]
     ),
 )
 def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Path) -> None:
@@ -302,8 +301,7 @@ def test_the_example(tmp_path: Path) -> None:
                 "AutoModel.from_pretrained('bert', quantization_config=object())",
                 "weights are quantized",
             ),
-        ],
-        but=[None],
+        ]
     ),
 )
 def test_scripts_without_phases(script: str | None, line: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def offload_row(table: PlanTable) -> PlanRow:
     return next(plan for plan in table.enabled if ":3:" in plan.config)
 
 
+@pytest.mark.nightly
 def test_offload_counts_for_a_device_that_is_not_here(tmp_path):
     workload = Workload(save(tmp_path, "roberta-mlm", intermediate_size=512, num_hidden_layers=1), "fill-mask", 32, 40)
     kept, offloaded = (

@@ -31,6 +31,7 @@ def test_a_loop_trains_under_the_plan_in_both_modes() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_loop_is_refused_a_budget_that_nothing_fits() -> None:
     model = build(NAME).eval()
     optimize(model, memory_opt_budget="1MiB", **COMPILE)

@@ -12,6 +12,7 @@ from peft import CPTConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt import MemOptError, optimize
+from tests.rotation import nightly
 from tests.trainer_runs import build, log_lines, make, rows, weights
 
 pytestmark = pytest.mark.falls_back
@@ -86,7 +87,7 @@ def trained(folder: Path, model: torch.nn.Module, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", nightly([1, 2], but=[1]))
 def test_what_only_the_compiled_step_cannot_do_is_done_by_plain_pytorch(tmp_path, fails, accumulation):
     changes = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
     expected = weights(trained(tmp_path / "plain", faulty(fails), plain=True, **changes).model)
@@ -116,7 +117,7 @@ def test_a_loop_without_a_trainer_goes_on_after_a_forward_that_fails():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("fails", nightly(["forward", "backward"], but=["forward"]))
 def test_a_budget_is_refused(tmp_path, fails):
     said = (
         f"--memory_opt_budget 64GiB: its compiled {fails} failed in the first step {REASON}, so that nothing can be "
@@ -137,7 +138,7 @@ def test_a_plan_file_is_refused(tmp_path):
         trained(tmp_path, faulty("backward"), **ENGINE, memory_opt_plan=str(file))
 
 
-@pytest.mark.parametrize("asked", [{}, {"memory_opt_budget": "64GiB"}], ids=["no plan", "budget"])
+@pytest.mark.parametrize("asked", nightly([{}, {"memory_opt_budget": "64GiB"}], but=[{}]), ids=["no plan", "budget"])
 @pytest.mark.parametrize(
     ("fails", "kind", "calls"),
     [("user", ValueError, 2), ("memory", torch.OutOfMemoryError, 1), ("interrupt", KeyboardInterrupt, 1)],
@@ -220,7 +221,9 @@ class Layered(torch.nn.Module):
         return {"loss": x.square().mean()}
 
 
-@pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}, {"memory_opt_budget": "64GiB"}])
+@pytest.mark.parametrize(
+    "plan", nightly([{}, {"memory_opt_level": 1}, {"memory_opt_budget": "64GiB"}], but=[{"memory_opt_level": 1}])
+)
 @pytest.mark.parametrize("unit", ["layer", "model"])
 def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, plan: dict[str, Any]) -> None:
     """In one line, and training may go on with the next batch."""

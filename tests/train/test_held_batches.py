@@ -48,6 +48,7 @@ def test_a_run_counts_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"{COUNT} micro-batches" in many.memopt.table.header[2]
 
 
+@pytest.mark.nightly
 def test_a_budget_suggests_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_still(monkeypatch)
     peak = predicted_peak(trainer_of(tmp_path / "all", COUNT))

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt import optimize
 from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
 from tests.model_zoo import ZOO
+from tests.rotation import nightly
 from tests.trainer_runs import log_lines
 
 
@@ -81,10 +82,13 @@ def hook_of_every_module(module: torch.nn.Module, count: Callable[[Any], None]) 
     return every.register_module_forward_hook(hook)
 
 
+HOOKS = (forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_of_every_module)
+
+
 @pytest.mark.parametrize(
-    "register", [forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_of_every_module]
+    ("layers", "register"),
+    nightly([(layers, register) for layers in (2, 4) for register in HOOKS], but=[4, (2, forward_hook)]),
 )
-@pytest.mark.parametrize("layers", [2, 4])
 def test_hooks_come_and_go(register, layers):
     """On a module in a layer, and on layers that are compiled by themselves."""
     ours, plain, batch = Net(layers), Net(layers), {"x": torch.randn(4, 8)}
@@ -162,6 +166,7 @@ def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
     assert sum("graphs, planned together: Module-level backwards hooks" in line for line in lines) == 1, lines
 
 
+@pytest.mark.nightly
 def test_hooks_that_a_later_forward_puts_into_layers_are_called_in_it() -> None:
     """transformers' in the first forward that returns attentions."""
     model = ZOO["roberta-mlm"].build(**ZOO["roberta-mlm"].deep(4))

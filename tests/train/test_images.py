@@ -37,6 +37,7 @@ def compiled(model: torch.nn.Module):
     return optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
 
 
+@pytest.mark.nightly
 def test_hooks_around_what_runs_ahead():
     """They are called once a step, where a hook comes in the middle too, and change results as in plain PyTorch."""
     model = CASE.build("sdpa")
@@ -71,6 +72,7 @@ def test_an_attention_with_dropout_splits_the_row_itself():
         assert_bitwise_same_step(model, plain, CASE.batch(3, 9, seed=1))
 
 
+@pytest.mark.nightly
 def test_a_text_without_images():
     model = CASE.build("sdpa")
     plain = copy.deepcopy(model)
@@ -120,6 +122,7 @@ def images_first(rows, length, seed=0, tokens=(IMAGE // PATCH) ** 2):
     }
 
 
+@pytest.mark.nightly
 def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves():
     """Though hooks in them would collect attentions, if these were asked for."""
     model = llava()
@@ -248,6 +251,7 @@ def test_modules_that_read_their_images_run_outside_of_graphs(name):
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.nightly
 def test_lora_of_a_model_that_finds_its_images_itself():
     """PEFT's wrapper has the attributes of that, and is traced with the loss all the same."""
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def test_measurements_travel(table):
     assert measurement.applied == ({"A+:1:-1", "B+:1:-1"} if table else frozenset())
 
 
+@pytest.mark.nightly
 def test_an_error_of_the_process_is_the_error(tmp_path):
     folder = save(tmp_path, "roberta-mlm")
     with pytest.raises(MemOptError, match="^--seq_len 65: this model has 64 positions$"):

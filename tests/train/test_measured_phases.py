@@ -39,6 +39,7 @@ from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.predict.phases import GENERATION, OF_ROWS
 from optimum_memopt.training.compat_dry_run import longest_generation
 from optimum_memopt.training.fake_run import dry_run
+from tests.rotation import nightly
 from tests.trainer_runs import arguments, collate
 
 WITHIN = 0.02
@@ -127,7 +128,7 @@ def measured(trainer: Trainer, call: Callable[[], Any]) -> int:
         gc.set_threshold(*threshold)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", nightly(MODELS, but=["roberta", "llama", "adapter"]))
 def test_phases_are_those_of_real_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The process itself is no tensor.
     monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)

@@ -16,6 +16,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.costs.times import known_costs
 from optimum_memopt.engines.compile.memory import footprint
+from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.predict.planner import SWITCH, CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.table import PlanTable
@@ -24,11 +25,17 @@ from tests.compiled import DROPOUT
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
+from tests.train.test_layers import Perceptrons
 from tests.trainer_runs import log_lines
 
 HELD = 2**29
 FOUND, TOO_LARGE = "under the plan of an earlier start", "the plan of an earlier start does not fit"
-MODELS = {"layer": ("llama", {"num_hidden_layers": 4}), "model": ("roberta-mlm", {**DROPOUT, "num_hidden_layers": 2})}
+# By unit, and a quick one by layers.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "layer": ("llama", {"num_hidden_layers": 4}),
+    "model": ("roberta-mlm", {**DROPOUT, "num_hidden_layers": 2}),
+    "own": ("own", {}),
+}
 # By unit: gradients without a plan, and a budget.
 PLAIN: dict[str, tuple[Any, int]] = {}
 
@@ -78,12 +85,13 @@ class Starts:
         name, changes = MODELS[self.unit]
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = ZOO[name].build(**changes)
-        engine = CompileEngine(selection, "aot_eager", unit=self.unit)
+        model = Perceptrons() if name == "own" else ZOO[name].build(**changes)
+        engine = CompileEngine(selection, "aot_eager", unit=LAYER if name == "own" else self.unit)
         engine.attach(model)
         try:
             torch.manual_seed(1)
-            results = accumulate(model, [ZOO[name].batch(16, 48)])
+            batch = {"x": torch.randn(16, 256, 32)} if name == "own" else ZOO[name].batch(16, 48)
+            results = accumulate(model, [batch])
             self.peak, self.table = engine.predictor.footprint().peak, engine.plans()
             return results
         finally:
@@ -99,7 +107,7 @@ def has(lines: list[str], text: str) -> bool:
     return any(text in line for line in lines)
 
 
-@pytest.mark.parametrize("unit", nightly(MODELS, but=["layer"]))
+@pytest.mark.parametrize("unit", nightly(MODELS, but=["own"]))
 def test_the_second_start_solves_nothing(starts, unit) -> None:
     run = starts(unit)
     assert not has(run.again(), FOUND)
@@ -109,6 +117,13 @@ def test_the_second_start_solves_nothing(starts, unit) -> None:
     run.held -= 2**20
     assert has(run.again(), FOUND)
     assert run.table == first, "predicted for what the first process held"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("unit", MODELS)
+def test_a_start_with_more_room_or_another_budget_solves_anew(starts, unit) -> None:
+    run = starts(unit)
+    run.again()
     run.held -= HELD // 16
     assert not has(run.again(), FOUND), "there is room for a cheaper plan"
     assert not any(row.is_on for row in run.table.plans)
@@ -175,6 +190,7 @@ def _that_recomputes_nothing(text: str) -> str:
     return json.dumps(content)
 
 
+@pytest.mark.nightly
 def test_a_plan_that_does_not_fit_is_not_blamed_on_the_compiler(starts) -> None:
     run = starts()
     run.again()

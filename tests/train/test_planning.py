@@ -112,6 +112,7 @@ def test_the_largest_batch_of_a_level(config) -> None:
     assert peaks[0] <= 1.005 * 3 * small.peak < 1.01 * peaks[1]
 
 
+@pytest.mark.nightly
 def test_with_a_budget_the_largest_batch_is_the_last_that_has_a_plan() -> None:
     unplanned = of_stack(8192)
     budget = f"{unplanned.peak / 2**20:.3f}MiB"

@@ -15,6 +15,7 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, Re
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.planned_forward import _MOST_OF_CAUSE, Recompiles
 from optimum_memopt.plans.grammar import parse
+from tests.rotation import nightly
 from tests.small_model import CLASSES, WIDTH, Block
 from tests.trainer_runs import log_lines
 
@@ -215,7 +216,7 @@ AROUND: dict[str, tuple[type[Annealed], list[dict[str, Any]], Callable[[Any, int
 }
 
 
-@pytest.mark.parametrize("case", AROUND)
+@pytest.mark.parametrize("case", nightly(AROUND, but=["argument"]))
 def test_layers_keep_their_plan_where_the_code_around_them_is_left_to_python(case: str) -> None:
     build, batches, change, guard = AROUND[case]
     torch.manual_seed(0)
@@ -255,6 +256,7 @@ class Scaling(torch.nn.Module):
         return torch.nn.functional.gelu(x) * self.scale
 
 
+@pytest.mark.nightly
 def test_a_budget_goes_on() -> None:
     model = Annealed()
     optimize(model, memory_opt_compiler="aot_eager", memory_opt_budget="8GiB")

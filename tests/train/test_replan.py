@@ -112,6 +112,7 @@ def test_at_most_three_times_and_then_the_first_error(tmp_path):
     assert (tmp_path / "memory_report.json").exists()
 
 
+@pytest.mark.nightly
 def test_each_plan_is_for_less_than_the_last_budget(tmp_path):
     """Each step runs out with more held than was planned for."""
     _, lines, error = run_small(tmp_path, {2: "forward", 3: "backward"}, memory_opt_budget="512MiB")
@@ -183,7 +184,7 @@ class WithLossModule(Small):
         return self.loss_module(0)(logits).square().sum()
 
 
-@pytest.mark.parametrize("holds", ["attribute", "dictionary"])
+@pytest.mark.parametrize("holds", nightly(["attribute", "dictionary"], but=["attribute"]))
 def test_a_loss_with_parameters_and_statistics_of_its_own(tmp_path, holds):
     def run(folder: str, fails: dict[int, str]) -> Any:
         torch.manual_seed(0)

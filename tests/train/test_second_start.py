@@ -93,17 +93,15 @@ def test_it_compiles_nothing_and_is_the_same_run(caches, first) -> None:
     assert {key: second[key] for key in ("losses", "plans")} == {key: first[key] for key in ("losses", "plans")}
 
 
+@pytest.mark.nightly
 def test_a_batch_of_another_size_gets_its_own_plan_table(caches, first) -> None:
     other = caches.start(LEVEL, rows=6)
     assert float.fromhex(other["losses"][0]) == pytest.approx(other["plain"], rel=1e-5)
     assert other["plans"] != first["plans"], "bytes of the batch that was cached"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.nightly), {**LEVEL, "memory_opt_loss": "chunked"}],
-    ids=["no plan", "another loss"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{}, {**LEVEL, "memory_opt_loss": "chunked"}], ids=["no plan", "another loss"])
 def test_another_option_is_compiled(caches, first, options) -> None:
     other = caches.start(options)
     assert other["misses"] > 0

@@ -26,6 +26,7 @@ from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same, a
 from tests.graph.test_tape_problem import captured
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
+from tests.train.test_layers import Perceptrons
 from tests.train.test_step_memory import EXACT, measured
 
 LAYERS = 9
@@ -34,6 +35,8 @@ RANDOM_STATE = 5056
 
 
 def deep(name: str, **changes: float) -> torch.nn.Module:
+    if name == "own":
+        return Perceptrons(LAYERS, **changes)
     return ZOO[name].build(**ZOO[name].deep(LAYERS), **changes)
 
 
@@ -57,7 +60,7 @@ def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -
 
 def input_bytes(model: torch.nn.Module, batch: Batch) -> int:
     """Of the hidden states."""
-    return batch["input_ids"].numel() * model.config.hidden_size * 4
+    return batch["x"].nbytes if "x" in batch else batch["input_ids"].numel() * model.config.hidden_size * 4
 
 
 def seeded(model: torch.nn.Module, batch: Batch) -> Gradients:
@@ -69,15 +72,19 @@ def recomputed(engine: CompileEngine) -> list[str]:
     return [call.layer for call in engine.predictor.tape.calls if call.recomputed]
 
 
-CASES = {"llama": {}, "roberta-mlm": DROPOUT, "t5": {}}
+CASES = {"own": {"dropout": 0.1}, "llama": {}, "roberta-mlm": DROPOUT, "t5": {}}
 
 
-@pytest.mark.parametrize("name", nightly(list(CASES), but=["roberta-mlm"]))
+def batch_of(name: str, rows: int, length: int) -> Batch:
+    return {"x": torch.randn(rows, length, 32)} if name == "own" else ZOO[name].batch(rows, length)
+
+
+@pytest.mark.parametrize("name", nightly(list(CASES), but=["own"]))
 def test_a_budget_below_level_1_runs_layers_in_segments(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hold_still(monkeypatch)
-    model, batch = deep(name, **CASES[name]), ZOO[name].batch(8, 48)
+    model, batch = deep(name, **CASES[name]), batch_of(name, 8, 48)
     budget = below_all_plans(model, batch)
     engine = attached(model, Selection(level=1))
     expected = seeded(model, batch)
@@ -92,7 +99,7 @@ def test_a_budget_below_level_1_runs_layers_in_segments(
     assert engine.predictor.saved() + states == pytest.approx(saved, **EXACT)
     assert predicted.activations + states == pytest.approx(peak, **EXACT)
     # Another batch, by the sizes of the first one.
-    other = ZOO[name].batch(5, 31)
+    other = batch_of(name, 5, 31)
     _, peak = measured(model, other)
     sizes = engine.predictor.sizes_of(other)
     assert engine.predictor.activations(sizes) + states == pytest.approx(peak, **EXACT)
@@ -118,6 +125,7 @@ def segments() -> PlanFile:
         return plan
 
 
+@pytest.mark.nightly
 def test_a_graph_that_is_kept_is_recomputed_twice(segments: PlanFile) -> None:
     model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
     plain = copy.deepcopy(model)
@@ -132,6 +140,7 @@ def test_a_graph_that_is_kept_is_recomputed_twice(segments: PlanFile) -> None:
     engine.detach()
 
 
+@pytest.mark.nightly
 def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> None:
     model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
     for layer in model.model.layers[::4]:
@@ -247,6 +256,7 @@ def test_inputs_of_layers_wait_on_the_host(name: str) -> None:
     engine.detach()
 
 
+@pytest.mark.nightly
 def test_an_input_that_a_layer_has_not_is_an_error() -> None:
     model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
     plan, _ = level_1(model, batch)
@@ -262,6 +272,7 @@ def forward():
     return graphs, problem_of(graphs, [graph.sizes for graph in graphs])
 
 
+@pytest.mark.nightly
 def test_below_what_is_recomputed_inputs_are_offloaded(forward) -> None:
     graphs, problem = forward
     offloadable = {
@@ -289,6 +300,7 @@ def test_below_what_is_recomputed_inputs_are_offloaded(forward) -> None:
     assert compose(dataclasses.replace(tape, calls=tuple(calls)), events).peak() <= plan.peak
 
 
+@pytest.mark.nightly
 def test_segments_take_no_more_time_than_they_need(forward) -> None:
     """Each byte less is another layer that runs again, and the peak that is said is that of the composition."""
     _, problem = forward

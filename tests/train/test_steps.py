@@ -108,7 +108,7 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
     assert steps.lowest(free, False) == few.peak
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", nightly([1, 4], but=[1]))
 def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
     """Of plain PyTorch and of the engine, by the same rates; a graph with symbols has some launches more."""
     workload = Workload(folder, "text-generation", 24, LENGTH)
@@ -120,7 +120,7 @@ def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
         assert found.total(micro_batches) == pytest.approx(way.seconds, rel=0.02), name
 
 
-@pytest.mark.parametrize("copies", nightly([True, False], but=[False]))
+@pytest.mark.parametrize("copies", nightly([True, False]))
 def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies):
     """Below level 1 what layers hand to one another waits on the host, or is computed again where no copy is known."""
     device = tmp_path / "device.json"
@@ -233,20 +233,26 @@ def deep_folder(tmp_path_factory) -> str:
     return save(tmp_path_factory.mktemp("deep"), "gpt2", **{**BIG, "n_layer": 6})
 
 
+def of_unit(folder: str, unit: str):
+    workload = Workload(folder, "text-generation", seq_len=LENGTH)
+    return of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager", unit=unit))
+
+
 @pytest.fixture(scope="module")
-def by_unit(deep_folder):
-    workload = Workload(deep_folder, "text-generation", seq_len=LENGTH)
-    return {
-        unit: of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager", unit=unit))
-        for unit in (LAYER, MODEL)
-    }
+def by_layer(deep_folder):
+    return of_unit(deep_folder, LAYER)
+
+
+@pytest.fixture(scope="module")
+def by_unit(deep_folder, by_layer):
+    return {LAYER: by_layer, MODEL: of_unit(deep_folder, MODEL)}
 
 
 @pytest.mark.parametrize("accumulates", nightly([False, True], but=[True]))
 @pytest.mark.parametrize("name", ["no plan", "level 1"])
-def test_layers_take_what_their_plan_is_predicted_to_take(by_unit, deep_folder, name, accumulates):
+def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder, name, accumulates):
     """With a batch of other rows than the traced ones."""
-    steps = by_unit[LAYER]
+    steps = by_layer
     assert len(steps.graphs[True]._graphs) > 1
     spec = StepSpec("h100", "aot_eager", unit=LAYER, gradient_accumulation_steps=1 + accumulates)
     selection = Selection(level=1) if name == "level 1" else Selection()
@@ -255,6 +261,7 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_unit, deep_folder, 
     assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
 
 
+@pytest.mark.nightly
 def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
     level, free = (by_unit[LAYER].step(plan(by_unit[LAYER], name, True), 24, False) for name in ("level 1", "no plan"))
     budget = (level.peak + free.peak) // 2
@@ -272,6 +279,7 @@ def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
     assert found[LAYER].recomputing - whole.recomputing <= 0.05 * (sum(whole.seconds.values()) + whole.recomputing)
 
 
+@pytest.mark.nightly
 def test_layers_are_traced_once(by_unit):
     operators = {
         unit: sum(len(graph.analyzed.joint.nodes) for graph in steps.graphs[True]._graphs)

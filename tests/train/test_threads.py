@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from optimum_memopt import optimize, plan, simulate
 from tests.trainer_runs import CASES, build
 
@@ -34,6 +36,7 @@ def estimate(model, **asked):
     return [found.peak, *(way.peak for way in found.ways)]
 
 
+@pytest.mark.nightly
 def test_predictions_in_threads_are_those_of_one_thread():
     batch, model = CASES["small"].batch(), build("small")
     calls = {

@@ -51,6 +51,7 @@ def images(size):
     return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.arange(size) % 2}
 
 
+@pytest.mark.nightly
 def test_the_first_deberta_is_one_graph_for_all_sizes():
     model, plain = deberta()
     theirs = modeling_deberta.compute_attention_span

@@ -304,6 +304,7 @@ def test_the_plan_of_a_run_is_the_plan_of_the_next(tmp_path):
     assert trained["file"][1] == trained["level"][1] and any(trained["file"][1])
 
 
+@pytest.mark.nightly
 def test_generation_during_evaluation(tmp_path):
     """A Seq2SeqTrainer generates with the model that is being trained. Under the plain loss, since the chunked one is
     that of PyTorch to rounding only."""

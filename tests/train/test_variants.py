@@ -23,6 +23,7 @@ from optimum_memopt.sizes import Budget
 from tests.captured import by_bytes
 from tests.compiled import recorded
 from tests.gradients import Batch, assert_bitwise_same_step
+from tests.rotation import nightly
 from tests.train.test_step_memory import EXACT, measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make, tables
@@ -128,7 +129,7 @@ def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
     assert single.engine.plan_file().graphs == one.engine.plan_file().graphs
 
 
-@pytest.mark.parametrize("unit", [MODEL, LAYER])
+@pytest.mark.parametrize("unit", nightly([MODEL, LAYER], but=[MODEL]))
 def test_another_bucket_is_traced_by_none(attached, budget: int, unit: str) -> None:
     """It is another choice for the graphs of the first one, whichever batch was traced."""
     for first, second in ((LONG, SHORT), (SHORT, LONG)):
@@ -176,6 +177,7 @@ def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_lengths_that_are_not_known_count_alike(attached, budget: int) -> None:
     one = attached(budget, 3, lengths=())
     one.step(LONG)
@@ -192,6 +194,7 @@ def test_lengths_that_are_not_known_count_alike(attached, budget: int) -> None:
     assert len(splits) == 2
 
 
+@pytest.mark.nightly
 def test_a_larger_batch_gets_a_plan_and_the_former_one_stays(attached, budget: int) -> None:
     one = attached(budget, 2, lengths=())
     with recorded() as splits, log_lines() as lines:

@@ -35,29 +35,39 @@ REPLAN = {"per_device_train_batch_size": 4, "max_steps": 3, "memory_opt_engine":
 REPLAN |= {"memory_opt_loss": "plain", "memory_opt_on_oom": "replan"}
 
 
+OWN = {"memory_opt_config": "Gelu+:1:-1"}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """`accelerate launch` with two processes."""
-    own = {"memory_opt_config": "Gelu+:1:-1"}
     folder = tmp_path_factory.mktemp("two")
-    # As on two machines, each with a cache of its own.
-    caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
     jobs = [
         Job("steps", model=MODEL, rows=ROWS, arguments={**TWO, **SAVING, **OBSERVED}),
         Job("accumulation", rows=ROWS, arguments={**TWO, **ACCUMULATING}, count_reductions=True),
         Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
         Job("compile-accumulation", rows=ROWS, arguments={**COMPILE, **ACCUMULATING}, count_reductions=True),
+        Job("other-variable", arguments=OWN, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
+        Job("other-plan", arguments=OWN, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
+        Job("fails-at-once", arguments=OWN, rank_arguments={"0": {"memory_opt_log_file": str(folder)}}),
+        # Of a host for as many processes a share of nothing.
+        Job("fails-in-a-step", arguments=BUDGET, environment={"1": {"LOCAL_WORLD_SIZE": "99999999"}}),
+        Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
+        Job("after-all-this", arguments=OWN),
+    ]
+    return launching.run_jobs(launching.launcher("accelerate"), folder, jobs)
+
+
+@pytest.fixture(scope="module")
+def two_ranks_that_plan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    # As on two machines, each with a cache of its own.
+    caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
+    jobs = [
         Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
         Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),
         Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
         Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
-        Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
-        Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
-        Job("fails-at-once", arguments=own, rank_arguments={"0": {"memory_opt_log_file": str(folder)}}),
-        # Of a host for as many processes a share of nothing.
-        Job("fails-in-a-step", arguments=BUDGET, environment={"1": {"LOCAL_WORLD_SIZE": "99999999"}}),
-        Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
-        Job("after-all-this", arguments=own),
     ]
     return launching.run_jobs(launching.launcher("accelerate"), folder, jobs)
 
@@ -108,9 +118,10 @@ def test_ranks_have_the_same_plans_on(two_ranks, prefix):
     assert not prefix or named[0]["Loss+:1:-1"] == (1, 1)
 
 
-def test_two_ranks_under_a_budget_agree(two_ranks):
+@pytest.mark.nightly
+def test_two_ranks_under_a_budget_agree(two_ranks_that_plan):
     """`90%` of a host is that share of each rank's part of it."""
-    ranks = two_ranks.trained("compile-budget")
+    ranks = two_ranks_that_plan.trained("compile-budget")
     assert ranks[0]["digest"] == ranks[1]["digest"]
     budgets = [re.search(r"budget ([\d.]+) GiB", rank["table"]["header"][0])[1] for rank in ranks]
     assert budgets[0] == budgets[1]
@@ -118,22 +129,25 @@ def test_two_ranks_under_a_budget_agree(two_ranks):
     assert float(budgets[0]) == pytest.approx(share, rel=0.01)
 
 
-def test_one_rank_measures_for_all(two_ranks):
-    measured = list(two_ranks.folder.glob("cache-*/optimum_memopt/operators*.json"))
+@pytest.mark.nightly
+def test_one_rank_measures_for_all(two_ranks_that_plan):
+    measured = list(two_ranks_that_plan.folder.glob("cache-*/optimum_memopt/operators*.json"))
     assert len(measured) == 1 and json.loads(measured[0].read_text())
 
 
-def test_two_ranks_take_the_same_micro_batch(two_ranks, one_rank):
+@pytest.mark.nightly
+def test_two_ranks_take_the_same_micro_batch(two_ranks_that_plan, one_rank):
     """With other sizes than the other's a rank would wait for its gradients for ever."""
-    ranks = two_ranks.trained("batch-auto")
+    ranks = two_ranks_that_plan.trained("batch-auto")
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert [rank["steps"] for rank in ranks] == [HALF, HALF]
-    assert two_ranks.output.count("to each optimizer step of 8 rows a rank") == 1
-    assert distance(two_ranks.weights("batch-auto"), one_rank.weights("accumulation")) < 1e-5
+    assert two_ranks_that_plan.output.count("to each optimizer step of 8 rows a rank") == 1
+    assert distance(two_ranks_that_plan.weights("batch-auto"), one_rank.weights("accumulation")) < 1e-5
 
 
-def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks):
-    ranks, enough = two_ranks.trained("replan"), two_ranks.trained("replan-enough")
+@pytest.mark.nightly
+def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks_that_plan):
+    ranks, enough = (two_ranks_that_plan.trained(name) for name in ("replan", "replan-enough"))
     assert ranks[0]["digest"] == ranks[1]["digest"] == enough[0]["digest"]
     said = [[line for line in rank["lines"] if "running it again" in line] for rank in ranks]
     assert not said[0] and [line[:6] for line in said[1]] == ["step 1", "step 2"]

@@ -86,7 +86,7 @@ def other_options(name: str) -> Job:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Ranks that train, and ranks that are refused."""
-    cells = ("ddp-padding-stock", "ddp-padding-none", "ddp-padding-level", "fsdp2-late-stock", "fsdp2-late-level")
+    cells = ("ddp-padding-stock", "ddp-padding-level")
     jobs = [*map(other_options, OTHER_OPTIONS), *(job(*cell.split("-")) for cell in cells)]
     return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("launched"), jobs)
 
@@ -107,17 +107,25 @@ def check(done: Done, *cells: str) -> None:
 
 
 def test_padding_on_one_rank(launched: Done) -> None:
-    check(launched, "ddp-padding-none", "ddp-padding-level")
+    check(launched, "ddp-padding-level")
     first, second = launched.trained("ddp-padding-level")
     assert first["table"]["plans"] != second["table"]["plans"]
 
 
-def test_later_padding_on_one_rank_of_those_that_gather_parameters(launched: Done) -> None:
+@pytest.mark.nightly
+def test_padding_on_one_rank_without_a_plan(tmp_path: Path) -> None:
+    jobs = [job("ddp", "padding", plan) for plan in ("stock", "none")]
+    check(run_jobs(launcher("torchrun"), tmp_path, jobs), "ddp-padding-none")
+
+
+@pytest.mark.nightly
+def test_later_padding_on_one_rank_of_those_that_gather_parameters(tmp_path: Path) -> None:
     """It alone compiles another graph."""
-    check(launched, "fsdp2-late-level")
+    done = run_jobs(launcher("torchrun"), tmp_path, [job("fsdp2", "late", plan) for plan in ("stock", "level")])
+    check(done, "fsdp2-late-level")
     said = [
         "compiling another training graph: the first batch with padding" in rank["lines"]
-        for rank in launched.trained("fsdp2-late-level")
+        for rank in done.trained("fsdp2-late-level")
     ]
     assert said == [False, True]
 
