@@ -25,7 +25,7 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 def _is_in(value: Any, names: Collection[Any]) -> bool:
     first = _arguments(value)[0]
-    return value in names or first in names or (hasattr(value, "__name__") and value.__name__ in names)
+    return value in names or first in names or getattr(value, "__name__", None) in names
 
 
 class Share:
