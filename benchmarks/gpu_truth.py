@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, Training
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.standins import eager_standin
-from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
+from optimum_memopt.engines.compile.costs.costs import bounded
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
 from optimum_memopt.engines.compile.memory.events import Event
@@ -382,7 +382,7 @@ def liger_seconds(row: LigerRow) -> float:
         gradient = None if not output.dim() else beside[0] if beside else torch.empty_like(output)
         recorder.records_work = row.mode != "forward"
         output.backward(gradient)
-    return sum(seconds_by_bound(recorder.run().calls, device).values())
+    return sum(bounded(work, device)[0] for work in recorder.run().calls)
 
 
 def liger_times(rows: Sequence[LigerRow]) -> str:

@@ -19,7 +19,10 @@ PRIVATE_NAMES_ALLOWED = {
     # What a graph is read with: an operator's name, schema and type, the mode that sees each operator. They have no
     # public counterpart, have not changed since torch 2.0, and are in nearly each line that reads a graph.
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
-    "engines.compile.costs.costs": {"_scaled_dot_product_", "_scaled_dot_product_flash_attention_for_cpu"},
+    "engines.compile.costs.work": {
+        *("_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax"),
+        *("_softmax_backward_data", "_to_copy", "_scaled_dot_product_", f"{_ATTENTION.format('flash')}_for_cpu"),
+    },
     # Names of ATen's operators, as strings.
     "engines.compile.memory.workspaces": {
         *("_log_softmax_backward_data", "_softmax_backward_data", f"{_ATTENTION.format('flash')}_for_cpu"),

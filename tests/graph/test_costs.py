@@ -4,7 +4,9 @@ import resource
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs import costs
 from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
 from optimum_memopt.engines.compile.costs.times import cache_path, known_costs, replayed
+from optimum_memopt.engines.compile.costs.work import Kernel, Work, work_of, works
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
@@ -24,7 +27,7 @@ from tests.captured import Captured, capture
 
 def measured(captured: Captured, known: dict[str, costs.Measured], **limit: float) -> costs.Costs:
     joint, sizes = captured.joint, captured.sizes
-    return costs.measured(joint, sizes, costs.works(joint, sizes), False, known, **limit)
+    return costs.measured(joint, sizes, works(joint, sizes), False, known, **limit)
 
 
 def test_a_roofline_has_seconds_for_all_that_runs(roberta: Captured) -> None:
@@ -46,7 +49,7 @@ def test_a_roofline_has_seconds_for_all_that_runs(roberta: Captured) -> None:
 def test_an_operator_takes_the_longest_of_what_bounds_it() -> None:
     """A launch, its products, its operands."""
     device, gib = DEVICES["A100"], 2**30
-    moving, computing = gib / (0.625 * 2039e9), 1e12 / (0.85 * 312e12)
+    moving, computing = gib / (0.75 * 2039e9), 1e12 / (0.85 * 312e12)
     cases = {
         (gib, 0.0): (moving, BANDWIDTH),
         (gib, 1e12): (computing, COMPUTE),
@@ -55,12 +58,74 @@ def test_an_operator_takes_the_longest_of_what_bounds_it() -> None:
         (64.0, 8.0): (4e-6, LAUNCHES),
     }
     for (size, flops), (seconds, bound) in cases.items():
-        work = costs.Work("aten.mm.default()", size, flops, "bfloat16")
+        work = Work("aten.mm.default()", size, flops, "bfloat16")
         assert costs.bounded(work, device) == (pytest.approx(seconds), bound)
-    slower = costs.Work("aten.mm.default()", 64.0, 1e12, "float32")
+    slower = Work("aten.mm.default()", 64.0, 1e12, "float32")
     assert costs.bounded(slower, device)[0] == pytest.approx(computing * 312 / 19.5)
-    within = costs.Work("aten.mul.Tensor()", 0.0, 0.0, "float32", is_launched=False)
+    within = Work("aten.mul.Tensor()", 0.0, 0.0, "float32", is_launched=False)
     assert costs.bounded(within, device)[0] == 0
+
+
+def work_of_call(operator: Any, *given: Any) -> Work:
+    return work_of(operator, given, {}, operator(*given), None)
+
+
+def test_kinds_of_kernels_have_rates_of_their_own() -> None:
+    """Rows that are no multiple of 16 bytes, other dtypes, sums, causal attention, thin products in float32."""
+    aten, device = torch.ops.aten, DEVICES["H100"]
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    hidden, wide, wider = meta(4096, 1024), meta(1024, 50264), meta(1024, 50265)
+    aligned, unaligned = work_of_call(aten.mm.default, hidden, wide), work_of_call(aten.mm.default, hidden, wider)
+    assert (aligned.kernel, unaligned.kernel) == (Kernel.PRODUCT, Kernel.UNALIGNED)
+    slower = costs.bounded(unaligned, device)[0] / costs.bounded(aligned, device)[0]
+    assert slower == pytest.approx(1 / device.attained.unaligned, rel=1e-3)
+    # The weight's rows are long, whatever its columns are.
+    assert work_of_call(aten.mm.default, hidden, meta(50265, 1024).t()).kernel is Kernel.UNALIGNED
+    assert work_of_call(aten.mm.default, wider.t().float(), meta(1024, 8).float()).kernel is Kernel.PRODUCT
+    half, single = meta(64, 1024), meta(64, 1024, dtype=torch.float32)
+    kinds = {
+        Kernel.MOVING: [(aten.add.Tensor, half, half), (aten.mul.Tensor, single, 2.0)],
+        Kernel.CONVERTING: [(aten.add.Tensor, half, single)],
+        Kernel.REDUCING: [(aten.sum.dim_IntList, half, [0]), (aten._log_softmax.default, half, -1, False)],
+    }
+    for kind, calls in kinds.items():
+        assert [work_of_call(*call).kernel for call in calls] == [kind] * len(calls)
+    for dtype, kind in ((torch.float32, Kernel.CONVERTING), (torch.bfloat16, Kernel.MOVING)):
+        copied = aten._to_copy.default(half, dtype=dtype)
+        assert work_of(aten._to_copy.default, (half,), {"dtype": dtype}, copied, None).kernel is kind
+    # A table of which few rows are read.
+    table, ids = meta(50265, 1024), meta(8, dtype=torch.int64)
+    assert work_of_call(aten.embedding.default, table, ids).bytes == 2 * 8 * 1024 * 2 + 8 * 8
+    thin = work_of_call(aten.mm.default, meta(4096, 2048, dtype=torch.float32), meta(2048, 16, dtype=torch.float32))
+    assert thin.flops == 4 * 2 * 4096 * 2048 * 16
+    heads = [meta(2, 4, 128, 64) for _ in range(3)]
+    full, causal = (
+        work_of_call(aten._scaled_dot_product_flash_attention.default, *heads, 0.0, is_causal)
+        for is_causal in (False, True)
+    )
+    assert full.kernel is Kernel.ATTENTION and full.flops == 2 * causal.flops > 0
+
+
+def test_a_step_waits_for_python_where_kernels_are_short() -> None:
+    device = DEVICES["H100"]
+    short, long = (Work("aten.mul.Tensor()", size, 0.0, "bfloat16") for size in (1e3, 1e9))
+    in_backward = replace(short, by_python=False)
+    call = device.attained.call
+
+    def seconds(*calls: Work) -> float:
+        return sum(costs.seconds_by_bound(calls, device).values())
+
+    assert seconds(*[short] * 1000) - seconds(*[short] * 500) == pytest.approx(500 * call)
+    assert seconds(*[in_backward] * 1000) - seconds(*[in_backward] * 500) == pytest.approx(250 * call)
+    # Python is ahead, and behind long kernels short ones take no longer than the device needs for them.
+    of_long = costs.bounded(long, device)[0]
+    assert seconds(*[long] * 100) - seconds(*[long] * 50) == pytest.approx(50 * of_long)
+    by_bound = costs.seconds_by_bound([*[long] * 100, *[short] * 100], device)
+    assert by_bound[BANDWIDTH] == pytest.approx(100 * of_long)
+    assert by_bound[LAUNCHES] < 100 * call
 
 
 def test_measuring_draws_no_random_numbers_and_is_remembered(roberta, monkeypatch) -> None:
@@ -110,11 +175,11 @@ def test_measuring_allocates_no_more_than_there_is_room_for() -> None:
     captured = capture(step, *given)
     (rows,) = [symbol for symbol, size in captured.sizes.items() if size == 64][:1]
     sizes = {**captured.sizes, rows: 64_000}
-    works = costs.works(captured.joint, sizes)
+    of_joint = works(captured.joint, sizes)
 
     def found(known: dict[str, costs.Measured], room: int | None) -> tuple[int, costs.Costs]:
         peak, _, result = allocated(
-            lambda: costs.measured(captured.joint, sizes, works, False, known, limit=60.0, room=room)
+            lambda: costs.measured(captured.joint, sizes, of_joint, False, known, limit=60.0, room=room)
         )
         return peak, result
 
@@ -123,8 +188,8 @@ def test_measuring_allocates_no_more_than_there_is_room_for() -> None:
     least, bounded = found(known, 64 * 2**20)
     assert most > 500 * 2**20 and least <= 64 * 2**20
     # What followed from smaller sizes is not for the cache.
-    assert {work.key for work in works if work is not None and work.flops}.isdisjoint(known)
-    for seconds, expected, work in zip(bounded.seconds, free.seconds, works, strict=True):
+    assert {work.key for work in of_joint if work is not None and work.flops}.isdisjoint(known)
+    for seconds, expected, work in zip(bounded.seconds, free.seconds, of_joint, strict=True):
         assert (seconds > 0) == (expected > 0)
         if work is not None and work.flops:
             # Whatever else runs.
@@ -252,7 +317,7 @@ def test_a_device_by_name_or_file(tmp_path: Path) -> None:
     assert device_of("rtx4090") is device_of("RTX 4090") is DEVICES["RTX 4090"]
     path = tmp_path / "own.json"
     path.write_text(json.dumps(FIELDS))
-    assert device_of(str(path)).product_rate("bfloat16") == pytest.approx(0.7e12)
+    assert device_of(str(path)).product_rate("bfloat16") == pytest.approx(0.75e12)
     for name, why in (("B9000", "allowed are H100"), ("no.json", "No such file")):
         with pytest.raises(MemOptError, match=why):
             device_of(name)

@@ -11,8 +11,9 @@ from transformers import LlamaConfig
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, Training
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
-from optimum_memopt.engines.compile.costs.costs import bounded, works
+from optimum_memopt.engines.compile.costs.costs import bounded
 from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.costs.work import works
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.live_step import plain_step

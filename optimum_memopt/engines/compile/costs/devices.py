@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.compile.costs.work import Kernel
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.plans.plan_file import read_json
@@ -45,15 +46,26 @@ class Attained:
     Attributes:
         bandwidth: of the memory's, by kernels that move operands.
         flops: of matrix products'.
+        unaligned: of these, by half-precision products whose rows are no multiple of 16 bytes.
+        call: seconds that Python takes to call an operator from a module, on the machine of the times.
     """
 
     bandwidth: float
     flops: float
+    unaligned: float = 0.33
+    call: float = 22e-6
+
+    def share(self, kernel: Kernel) -> float:
+        """Of the rate of kernels that move operands, and of products, what this kind of kernel gets."""
+        return self.unaligned if kernel is Kernel.UNALIGNED else _SHARES.get(kernel, 1.0)
 
 
-# H100 and A100: Liger-Kernel's benchmarks of PyTorch. L40S: PEFT's method comparison. GeForce: Liger's on an RTX 4090.
-_HOPPER, _AMPERE = Attained(0.9, 0.65), Attained(0.625, 0.85)
-_ADA, _GEFORCE = Attained(0.85, 0.7), Attained(0.725, 1.0)
+# Of an H100's kernels under a profiler.
+_SHARES = {Kernel.FUSED: 0.75, Kernel.CONVERTING: 0.7, Kernel.REDUCING: 0.55, Kernel.ATTENTION: 0.33}
+# H100: plain PyTorch's steps, and Liger-Kernel's benchmarks of PyTorch, as A100. L40S: PEFT's method comparison.
+# GeForce: Liger's on an RTX 4090. Hopper's full rate has instructions of its own, which unaligned products do not use.
+_HOPPER, _AMPERE = Attained(0.9, 0.74, unaligned=0.17, call=36e-6), Attained(0.75, 0.85)
+_ADA, _GEFORCE = Attained(0.9, 0.75), Attained(0.85, 1.0)
 
 
 @dataclass(frozen=True)

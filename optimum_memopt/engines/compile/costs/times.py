@@ -37,11 +37,10 @@ from optimum_memopt.engines.compile.costs.costs import (
     measured,
     roofline,
     timed,
-    work_between,
-    works,
 )
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
+from optimum_memopt.engines.compile.costs.work import work_between, works
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_output, is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
@@ -195,8 +194,9 @@ _ROUNDS = 3
 _ADDING = 3
 # Elements of the optimizer's step that is measured.
 _MEASURED = 2**22
-# Rows of the batches that those of others follow from: of work, which grows by the row, and of measured seconds.
-_TWO = (1, 2)
+# Rows of the batches that those of others follow from: of work, which grows by the row from a kernel's tile on, and of
+# measured seconds.
+_TWO = (64, 128)
 _MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
 # A batch that takes n seconds is not run to measure it.
 _LONG = 1.0
@@ -261,7 +261,8 @@ def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -
 
     def times(rows: int) -> OperatorTimes:
         found = [(0.0, "")] * len(low)
-        for node, work in zip(nodes, work_between(one, two, rows - 1) or (), strict=True):
+        share = (rows - _TWO[0]) / (_TWO[1] - _TWO[0])
+        for node, work in zip(nodes, work_between(one, two, share) or (), strict=True):
             found[node] = bounded(work, device)
         return _bounded(found, f"roofline {device.name}")
 

@@ -36,7 +36,7 @@ from optimum_memopt.engines.api.predictions import (
     Phase,
     StepTimeline,
 )
-from optimum_memopt.engines.compile.costs.costs import Work, work_of
+from optimum_memopt.engines.compile.costs.work import Work, work_of
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import (
@@ -404,9 +404,11 @@ class LiveRecorder(TorchDispatchMode):
             if self._reads_floats and dynamo.reads_a_number(function) and args[0].is_floating_point():
                 return 1.0
             raise MemOptError(_reads_data(function)) from error
-        if self.records_work and fake_tensors.runs_kernel(function):
-            self._calls.append(work_of(function, args, kwargs, results, None))
         node = autograd.current_node()
+        if self.records_work and fake_tensors.runs_kernel(function):
+            work = work_of(function, args, kwargs, results, None)
+            # What is checkpointed is called by modules in the backward, too.
+            self._calls.append(replace(work, by_python=node is None or bool(self._modules)))
         # Until a module is called again: gradients are clipped before the optimizer's step.
         self._is_behind_backward = self._is_behind_backward or node is not None
         phase = BACKWARD if self._is_behind_backward else self._phase

@@ -28,9 +28,10 @@ from optimum_memopt.engines.compile.capture.standins import (
 )
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
-from optimum_memopt.engines.compile.costs.costs import Work, seconds_by_bound, work_between
+from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
+from optimum_memopt.engines.compile.costs.work import Work, work_between
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -89,10 +89,14 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator by name, those left out with their default."""
-    schema = getattr(node.target, "_schema", None)
+    return arguments_by_name(node.target, node.args, node.kwargs)
+
+
+def arguments_by_name(operator: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator's call, those left out with their default; none for what has no schema."""
+    schema = getattr(operator, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
-    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    given = dict(zip((argument.name for argument in arguments), positional, strict=False)) | dict(named)
     return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 

@@ -1,0 +1,281 @@
+"""The work of single operators, of a joint graph's nodes or of calls while they run: bytes that are moved, floating
+point operations, and which kind of kernel does it. Pure.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from optimum_memopt.compat import tensors_in
+from optimum_memopt.engines.compile.costs.fusion import Moved
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    first_input,
+    is_chunked_loss_operator,
+    is_number,
+    is_view,
+    root,
+    storage_bytes,
+    symbolic,
+    tensor_value,
+    value,
+)
+from optimum_memopt.engines.compile.loss.operator import loss_shape
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+
+_ATTENTION = "_scaled_dot_product_"
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+# They read and write what they have in several passes, or wait for sums across threads.
+_REDUCTIONS = frozenset(
+    (
+        "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
+        "_softmax_backward_data", "amax", "mean", "native_layer_norm", "native_layer_norm_backward", "sum", "var_mean",
+    )
+)  # fmt: skip
+# Of one operand they read as much as they return, or nothing: its place among the arguments, and which of the two.
+_LOOKUPS = {
+    "embedding": (0, True),
+    "gather": (0, True),
+    "index_select": (0, True),
+    "nll_loss_forward": (0, True),
+    "nll_loss_backward": (1, False),
+}
+# Half-precision products take tensor cores at full rate where rows begin at multiples of 16 bytes.
+_ALIGNED = 8
+# float32 products have no tensor cores and are computed in tiles: a dimension below the first number takes as long; by
+# vectors there are other kernels.
+_TILE, _VECTORS = 64, 8
+_HALF = frozenset((torch.bfloat16, torch.float16))
+Number = Callable[[Any], Any]
+# A tensor of a shape, strides, dtype and device.
+MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, torch.device], torch.Tensor]
+
+
+class Kernel(Enum):
+    """What kind of kernel an operator has, by which its rate is a share of the device's."""
+
+    MOVING = "moves operands"
+    FUSED = "computes what several operators do, compiled by inductor"
+    CONVERTING = "moves operands of several floating dtypes, or widens one"
+    REDUCING = "sums along rows or columns"
+    PRODUCT = "multiplies matrices, or convolves"
+    UNALIGNED = "multiplies matrices in half precision whose rows are no multiple of 16 bytes"
+    ATTENTION = "attends"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one operator.
+
+    Attributes:
+        key: equal for operators that do the same work on the same shapes.
+        flops: of a matrix product, a convolution or attention, else 0; half of attention's where it is causal, and of
+            a float32 product those of its tiles.
+        is_several: kernels that run one after the other.
+        is_launched: it has a kernel of its own, or is what one is launched for.
+        by_python: called from a module, not from autograd's engine.
+    """
+
+    key: str
+    bytes: float
+    flops: float
+    dtype: str
+    kernel: Kernel = Kernel.MOVING
+    is_several: bool = False
+    is_launched: bool = True
+    by_python: bool = True
+
+    @property
+    def operator(self) -> str:
+        """`aten.mm.default`."""
+        return self.key.partition("(")[0]
+
+
+def works(
+    joint: JointGraph, sizes: Mapping[sympy.Symbol, int], moved: Mapping[fx.Node, Moved] | None = None
+) -> tuple[Work | None, ...]:
+    """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers.
+
+    Args:
+        moved: by the operators that a compiler computes in one kernel with others, see `moved_by`; None: none is.
+    """
+    number = numbers(sizes)
+
+    def size(tensor: torch.Tensor) -> int:
+        return int(math.prod(map(number, tensor.shape))) * tensor.dtype.itemsize
+
+    def work(node: fx.Node) -> Work:
+        alone = work_of_node(node, number)
+        if moved is None:
+            return alone
+        if (own := moved.get(node)) is None:
+            # inductor pads (`torch/_inductor/fx_passes/pad_mm.py`).
+            return replace(alone, kernel=Kernel.PRODUCT) if alone.kernel is Kernel.UNALIGNED else alone
+        result = sum(map(size, _tensors(value(node))))
+        # Of what is expanded no more is read than there is.
+        reads = {read: min(size(tensor_value(read)), number(storage_bytes(root(read)))) for read in own.reads}
+        if own.looks_up:
+            reads[first_input(node)] = result
+        moves = sum(reads.values()) + (result if own.writes else 0)
+        return replace(alone, bytes=moves, is_launched=own.writes, kernel=Kernel.FUSED)
+
+    def runs(node: fx.Node) -> bool:
+        has_schema = getattr(node.target, "_schema", None) is not None
+        return node.op == "call_function" and has_schema and not is_view(node) and not is_number(node)
+
+    return tuple(work(node) if runs(node) else None for node in joint.nodes)
+
+
+def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tuple[Work, ...] | None:
+    """The work of operators whose sizes are by a share of the difference larger than those of `low`; the share may be
+    negative or over 1. None where the two are not the same operators."""
+    if [work.operator for work in low] != [work.operator for work in high]:
+        return None
+    return tuple(
+        replace(
+            one,
+            bytes=max(0.0, one.bytes + share * (other.bytes - one.bytes)),
+            flops=max(0.0, one.flops + share * (other.flops - one.flops)),
+        )
+        for one, other in zip(low, high, strict=True)
+    )
+
+
+def work_of_node(node: fx.Node, number: Number) -> Work:
+    with fx_graph.without_modes_and_autocast():
+        positional, named = arguments(node, number, _without_data)
+        result = concrete(node, number, _without_data)
+    device = next((tensor.device for tensor in _tensors(value(node))), None)
+    return work_of(node.target, positional, named, result, device)
+
+
+def work_of(
+    operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any, device: torch.device | None
+) -> Work:
+    """The work of an operator's call, of a graph's node or while it runs; tensors need no data.
+
+    Args:
+        device: that the call is for, wherever its tensors are.
+    """
+    flops = _flops(operator, positional, named, result)
+    operands = _tensors([*positional, *named.values()])
+    texts = [
+        f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in dynamo.tree_leaves((positional, list(named.items())))
+    ]
+    results = _tensors(result)
+    moved = sum(tensor.nbytes for tensor in (*operands, *results))
+    name = dynamo.operator_name(operator)
+    if is_loss := is_chunked_loss_operator(operator):
+        dtype = positional[-3]
+        moved += int(loss_shape(positional, device is not None and device.type == "cuda").moved)
+    else:
+        # The widest operand's: a mask or an index is beside it.
+        dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""
+        if (lookup := _LOOKUPS.get(name)) is not None:
+            place, reads = lookup
+            moved += (sum(tensor.nbytes for tensor in results) if reads else 0) - positional[place].nbytes
+    return Work(
+        key=f"{operator}({', '.join(texts)}) on {device}",
+        bytes=moved,
+        flops=flops,
+        dtype=str(dtype).removeprefix("torch."),
+        kernel=Kernel.PRODUCT if is_loss else _kernel(name, flops, operands, results),
+        is_several=is_loss,
+    )
+
+
+def _kernel(name: str, flops: float, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Kernel:
+    if name.startswith(_ATTENTION) and flops:
+        return Kernel.ATTENTION
+    if flops:
+        matrices = [tensor for tensor in (*operands, *results) if name in _PRODUCTS and tensor.dim() > 1]
+        is_half = bool(matrices) and all(tensor.dtype in _HALF for tensor in matrices)
+        rows = (stride for tensor in matrices for stride in tensor.stride()[-2:] if stride > 1)
+        return Kernel.UNALIGNED if is_half and any(row % _ALIGNED for row in rows) else Kernel.PRODUCT
+    if name in _REDUCTIONS:
+        return Kernel.REDUCING
+    floating = {tensor.dtype for tensor in operands if tensor.dtype.is_floating_point}
+    widens = any(result.dtype.itemsize > dtype.itemsize for result in results for dtype in floating)
+    is_copy = name in ("_to_copy", "copy_", "copy", "convert_element_type")
+    return Kernel.CONVERTING if len(floating) > 1 or (is_copy and widens) else Kernel.MOVING
+
+
+def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any) -> float:
+    if is_chunked_loss_operator(operator):
+        hidden, weight, needs = positional[0], positional[1], positional[-1]
+        return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
+    name, share = dynamo.operator_name(operator), 1.0
+    count = flop_registry.get(getattr(operator, "overloadpacket", None))
+    if name.startswith(_ATTENTION):
+        # Its backward has the gradient first.
+        is_backward = name.endswith("backward")
+        shapes = _with_all_heads([operand.shape for operand in positional[: 4 if is_backward else 3]])
+        if count is None and name.startswith(_CPU_ATTENTION):
+            # It is missing in the registry.
+            return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
+        share = 0.5 if fx_graph.arguments_by_name(operator, positional, named).get("is_causal") else 1.0
+        positional = (*shapes, *positional[len(shapes) :])
+    elif name in _PRODUCTS and result.dtype == torch.float32:
+        *_, left, right = (operand for operand in positional if isinstance(operand, torch.Tensor))
+        share = max(1.0, _TILE / max(_VECTORS, min(*left.shape[-2:], right.shape[-1])))
+    if count is None:
+        return 0.0
+    with fx_graph.without_modes_and_autocast():
+        return share * float(count(*positional, **named, out_val=result))
+
+
+def _with_all_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """The shapes of attention's operands with as many heads of keys and values as of queries, by which the formula
+    counts; torch takes fewer in it since 2.12 alone (`torch/utils/flop_counter.py`)."""
+    heads = shapes[-3][1]
+    return [*shapes[:-2], *(torch.Size((shape[0], heads, *shape[2:])) for shape in shapes[-2:])]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return list(tensors_in(tree))
+
+
+def numbers(sizes: Mapping[sympy.Symbol, int]) -> Number:
+    """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
+
+    @cache
+    def computed(expression: sympy.Expr) -> int:
+        return int(expression.subs(sizes))
+
+    def number_of(number: Any) -> Any:
+        if isinstance(number, int | float):
+            return number
+        return computed(number if isinstance(number, sympy.Expr) else symbolic(number))
+
+    return number_of
+
+
+def concrete(given: Any, number: Number, make: MakeTensor) -> Any:
+    """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
+    given = value(given) if isinstance(given, fx.Node) else given
+    if isinstance(given, torch.Tensor):
+        return make(list(map(number, given.shape)), list(map(number, given.stride())), given.dtype, given.device)
+    if isinstance(given, dynamo.SymbolicNumber):
+        return number(given)
+    return [concrete(item, number, make) for item in given] if isinstance(given, tuple | list) else given
+
+
+def arguments(node: fx.Node, number: Number, make: MakeTensor) -> tuple[list[Any], dict[str, Any]]:
+    positional = [concrete(argument, number, make) for argument in node.args]
+    return positional, {name: concrete(argument, number, make) for name, argument in node.kwargs.items()}
+
+
+def _without_data(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
