@@ -134,8 +134,8 @@ $(CUDA_STAMP): setup.cfg constraints.txt
 	@echo "==> installing torch $(CUDA_TORCH) for CUDA into $(CUDA_VENV): about 5 GB"
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -vE "^(torch|triton|setuptools)==" constraints.txt > $(CUDA_VENV)/constraints.txt
-	$(CUDA_VENV)/bin/pip install "torch===$(CUDA_TORCH)" -e . hypothesis liger-kernel pytest pytest-timeout \
-		pytest-xdist -c $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/pip install "torch===$(CUDA_TORCH)" -e . hypothesis liger-kernel peft pytest \
+		pytest-timeout pytest-xdist -c $(CUDA_VENV)/constraints.txt
 	@touch $@
 
 test-cuda: export HF_HUB_OFFLINE := 1

@@ -1,35 +1,38 @@
-"""Proves or breaks every CUDA path on one GPU, in three parts of at most 8 minutes each.
+"""Proves or breaks every CUDA path on one GPU, in 10 minutes on a machine with 16 cores.
 
-    python benchmarks/gpu/acceptance.py --part right
-    python benchmarks/gpu/acceptance.py --part predicted --out results
-    python benchmarks/gpu/acceptance.py --part worth --only "llama"
+    python benchmarks/gpu/acceptance.py --out results --earlier h100/engine.json
+    python benchmarks/gpu/acceptance.py --only "^llama" --out results
     python benchmarks/gpu/acceptance.py --report results --docs docs
 
-Parts:
+Parts, of which --part takes one:
 
 - `right`: kernels, buffers, gradients, dropout, offload under delayed copies, fp16.
 - `predicted`: bytes and the budget against what torch's allocator says; how much of the copies is hidden.
-- `worth`: samples a second at the largest batch under a cap of memory, against other ways to save it; Trainer and DDP.
+- `worth`: the time and the peak of a step, against other ways to save memory or time; Trainer and DDP.
 
-From a checkout, with torch 2.9 or later, transformers 5, accelerate and tabulate; budgets need scipy too. Nothing is
-downloaded. Prints a line for each figure as it comes, `PASS|FAIL|SKIP name figure limit`, and ends with 1 where one
-failed. --out has the same as JSON and as a Markdown table. The checks run in a process of their own, and in a new one
-after an error that costs the device.
+From a checkout, with torch 2.9 or later, transformers 5, accelerate and tabulate; budgets need scipy too, some checks
+peft or Liger Kernel. Nothing is downloaded. Prints a line for each figure as it comes, `PASS|FAIL|SKIP name figure
+limit`, and ends with 1 where one failed. --out has the same as JSON and as a Markdown table.
+
+Each check runs in a process of its own. They compile, and compare gradients and bytes, side by side; what is timed
+waits until nothing else runs, and goes on alone, one check after the other.
 """
 
 import argparse
+import contextlib
 import importlib
-import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # A checkout need not be installed.
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -39,161 +42,178 @@ from gpu import report
 from gpu.checks import FAIL, SKIP, Check, Outcome, Setting, crash, heard, serve
 
 PARTS = ("right", "predicted", "worth")
-# After these the rest of a part is left out.
-SECONDS = 480
+# After these the rest is left out, and this share of them is for what runs side by side.
+SECONDS, _SIDE_BY_SIDE = 600, 0.6
+# Processes that run side by side at most, each of which takes several GiB of the device, and for each but the first
+# how many may be there: what waits has its model on the host.
+_MOST, _THERE = 10, 4
 _PATIENCE = 10
+_LOOK = 0.05
 
 
 def checks_of(part: str) -> list[Check]:
-    """In the order in which they run."""
+    """In the order in which they begin."""
     return list(importlib.import_module(f"gpu.{part}").CHECKS)
 
 
-class Worker:
-    """A process that runs checks.
+class Running:
+    """A check in its process.
 
-    Args:
-        arguments: of this program.
-        names: of the checks.
+    Attributes:
+        is_ready: it waits for its turn.
+        has_ended: it has told all.
+        limit: on the monotonic clock, when it has run too long.
     """
 
-    def __init__(self, arguments: argparse.Namespace, names: Sequence[str]) -> None:
-        command = [sys.executable, __file__, "--part", arguments.part, "--layers", str(arguments.layers)]
-        command += ["--worker", *["--quick"] * arguments.quick]
-        environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    def __init__(self, part: str, check: Check, arguments: argparse.Namespace, folder: str) -> None:
+        self.part, self.check, self.is_ready, self.has_ended = part, check, False, False
+        self._seconds = check.seconds * (_PATIENCE if arguments.quick else 1)
+        self.limit = time.monotonic() + self._seconds
+        command = [sys.executable, __file__, "--part", part, "--worker", check.name, *["--quick"] * arguments.quick]
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "MEMOPT_GPU_FOLDER": folder}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True
         )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        stdin.write(json.dumps(list(names)))
-        stdin.close()
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, args=(stdout,), daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self, stdout: IO[str]) -> None:
-        for line in stdout:
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put(None)
 
-    def next_event(self, deadline: float) -> dict[str, Any] | None:
-        """Its next event; None when it has ended.
-
-        Raises:
-            TimeoutError: nothing before the deadline.
-        """
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError from None
+    def events(self) -> Iterator[dict[str, Any] | None]:
+        """Its events since the last time; None at the end, when it has ended."""
+        while not self._lines.empty():
+            line = self._lines.get()
             if line is None:
-                return None
-            if (event := heard(line)) is not None:
-                return event
+                yield None
+            elif (event := heard(line)) is not None:
+                yield event
+
+    def go_on(self) -> None:
+        """Let it go on alone."""
+        self.is_ready, self.limit = False, time.monotonic() + self._seconds
+        assert self._process.stdin is not None
+        # It may be dead.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
 
     def end(self) -> int:
-        """Kill it if it is still there; its exit status."""
-        if self._process.poll() is None:
-            try:
-                self._process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        """Its exit status, once it has nothing more to say."""
         return self._process.wait()
 
     def kill(self) -> None:
-        self._process.kill()
+        """With the compilers that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def outcomes(
-    checks: Sequence[Check], arguments: argparse.Namespace, note_conditions: Callable[[str], None]
-) -> Iterator[Outcome]:
-    """Yield the outcomes of all checks, in processes that are started anew after one that was lost.
+    checks: Sequence[tuple[str, Check]], arguments: argparse.Namespace, note_conditions: Callable[[str], None]
+) -> Iterator[tuple[str, Outcome]]:
+    """Yield the outcomes of all checks, each with its part.
 
     Args:
-        checks: in this order.
+        checks: each with its part; they begin in this order.
         arguments: of this program.
         note_conditions: gets what the figures depend on beside the models.
     """
-    deadline = time.monotonic() + arguments.seconds
-    left = {check.name: check for check in checks}
-    while left and time.monotonic() < deadline:
-        worker = Worker(arguments, list(left))
-        current, limit = None, deadline
-        try:
-            while (event := worker.next_event(min(limit, deadline))) is not None:
-                if "conditions" in event:
-                    note_conditions(event["conditions"])
-                elif "begin" in event:
-                    current = event["begin"]
-                    limit = time.monotonic() + _allowed(left[current], arguments)
-                elif "outcome" in event:
-                    yield Outcome(**event["outcome"])
-                else:
-                    del left[event["end"]]
-                    current, limit = None, deadline
-        except TimeoutError:
-            worker.kill()
-            if time.monotonic() < deadline and current is not None:
-                yield crash(current, f"ran past its {_allowed(left.pop(current), arguments)} s")
-            continue
-        status = worker.end()
-        if current is not None:
-            del left[current]
-            yield crash(current, f"the process ended with {status}")
-        elif status not in (0, 3):
-            # It has not come as far as a check, and would not the next time.
-            for name in left:
-                yield crash(name, f"the process ended with {status} before its first check")
-            return
-    for name in left:
-        yield Outcome(name, SKIP, "", f"the part has used its {arguments.seconds} s")
+    begin = time.monotonic()
+    deadline, beside = begin + arguments.seconds, begin + _SIDE_BY_SIDE * arguments.seconds
+    waiting, running, is_alone = list(checks), list[Running](), False
+    there = 1 + _THERE * (arguments.jobs - 1)
+    with tempfile.TemporaryDirectory() as folder:
+        while (waiting or running) and (now := time.monotonic()) < deadline:
+            busy = [each for each in running if not each.is_ready]
+            is_alone = is_alone and bool(busy)
+            while waiting and now < beside and not is_alone and len(busy) < arguments.jobs and len(running) < there:
+                running.append(Running(*waiting.pop(0), arguments, folder))
+                busy.append(running[-1])
+            if not busy and running:
+                running[0].go_on()
+                is_alone = True
+            for each in list(running):
+                for event in each.events():
+                    if event is None:
+                        running.remove(each)
+                        status = each.end()
+                        if not each.has_ended:
+                            yield each.part, crash(each.check.name, f"the process ended with {status}")
+                    elif "conditions" in event:
+                        note_conditions(event["conditions"])
+                    elif "outcome" in event:
+                        yield each.part, Outcome(**event["outcome"])
+                    else:
+                        each.has_ended |= "end" in event
+                        each.is_ready |= "ready" in event
+                is_late = not is_alone and now > beside
+                if each in running and not each.is_ready and (now > each.limit or is_late):
+                    running.remove(each)
+                    each.kill()
+                    why = "was not prepared in time" if is_late else "ran past its time"
+                    yield each.part, crash(each.check.name, why)
+            time.sleep(_LOOK)
+        for each in running:
+            each.kill()
+    for part, check in [*((each.part, each.check) for each in running), *waiting]:
+        yield part, Outcome(check.name, SKIP, "", f"the {arguments.seconds} s are over")
 
 
-def _allowed(check: Check, arguments: argparse.Namespace) -> int:
-    """Seconds of a check; --quick is for machines without a GPU and with few cores."""
-    return check.seconds * (_PATIENCE if arguments.quick else 1)
+def chosen(arguments: argparse.Namespace) -> list[tuple[str, Check]]:
+    """Each with its part; long ones begin first."""
+    wanted, parts = re.compile(arguments.only), [arguments.part] if arguments.part else PARTS
+    found = [(part, check) for part in parts for check in checks_of(part) if wanted.search(check.name)]
+    return sorted(found, key=lambda item: -item[1].seconds)
 
 
-def chosen(arguments: argparse.Namespace) -> list[Check]:
-    wanted = re.compile(arguments.only)
-    return [check for check in checks_of(arguments.part) if wanted.search(check.name)]
-
-
-def run_part(arguments: argparse.Namespace) -> int:
-    """Run a part and print what it finds; the exit status."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run checks and print what they find; the exit status."""
     import torch
 
     if not torch.cuda.is_available():
         sys.exit("error: torch sees no GPU")
-    found: list[Outcome] = []
+    found: dict[str, list[Outcome]] = {}
     about: list[str] = []
-    for outcome in outcomes(chosen(arguments), arguments, about.append):
+
+    def note(part: str, outcome: Outcome) -> None:
         print(outcome, flush=True)
-        found.append(outcome)
+        found.setdefault(part, []).append(outcome)
         if arguments.out:
-            report.save(arguments.out, arguments.part, "".join(about[:1]), found)
+            report.save(arguments.out, part, "".join(about[:1]), found[part])
+
+    for part, outcome in outcomes(chosen(arguments), arguments, about.append):
+        note(part, outcome)
+    steps = report.steps(found.get("worth", ()))
+    for outcome in report.goals(steps, is_quick=arguments.quick):
+        note("worth", outcome)
+    if arguments.earlier:
+        print(report.compared(steps, arguments.earlier))
     print(*about[:1])
-    counts = {status: sum(outcome.status == status for outcome in found) for status in ("PASS", FAIL, SKIP)}
-    print(f"{arguments.part}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    return int(counts[FAIL] > 0 or not found)
+    every = [outcome for outcomes_of_part in found.values() for outcome in outcomes_of_part]
+    counts = {status: sum(outcome.status == status for outcome in every) for status in ("PASS", FAIL, SKIP)}
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    return int(counts[FAIL] > 0 or not every)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--part", choices=PARTS)
-    task.add_argument("--report", type=Path, help="folder of --out, whose tables --docs gets")
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--report", type=Path, help="folder of --out, whose tables --docs gets; nothing is run")
     parser.add_argument("--out", type=Path, help="folder for the figures as JSON and as a table")
     parser.add_argument("--docs", type=Path, help="folder whose gpu.md gets the tables")
+    parser.add_argument("--earlier", type=Path, help="worth.json of an earlier run, to compare steps with")
     parser.add_argument("--only", default="", help="regular expression of checks' names")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="after which no check begins")
-    parser.add_argument("--layers", type=int, default=Setting.layers, help="of the large models of `worth`")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="for all")
+    jobs = max(1, min(_MOST, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--jobs", type=int, default=jobs, help="checks side by side (default %(default)s here)")
     parser.add_argument(
         "--quick", action="store_true", help="tiny models, few rounds, no cuDNN and no NCCL: does it run?"
     )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
@@ -205,13 +225,13 @@ def main() -> int:
     if arguments.worker:
         import torch
 
-        setting = Setting(arguments.quick, arguments.layers)
+        setting = Setting(arguments.quick)
         if setting.quick:
             torch.backends.cuda.enable_cudnn_sdp(False)
-        names = json.load(sys.stdin)
         by_name = {check.name: check for check in checks_of(arguments.part)}
-        return serve([by_name[name] for name in names], setting, report.conditions())
-    return run_part(arguments)
+        serve(by_name[arguments.worker], setting, report.conditions())
+        return 0
+    return run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""A check of gpu/acceptance.py, and the process that runs some of them one after the other."""
+"""A check of gpu/acceptance.py, and the process that runs it."""
 
 import gc
 import importlib.util
 import json
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 # Begins each line of the process that is for the one that started it.
 MARK = "@gpu "
-# Exit status of a process whose device computes nothing any more: an illegal access, an assertion in a kernel.
-DEVICE_IS_LOST = 3
 
 
 @dataclass(frozen=True)
@@ -23,15 +20,20 @@ class Setting:
 
     Attributes:
         quick: tiny models and few rounds, without cuDNN and NCCL: does it run?
-        layers: of the large models of the part `worth`.
     """
 
     quick: bool = False
-    layers: int = 6
 
     def compiler(self, model: str) -> str:
         """inductor, which takes minutes for each model on a machine with few cores: of --quick for one of them."""
         return "aot_eager" if self.quick and model != "roberta" else "inductor"
+
+
+class Turn:
+    """Yielded by a check that is prepared, before what it times: it goes on when nothing else runs on the device."""
+
+
+ALONE = Turn()
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,13 @@ class Check:
 
     Attributes:
         name: in the report, and for `--only`.
-        run: yields what it finds.
-        seconds: it may take.
+        run: yields what it finds, and `ALONE` before what it times.
+        seconds: it may take, and once more when it is alone.
         needs: modules beyond torch, transformers and accelerate.
     """
 
     name: str
-    run: Callable[[Setting], Iterator[Figure]]
+    run: Callable[[Setting], Iterator[Figure | Turn]]
     seconds: int = 120
     needs: tuple[str, ...] = ()
 
@@ -101,13 +103,20 @@ class Check:
         lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{', '.join(lacking)} not installed" if lacking else ""
 
-    def outcomes(self, setting: Setting) -> Iterator[Outcome]:
-        """Run it; an error is an outcome."""
+    def outcomes(self, setting: Setting, wait: Callable[[], object]) -> Iterator[Outcome]:
+        """Run it; an error is an outcome.
+
+        Args:
+            wait: returns when nothing else runs on the device.
+        """
         if why := self.missing():
             yield Outcome(self.name, SKIP, "", why)
             return
         try:
             for found in self.run(setting):
+                if isinstance(found, Turn):
+                    wait()
+                    continue
                 status = PASS if found.is_right else FAIL
                 yield Outcome(self.name, status, found.name, found.figure, found.limit, data=found.data)
         except Exception as error:
@@ -130,39 +139,25 @@ def within(name: str, value: float, limit: float, text: str = "{:.2e}", **data: 
     return Figure(name, value <= limit, text.format(value), text.format(limit), {"value": value, **data})
 
 
-def serve(checks: Sequence[Check], setting: Setting, conditions: str) -> int:
-    """Run checks in this process, and print a line for the beginning, each outcome and the end of each.
+def serve(check: Check, setting: Setting, conditions: str) -> None:
+    """Run a check in this process, and print a line for each outcome and for its end; a line of the input is its turn.
 
     Args:
-        checks: in this order.
-        setting: of all.
         conditions: told first.
-
-    Returns:
-        The exit status: the process is of no further use where it is not 0.
     """
     _tell({"conditions": conditions})
-    for check in checks:
-        _tell({"begin": check.name})
-        begin = time.perf_counter()
-        for outcome in check.outcomes(setting):
-            _tell({"outcome": asdict(outcome)})
-        try:
-            clean_up()
-        except Exception as error:
-            _tell({"outcome": asdict(crash(check.name, f"the device is lost: {error_line(error)}"))})
-            _tell({"end": check.name, "seconds": time.perf_counter() - begin})
-            return DEVICE_IS_LOST
-        _tell({"end": check.name, "seconds": time.perf_counter() - begin})
-    return 0
+
+    def wait() -> None:
+        _tell({"ready": check.name})
+        sys.stdin.readline()
+
+    for outcome in check.outcomes(setting, wait):
+        _tell({"outcome": asdict(outcome)})
+    _tell({"end": check.name})
 
 
 def clean_up() -> None:
-    """Forget all that a check has compiled and allocated.
-
-    Raises:
-        RuntimeError: the device computes nothing any more.
-    """
+    """Forget all that was compiled and allocated."""
     import torch
 
     torch.cuda.synchronize()

@@ -1,14 +1,18 @@
 """Models on a GPU, their training steps, and what torch's allocator says of them; for gpu/acceptance.py."""
 
 import contextlib
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
@@ -21,6 +25,8 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A gradient counts as at least this share of the model's mean one: the bias of an attention's key has none but noise.
 _FLOOR = 1e-2
 _EXCESS = 4096
+# Ways that may hold a whole step side by side.
+_PLACES = 3
 
 Batch = dict[str, torch.Tensor]
 
@@ -182,6 +188,39 @@ class Held:
     allocated: int
     reserved: int
     seconds: float
+
+
+@contextlib.contextmanager
+def room() -> Iterator[None]:
+    """One of few places for what takes much of the device's memory while others run."""
+    folder = Path(os.environ.get("MEMOPT_GPU_FOLDER", tempfile.gettempdir()))
+    while True:
+        for place in range(_PLACES):
+            with contextlib.suppress(Timeout), FileLock(folder / f"room{place}.lock", timeout=0):
+                yield
+                return
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def on_host(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A model and its optimizer's states leave the device to others meanwhile."""
+
+    def move(device: str) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.to(device)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[name] = value.to(device)
+
+    torch.cuda.synchronize()
+    move("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        move("cuda")
 
 
 def train(

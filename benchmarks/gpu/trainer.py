@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from gpu.checks import Figure, Setting, clean_up, within
+from gpu.checks import ALONE, Figure, Setting, Turn, clean_up, within
 from gpu.steps import BASE, TINY, Shape, adamw, batch_of, build, forward, planned
 
 _WARM_UP = 5
@@ -82,9 +82,10 @@ def _train(setting: Setting, shape: Shape, **options: Any) -> tuple[list[float],
     return clock.steps[_WARM_UP:], losses
 
 
-def observers(setting: Setting) -> Iterator[Figure]:
+def observers(setting: Setting) -> Iterator[Figure | Turn]:
     """A Trainer with the engine learns what a stock one does, and what all observers cost a step."""
     shape = TINY if setting.quick else BASE
+    yield ALONE
     cases: dict[str, dict[str, Any]] = {
         "stock": {},
         "level 1": {"memory_opt_level": 1},

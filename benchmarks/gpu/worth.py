@@ -1,189 +1,196 @@
-"""The part `worth` of gpu/acceptance.py: samples a second at the largest batch under a cap of memory."""
+"""The part `worth` of gpu/acceptance.py: the time and the peak of a step, ours beside other ways."""
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu.checks import Check, Figure, Setting
-from gpu.steps import MIB, TINY, Batch, Held, Shape, adamw, batch_of, build, planned, train
+import transformers
+from gpu.checks import ALONE, Check, Figure, Setting, Turn, clean_up
+from gpu.steps import MIB, TINY, Batch, Shape, adamw, batch_of, on_host, planned, room, train
 from gpu.trainer import distributed, observers
 
-_CAPS_GIB = (24, 40)
-_QUICK_CAPS_GIB = (0.25,)
-# Of what remains under the cap, for what grows with the batch and not in proportion.
-_ROOM = 0.97
-_SHRINK = 0.94
-_ATTEMPTS = 6
-_STEPS = 4
+# Steps that are timed, and rows and tokens that compile for any batch.
+_STEPS, _FEW = 8, (3, 64)
+# torch.compile's share of the activations that are saved.
+_TORCHS_BUDGET = 0.5
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and the rows of its smallest batches, of which the largest is extrapolated."""
+    """A model, whose layers are those of a published one, and its batch.
 
-    model: str
+    Attributes:
+        dtype: see `steps.forward`; fp32 is without autocast.
+        weights: their dtype.
+    """
+
+    make: Callable[[Shape], Any]
     shape: Shape
-    probes: tuple[int, int]
+    batch: Callable[[Shape], Batch]
+    dtype: str = "bf16"
+    weights: torch.dtype = torch.float32
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.weights)
+        try:
+            with torch.device("cuda"):
+                return self.make(self.shape).train()
+        finally:
+            torch.set_default_dtype(before)
 
 
-def _job(name: str, setting: Setting) -> Job:
-    if setting.quick:
-        return Job(_JOBS[name].model, TINY, (2, 3))
-    return replace(_JOBS[name], shape=replace(_JOBS[name].shape, layers=setting.layers))
+def _llama(shape: Shape) -> Any:
+    import peft
+
+    config = transformers.LlamaConfig(
+        **shape.config(), num_key_value_heads=max(1, shape.heads // 4), tie_word_embeddings=True, use_cache=False
+    )
+    adapter = peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
 
 
-_JOBS = {
-    "DeBERTa-v2-xlarge": Job("deberta-v2", Shape(24, 1536, 24, 6144, 128100, 4, 512), (2, 4)),
-    "RoBERTa-large": Job("roberta", Shape(24, 1024, 16, 4096, 50265, 8, 512), (4, 8)),
-    "Llama-1B": Job("llama", Shape(16, 2048, 32, 8192, 128256, 2, 1024), (2, 4)),
-}
+def _roberta(shape: Shape) -> Any:
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**shape.config()))
 
 
-def _eager(model: torch.nn.Module, compiler: str) -> None:
-    """As it is."""
+def _deberta(shape: Shape) -> Any:
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256}
+    others = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False}
+    config = transformers.DebertaV2Config(
+        **shape.config(), **relative, **others, type_vocab_size=0, problem_type="single_label_classification"
+    )
+    return transformers.DebertaV2ForSequenceClassification(config)
 
 
-def _checkpointing(model: Any, compiler: str) -> None:
-    model.gradient_checkpointing_enable()
+def _causal(shape: Shape) -> Batch:
+    batch = batch_of(shape)
+    del batch["attention_mask"]
+    return batch
 
 
-def _compiled(model: torch.nn.Module, compiler: str) -> None:
-    model.compile(backend=compiler, dynamic=True)
-
-
-def _torchs_budget(model: torch.nn.Module, compiler: str, share: float) -> None:
-    torch._functorch.config.activation_memory_budget = share
-    model.compile(backend=compiler, dynamic=True)
-
-
-def _ours(model: torch.nn.Module, compiler: str, **options: Any) -> None:
-    planned(model, dynamic=True, compiler=compiler, **options)
-
-
-# Each changes a model that is on the GPU, for the compiler.
-METHODS: dict[str, Callable[[Any, str], None]] = {
-    "eager": _eager,
-    "activation checkpointing": _checkpointing,
-    "level 1": functools.partial(_ours, level=1),
-    "torch.compile": _compiled,
-    "no plan": functools.partial(_ours, level=0),
-    "level 1, plain loss": functools.partial(_ours, level=1, loss="plain"),
-    "torch's budget 0.5": functools.partial(_torchs_budget, share=0.5),
-    "torch's budget 0.2": functools.partial(_torchs_budget, share=0.2),
-    "level 2": functools.partial(_ours, level=2),
-}
-
-
-def largest(setting: Setting, job: str, method: str) -> Iterator[Figure]:
-    """The most samples a second of a method under each cap."""
-    wanted = _job(job, setting)
-    model = build(wanted.model, wanted.shape, dropout=0.1)
-    METHODS[method](model, setting.compiler(wanted.model))
-    try:
-        optimizer = adamw(model)
-
-        def steps(rows: int, count: int = 1) -> Held:
-            batch = _labelled(batch_of(replace(wanted.shape, batch=rows)))
-            return train(model, batch, "bf16", optimizer, count, warm=1)
-
-        (few, many), (low, high) = wanted.probes, (steps(rows) for rows in wanted.probes)
-        slope = max(1.0, (high.reserved - low.reserved) / (many - few))
-        for cap in _QUICK_CAPS_GIB if setting.quick else _CAPS_GIB:
-            guess = few + math.floor(_ROOM * (cap * 2**30 - low.reserved) / slope)
-            found = _largest_under(int(cap * 2**30), min(guess, 8 if setting.quick else guess), steps)
-            if found is None:
-                yield Figure(f"{cap} GiB", True, "no batch fits", "", {"cap": cap, "job": job, "method": method})
-                continue
-            rows, held = found
-            speed = rows / held.seconds
-            text = f"batch {rows}, {speed:.1f} samples/s, {held.allocated / MIB:.0f} MiB"
-            data = {"cap": cap, "job": job, "method": method, "rows": rows, "speed": speed, **vars(held)}
-            yield Figure(f"{cap} GiB", True, text, "", data)
-    finally:
-        torch._functorch.config.activation_memory_budget = 1.0
-
-
-def _largest_under(cap: int, guess: int, steps: Callable[[int, int], Held]) -> tuple[int, Held] | None:
-    """The largest batch that trains where torch may reserve n bytes."""
-    rows = guess
-    for _ in range(_ATTEMPTS):
-        if rows < 1 or (held := _try(cap, rows, steps)) is not None:
-            break
-        rows = math.floor(rows * _SHRINK) if rows > 16 else rows - 1
-    else:
-        return None
-    if rows < 1:
-        return None
-    larger = math.floor(rows * _ROOM * cap / held.reserved)
-    if rows == guess and larger > rows and (more := _try(cap, larger, steps)) is not None:
-        return larger, more
-    return rows, held
-
-
-def _try(cap: int, rows: int, steps: Callable[[int, int], Held]) -> Held | None:
-    """Some steps; None where they do not fit."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
-    try:
-        return steps(rows, _STEPS)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def _labelled(batch: Batch) -> Batch:
-    """Labels for 15% of the tokens, as in masked language modelling."""
+def _masked(shape: Shape) -> Batch:
+    """Labels for 15% of the tokens."""
+    batch = batch_of(shape, padding=8)
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(batch["labels"].shape, generator=generator) < 0.15).cuda()
     return {**batch, "labels": batch["labels"].masked_fill(~chosen, -100)}
 
 
-def under_budget(setting: Setting, job: str, cap: float) -> Iterator[Figure]:
-    """A budget of the cap, at a batch that does not fit without a plan."""
-    wanted = _job(job, setting)
-    cap = _QUICK_CAPS_GIB[0] if setting.quick else cap
-    plain = build(wanted.model, wanted.shape, dropout=0.1)
-    optimizer = adamw(plain)
-    rows = wanted.probes[1]
-    held = train(plain, _labelled(batch_of(replace(wanted.shape, batch=rows))), "bf16", optimizer, 1, warm=1)
-    states = sum(parameter.nbytes for parameter in plain.parameters()) * 4
-    batch = rows if setting.quick else math.floor(1.5 * rows * (cap * 2**30 - states) / (held.allocated - states))
-    del plain, optimizer
-    torch.cuda.empty_cache()
-    model = build(wanted.model, wanted.shape, dropout=0.1)
-    planned(model, budget=f"{int(cap * 1024)}MiB", compiler=setting.compiler(wanted.model))
-    data = _labelled(batch_of(replace(wanted.shape, batch=batch)))
-    held = train(model, data, "bf16", adamw(model), 1 if setting.quick else _STEPS)
-    peak = held.allocated / MIB
-    text = f"batch {batch}, {batch / held.seconds:.1f} samples/s, {peak:.0f} MiB"
-    found = {"cap": cap, "job": job, "method": "budget", "rows": batch, "speed": batch / held.seconds, **vars(held)}
-    yield Figure(f"{cap} GiB", peak <= cap * 1024, text, f"{cap * 1024:.0f} MiB", found)
+def _classified(shape: Shape) -> Batch:
+    return {**batch_of(shape, padding=8), "labels": torch.arange(shape.batch).cuda() % 2}
+
+
+JOBS = {
+    "llama": Job(_llama, Shape(16, 2048, 32, 8192, 128256, 2, 2048), _causal, "fp32", torch.bfloat16),
+    "roberta": Job(_roberta, Shape(12, 1024, 16, 4096, 50265, 16, 512), _masked),
+    "deberta": Job(_deberta, Shape(6, 1536, 24, 6144, 32000, 16, 256), _classified),
+}
+
+
+def _checkpointing(model: Any, is_on: bool = True) -> None:
+    if not is_on:
+        model.gradient_checkpointing_disable()
+        return
+    if hasattr(model, "peft_config"):
+        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _as_it_is(model: Any, compiler: str) -> None:
+    """Plain PyTorch."""
+
+
+def _checkpointed(model: Any, compiler: str) -> None:
+    _checkpointing(model)
+
+
+def _liger(model: Any, compiler: str) -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model.get_base_model())
+
+
+def _compiled(model: Any, compiler: str, dynamic: bool = False) -> None:
+    model.compile(backend=compiler, dynamic=dynamic)
+
+
+def _torchs_budget(model: Any, compiler: str) -> None:
+    torch._functorch.config.activation_memory_budget = _TORCHS_BUDGET
+    _compiled(model, compiler)
+
+
+def _ours(model: Any, compiler: str, **options: Any) -> None:
+    planned(model, dynamic=True, compiler=compiler, **options)
+
+
+# Each changes a model that is on the GPU, for the compiler.
+WAYS: dict[str, Callable[[Any, str], None]] = {
+    "eager": _as_it_is,
+    "ckpt": _checkpointed,
+    "liger": _liger,
+    "tc": _compiled,
+    "tcdyn": functools.partial(_compiled, dynamic=True),
+    "tc_b50": _torchs_budget,
+    "none": functools.partial(_ours, level=0),
+    "noneplain": functools.partial(_ours, level=0, loss="plain"),
+    "none_model": functools.partial(_ours, level=0, unit="model"),
+    "L1": functools.partial(_ours, level=1),
+    "L1plain": functools.partial(_ours, level=1, loss="plain"),
+}
+# They compile for one batch; the others with a small one, for any.
+_WHOLE = ("tc", "tc_b50")
+
+
+def step(setting: Setting, model: str, way: str) -> Iterator[Figure | Turn]:
+    """A step's time and peak."""
+    job = JOBS[model]
+    if setting.quick:
+        job = replace(job, shape=TINY)
+    trained, batch, compiler = job.model(), job.batch(job.shape), setting.compiler(model)
+    optimizer = adamw(trained)
+    few = job.batch(replace(job.shape, batch=_FEW[0], length=min(_FEW[1], job.shape.length)))
+    if way == "B_ckpt":
+        with room():
+            _checkpointing(trained)
+            limit = train(trained, batch, job.dtype, optimizer, steps=2, warm=1).allocated
+            # Of an optimizer with states an engine that comes later would count them twice.
+            trained = optimizer = None
+            clean_up()
+            trained = job.model()
+            optimizer = adamw(trained)
+            # What a tiny model may save is less than what is rounded off.
+            _ours(trained, compiler, budget=f"{limit // MIB + 2 * setting.quick}MiB")
+            train(trained, batch, job.dtype, optimizer, steps=1, warm=1)
+    else:
+        WAYS[way](trained, compiler)
+        with room() if way in _WHOLE else contextlib.nullcontext():
+            train(trained, batch if way in _WHOLE else few, job.dtype, optimizer, steps=1, warm=1)
+    with on_host(trained, optimizer):
+        yield ALONE
+    held = train(trained, batch, job.dtype, optimizer, 2 if setting.quick else _STEPS)
+    data = {
+        "wall": held.seconds,
+        **{kind: getattr(held, kind) / MIB for kind in ("requested", "allocated", "reserved")},
+    }
+    yield Figure("step", True, f"{held.seconds * 1000:.1f} ms, {held.allocated / MIB:.0f} MiB", "", data)
 
 
 def _checks() -> Iterator[Check]:
-    order = ["eager", "activation checkpointing", "level 1"]
-    for method in order:
-        for job in _JOBS:
-            yield _check(job, method)
-    yield Check("Trainer, observers", observers, seconds=240)
+    for model in JOBS:
+        needs = ("peft",) if model == "llama" else ()
+        for way in (*WAYS, "B_ckpt"):
+            more = {"liger": ("liger_kernel",), "B_ckpt": ("scipy",)}.get(way, ())
+            if (way == "liger" and model != "llama") or (way.endswith("plain") and model == "deberta"):
+                continue
+            run = functools.partial(step, model=model, way=way)
+            yield Check(f"{model} {way}", run, seconds=200, needs=(*needs, *more))
+    yield Check("Trainer, observers", observers, seconds=180)
     yield Check("DDP of one process", distributed, seconds=240)
-    for job in _JOBS:
-        run = functools.partial(under_budget, job=job, cap=_CAPS_GIB[0])
-        yield Check(f"{job}, budget", run, seconds=200, needs=("scipy",))
-    yield _check("Llama-1B", "level 1, plain loss")
-    for method in METHODS:
-        if method not in (*order, "level 1, plain loss"):
-            for job in _JOBS:
-                yield _check(job, method)
-
-
-def _check(job: str, method: str) -> Check:
-    return Check(f"{job}, {method}", functools.partial(largest, job=job, method=method), seconds=150)
 
 
 CHECKS = tuple(_checks())

@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks/gpu/acceptance.py"
 FEW = {
     "right": "versions|marks|cuDNN|dropout by|^gradients, roberta, aot|GradScaler|buffers.*llama, fp32|ion of deb",
     "predicted": "^roberta, fp32, aot_eager|budgets, roberta|plan --device h100, llama|another",
-    "worth": "RoBERTa-large, (eager|activation checkpointing|level 1|budget)$|Trainer",
+    "worth": "^roberta (eager|ckpt|tc|L1|B_ckpt)$|Trainer",
 }
 ALL_BUT_DDP = "^(?!DDP)"
 
@@ -27,7 +27,8 @@ def run(part: str, only: str, out: Path, *more: str, **environ: str) -> tuple[in
 
 
 def check(part: str, only: str, out: Path, **environ: str) -> None:
-    status, printed = run(part, only, out, "--seconds", "3000", **environ)
+    # Two jobs, so that what is timed waits for its turn.
+    status, printed = run(part, only, out, "--seconds", "3000", "--jobs", "2", **environ)
     found = json.loads((out / f"{part}.json").read_text())["outcomes"]
     assert [one for one in found if one["crashed"] or one["status"] == "SKIP"] == [], printed
     sys.path.insert(0, str(PROGRAM.parents[1]))
@@ -37,7 +38,8 @@ def check(part: str, only: str, out: Path, **environ: str) -> None:
         wanted = {check.name for check in checks_of(part) if re.search(only, check.name)}
     finally:
         sys.path.remove(str(PROGRAM.parents[1]))
-    assert {one["check"] for one in found} == wanted
+    # What follows from several steps has a name of its own.
+    assert {one["check"] for one in found if not re.search(" of (torch|check)", one["check"])} == wanted
     assert status == int(any(one["status"] == "FAIL" for one in found)), printed
     assert (out / f"{part}.md").read_text().count("\n| ") > len(wanted)
 
@@ -64,4 +66,4 @@ def test_ddp_runs_to_its_end(tmp_path):
 def test_what_no_time_is_left_for_is_skipped(tmp_path):
     status, printed = run("right", "versions|marks", tmp_path, "--seconds", "0")
     assert status == 0 and "FAIL" not in printed.replace("0 FAIL", "")
-    assert printed.count("SKIP") == 3 and "the part has used its 0 s" in printed
+    assert printed.count("SKIP") == 3 and "the 0 s are over" in printed
