@@ -1,5 +1,6 @@
 """`optimize`: an engine in a training loop without a Trainer."""
 
+import weakref
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from optimum_memopt import distributed
 from optimum_memopt.callbacks.plan_stats import tables_shown
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import EngineOptions
+from optimum_memopt.engines.api.run import EngineOptions, Run
 from optimum_memopt.engines.shared.forward_patch import training_forward
 from optimum_memopt.engines.shared.registry import create, registrations
 from optimum_memopt.errors import MemOptError, excerpt
@@ -22,7 +23,13 @@ _OF_RUNS = (option.name for option in fields(RunOptions) if option.name not in _
 _NEED_A_TRAINER = (*_OF_RUNS, "memory_opt_on_oom", "memory_opt_report")
 
 
-def optimize(model: torch.nn.Module, **options: Any) -> Engine:
+def optimize(
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradient_accumulation: bool = False,
+    **options: Any,
+) -> Engine:
     """Have an engine train a model, in place, in a training loop without a Trainer.
 
     The first training forward logs the plan table, which the engine's `plans()` has from then on; `detach()` restores
@@ -30,11 +37,16 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
 
     Args:
         model: on its device, in its final dtype, before DDP or another wrapper goes around it.
+        optimizer: that steps the model, by whose states budgets and predicted peaks count; None: AdamW, before its
+            first step.
+        gradient_accumulation: gradients of several micro-batches add up.
         options: fields of `MemOptOptions`.
 
     Raises:
         MemOptError: bad options, or a model that the engine cannot train.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise MemOptError(f"optimizer is a {excerpt(type(optimizer).__name__)}; allowed is a torch.optim.Optimizer")
     if not isinstance(model, torch.nn.Module):
         raise MemOptError(
             f"optimize takes a torch.nn.Module, not {excerpt(type(model).__name__)}; for a Trainer: "
@@ -52,6 +64,9 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     resolved = resolve(chosen)
     resolved.log()
     engine = create(resolved)
+    # The engine must not keep the optimizer alive.
+    held = weakref.ref(optimizer) if optimizer is not None else lambda: None
+    engine.run = lambda: Run(held(), gradient_accumulation, has_trainer=False)
     engine.attach(model)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _show_plans(model, engine)

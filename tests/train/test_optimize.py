@@ -1,19 +1,22 @@
 import contextlib
 import gc
+from functools import partial
 
 import pytest
+import torch
 from torch import fx
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.errors import DoesNotFitError, MemOptError
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
+WIDTH = 512
 OPTIONS = {
     "compile": {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"},
     "ort": {"memory_opt_engine": "ort", "ort_fallback": False},
@@ -106,3 +109,40 @@ def test_what_was_compiled_is_freed_with_the_engine(unit, plan):
     # As of a run that is planned again for other memory, or another model of the same class, in one process.
     now = held()
     assert now[0] <= graphs and now[1] <= nodes
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_states_that_are_there_count_once(kind):
+    """Of an optimizer that has stepped before the engine came."""
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    optimizer, x = kind(model.parameters(), lr=1e-4), torch.randn(4, WIDTH)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values() if tensor.dim())
+    parts = {}
+    for name, given in (("told", {"optimizer": optimizer}), ("not told", {})):
+        engine = optimize(model, **given, **OPTIONS["compile"])
+        step()
+        parts[name] = engine.predictor.footprint(optimizer=given.get("optimizer"))
+        engine.detach()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert parts["told"].optimizer == pytest.approx(states, abs=100)
+    assert parts["not told"].optimizer == pytest.approx(2 * weights, abs=100)
+    # Of 32 MiB of weights; the process grows by some MiB meanwhile.
+    assert parts["not told"].constant - parts["told"].constant == pytest.approx(states, abs=states / 2 + 2**24)
+    with pytest.raises(MemOptError, match=r"optimizer is a list; allowed is a torch\.optim\.Optimizer"):
+        optimize(model, optimizer=[optimizer], **OPTIONS["compile"])

@@ -113,6 +113,7 @@ class Run:
         micro_batches: of an optimizer step; all of them are on the device while it runs, as Trainer fetches them; 0:
             the one that runs is alone.
         loss: asked in a training forward; None where the loss is the forward's own.
+        has_trainer: else a training loop may compute its loss from the outputs.
     """
 
     optimizer: Optimizer | None = None
@@ -121,6 +122,7 @@ class Run:
     rows: int = 0
     micro_batches: int = 0
     loss: Callable[[], LossStep | None] = lambda: None
+    has_trainer: bool = True
 
     @property
     def batches_held(self) -> int:

@@ -216,6 +216,13 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     return [fully_shard.local(tensor).nbytes for tensor in tensors.values()]
 
 
+def states_held(optimizer: Optimizer | None) -> int:
+    """Bytes of the states that an optimizer has; 0 before its first step, or without one."""
+    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
+        return 0
+    return sum(state_sizes(optimizer, ()))
+
+
 def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained: Collection[str]) -> int:
     """Bytes of the states that an optimizer makes in its next step beside those that it has: of parameters that train
     for the first time, as much as of the others."""
@@ -376,12 +383,9 @@ def step_around(
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-    trainable = trainable_of(model, untrained)
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
-        # Before its first step an optimizer has no states.
-        is_stepped = not isinstance(run.optimizer, PlannedOptimizer | None) and run.optimizer.state
-        held = held_bytes(device) - (sum(state_sizes(run.optimizer, trainable)) if is_stepped else 0)
+        held = held_bytes(device) - states_held(run.optimizer)
         room = room_to_grow(device, held)
     held += room
     constant = constant_of(model, batch, held)

@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path,
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
-from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
+from optimum_memopt.engines.compile.memory.footprint import StepContext, states_held, step_around
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
@@ -60,7 +60,6 @@ class PlannerSpec:
         options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
         is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
         loss: that of the step, computed outside of the forward, which is given these inputs; None: there is none.
-        has_trainer: else a training loop may compute its loss from the outputs.
     """
 
     producer: Producer
@@ -72,7 +71,6 @@ class PlannerSpec:
     options: str = ""
     is_sharded: bool = False
     loss: Callable[[Mapping[str, object]], EagerLoss | None] = lambda _: None
-    has_trainer: bool = True
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ class Planner:
 
     def note_outputs(self, outputs: Any) -> None:
         """Note the outputs of the first forward, from which a training loop may compute its loss."""
-        if self.loss is None and not self._spec.has_trainer and not _has_loss(outputs):
+        if self.loss is None and not self._spec.run().has_trainer and not _has_loss(outputs):
             self.loss = EagerLoss("the loss", unknown="the training loop computes it from the outputs")
             self._warn_of_loss()
 
@@ -454,10 +452,12 @@ class Planner:
         return run.optimizer, run.gradient_accumulation
 
     def resident(self, held: int) -> int:
-        """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""
-        if self._resident is None:
-            return held if self._spec.target is None else self._spec.target.libraries
-        return self._resident
+        """Bytes that the process holds without the optimizer's states: when a plan was solved for, else of `held`."""
+        if self._resident is not None:
+            return self._resident
+        if self._spec.target is not None:
+            return self._spec.target.libraries
+        return held - states_held(self._spec.run().optimizer)
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
         """True where a batch's step is within the budget."""

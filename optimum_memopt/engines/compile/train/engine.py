@@ -244,7 +244,6 @@ class CompileEngine(in_place.InPlaceEngine):
             with_lengths=with_lengths,
             is_sharded=self._is_sharded,
             loss=weak_method(self._loss_of_step),
-            has_trainer=self.run is not None,
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
@@ -289,4 +288,4 @@ class CompileEngine(in_place.InPlaceEngine):
         return ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
 
     def _run_now(self) -> Run:
-        return self.run() if self.run is not None else Run()
+        return self.run() if self.run is not None else Run(has_trainer=False)
