@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.costs.work import Kernel, Work, work_of, wor
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
+from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError
 from tests.captured import Captured, capture
@@ -107,6 +108,17 @@ def test_kinds_of_kernels_have_rates_of_their_own() -> None:
         for is_causal in (False, True)
     )
     assert full.kernel is Kernel.ATTENTION and full.flops == 2 * causal.flops > 0
+
+
+def test_a_planned_device_computes_chunks_of_a_loss_in_two_kernels() -> None:
+    """Whether or not there is Triton on the machine that plans."""
+    hidden, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="meta") for size in (512, 1001))
+    labels = torch.empty(512, dtype=torch.int64, device="meta")
+    tensors = hidden, weight, None, None, None, labels, None
+    numbers = 1.0, 0.0, -100, True, 0.0, torch.bfloat16, torch.float32, [True, False, False, False, False]
+    on_cpu, on_cuda = (loss_shape((*tensors, *numbers), is_cuda) for is_cuda in (False, True))
+    # Padded columns in bfloat16 are read, read again and written.
+    assert on_cuda.is_fused and on_cuda.moved == 3 * 512 * 1008 * 2 < on_cpu.moved
 
 
 def test_a_step_waits_for_python_where_kernels_are_short() -> None:

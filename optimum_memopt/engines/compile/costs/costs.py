@@ -73,7 +73,7 @@ class Measured(NamedTuple):
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
     """Estimated by a device's rates, see `bounded`."""
-    of_nodes = works(joint, sizes, moved_by(joint) if fused else None)
+    of_nodes = works(joint, sizes, moved_by(joint) if fused else None, device.kind)
     seconds = (0.0 if work is None else bounded(work, device)[0] for work in of_nodes)
     return Costs(tuple(seconds), f"roofline {device.name}")
 

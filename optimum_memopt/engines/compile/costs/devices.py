@@ -97,6 +97,11 @@ class Device:
         return tuple(dtype for dtype in _DTYPES if dtype not in self.flops)
 
     @property
+    def kind(self) -> torch.device:
+        """Of torch; a file of one's own describes a CPU."""
+        return torch.device("cpu" if self.cuda is None else "cuda")
+
+    @property
     def memory_rate(self) -> float:
         """Bytes a second that kernels read and write."""
         return self.attained.bandwidth * self.bandwidth

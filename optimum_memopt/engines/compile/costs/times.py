@@ -255,7 +255,7 @@ class OperatorTimes:
 def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -> Callable[[int], OperatorTimes]:
     """Estimated by a device's rates, see `bounded`; work grows by the row."""
     moved = moved_by(graph.joint) if fused else None
-    low, high = (works(graph.joint, sizes(rows), moved) for rows in _TWO)
+    low, high = (works(graph.joint, sizes(rows), moved, device.kind) for rows in _TWO)
     nodes = [node for node, work in enumerate(low) if work is not None]
     one, two = ([work for work in of_batch if work is not None] for of_batch in (low, high))
 

@@ -101,12 +101,16 @@ class Work:
 
 
 def works(
-    joint: JointGraph, sizes: Mapping[sympy.Symbol, int], moved: Mapping[fx.Node, Moved] | None = None
+    joint: JointGraph,
+    sizes: Mapping[sympy.Symbol, int],
+    moved: Mapping[fx.Node, Moved] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Work | None, ...]:
     """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers.
 
     Args:
         moved: by the operators that a compiler computes in one kernel with others, see `moved_by`; None: none is.
+        device: that it is planned for; None: where its tensors are.
     """
     number = numbers(sizes)
 
@@ -114,7 +118,7 @@ def works(
         return int(math.prod(map(number, tensor.shape))) * tensor.dtype.itemsize
 
     def work(node: fx.Node) -> Work:
-        alone = work_of_node(node, number)
+        alone = work_of_node(node, number, device)
         if moved is None:
             return alone
         if (own := moved.get(node)) is None:
@@ -150,12 +154,13 @@ def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tup
     )
 
 
-def work_of_node(node: fx.Node, number: Number) -> Work:
+def work_of_node(node: fx.Node, number: Number, device: torch.device | None = None) -> Work:
+    """The work of one node of a joint graph, see `works`."""
     with fx_graph.without_modes_and_autocast():
         positional, named = arguments(node, number, _without_data)
         result = concrete(node, number, _without_data)
-    device = next((tensor.device for tensor in _tensors(value(node))), None)
-    return work_of(node.target, positional, named, result, device)
+    there = next((tensor.device for tensor in _tensors(value(node))), None)
+    return work_of(node.target, positional, named, result, device or there)
 
 
 def work_of(

@@ -41,8 +41,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_fused(on_cuda: bool) -> bool:
-    """True where inductor compiles the chunks of a loss."""
-    return on_cuda and dynamo.inductor_works("cuda")
+    """True where inductor compiles the chunks of a loss. A device that is planned for, on a machine without CUDA, has
+    what inductor needs."""
+    return on_cuda and (not torch.cuda.is_available() or dynamo.inductor_works("cuda"))
 
 
 def columns(classes: int, dtype: torch.dtype, is_fused: bool) -> int:
