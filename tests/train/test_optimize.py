@@ -146,3 +146,19 @@ def test_states_that_are_there_count_once(kind):
     assert parts["not told"].constant - parts["told"].constant == pytest.approx(states, abs=states / 2 + 2**24)
     with pytest.raises(MemOptError, match=r"optimizer is a list; allowed is a torch\.optim\.Optimizer"):
         optimize(model, optimizer=[optimizer], **OPTIONS["compile"])
+
+
+def test_unsloths_forwards_are_refused(monkeypatch):
+    """Of a class that it has patched, and of a layer alone."""
+
+    def fast_forward(self, x):
+        return self(x)
+
+    monkeypatch.setattr(fast_forward, "__module__", "unsloth.models.llama")
+    patched, alone = torch.nn.Sequential(Layer()), torch.nn.Sequential(Layer())
+    alone[0].up.forward = fast_forward.__get__(alone[0].up)
+    optimize(patched, **OPTIONS["compile"]).detach()
+    monkeypatch.setattr(Layer, "forward", fast_forward)
+    for model in (patched, alone):
+        with pytest.raises(MemOptError, match=r"Unsloth's kernels with the compile engine, .*--use_liger_kernel"):
+            optimize(model, **OPTIONS["compile"])

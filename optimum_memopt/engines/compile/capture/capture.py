@@ -36,7 +36,7 @@ def check_model(model: torch.nn.Module) -> None:
 
     Raises:
         UnsupportedModelError: no parameters, what `torch.compile` has returned, DataParallel, FSDP 1, tensor
-            parallelism, shares that FSDP2 keeps on the host.
+            parallelism, shares that FSDP2 keeps on the host, Unsloth's forwards.
     """
     in_place.check_parameters(model)
     if dynamo.is_compiled(model):
@@ -48,6 +48,11 @@ def check_model(model: torch.nn.Module) -> None:
         raise UnsupportedModelError(
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
             "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    if any(_is_unsloths(module) for module in model.modules()):
+        raise UnsupportedModelError(
+            "Unsloth's kernels with the compile engine, which torch cannot trace",
+            "load the model with transformers, where --use_liger_kernel has fused kernels too, or leave the plan out",
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedModelError(*_FSDP_1)
@@ -63,6 +68,13 @@ def check_model(model: torch.nn.Module) -> None:
             "leave it out (`cpu_offload` in --fsdp_config, `fsdp_offload_params` in accelerate's config); a plan "
             "offloads activations",
         )
+
+
+def _is_unsloths(module: torch.nn.Module) -> bool:
+    """True for a module of transformers whose forward Unsloth has replaced, of its class or alone
+    (`unsloth/models/llama.py`)."""
+    names = (getattr(each, "__module__", None) or "" for each in (module.forward, type(module).forward))
+    return any(name.partition(".")[0].startswith("unsloth") for name in names)
 
 
 _FSDP_1 = (
