@@ -77,14 +77,18 @@ def goals(found: Steps, is_quick: bool) -> Iterator[Outcome]:
                 yield Outcome(f"{model}, {name}", status, kind, f"{share:.2f}", f"{limit:.2f}")
 
 
-def compared(found: Steps, earlier: Path) -> str:
-    """A table of the steps beside those of an earlier run, a file of `save` or one with `rows` by name."""
-    raw = json.loads(earlier.read_text(encoding="utf-8"))
+def steps_in(path: Path) -> Steps:
+    """The steps of a file of `save`, or of one that has them as `rows`, as benchmarks/gpu/h100.json."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
     if "rows" in raw:
-        # The names end in versions, of which the last one counts.
-        before = {name.partition(" (")[0]: step for name, step in raw["rows"].items()}
-    else:
-        before = steps([Outcome(**outcome) for outcome in raw["outcomes"]])
+        # Versions may stand behind the names; of several the last one counts.
+        return {name.partition(" (")[0]: step for name, step in raw["rows"].items()}
+    return steps([Outcome(**outcome) for outcome in raw["outcomes"]])
+
+
+def compared(found: Steps, earlier: Path) -> str:
+    """A table of the steps beside those of an earlier run, see `steps_in`."""
+    before = steps_in(earlier)
     rows = [
         {
             "step": name,
