@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
-from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
@@ -151,7 +151,7 @@ def forward(
         dtype: of autocast; float32: without.
     """
 
-    def everything_saved(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+    def everything_saved(graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
         return Choice(nodes_to_save(graph, ()), "everything is saved")
 
     torch._dynamo.reset()

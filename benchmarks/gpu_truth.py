@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, Training
+from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.costs import bounded
@@ -186,7 +186,7 @@ def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
     mask[-1, -1] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     spec = StepSpec(device_named(run.device).name, optim="adamw_torch")
-    return plain_step(ModuleWorkload.of(model, inputs, rows, ()), spec, Training(keeps_outputs=True))
+    return plain_step(ModuleWorkload.of(model, inputs, rows, ()), spec, EagerSettings(keeps_outputs=True))
 
 
 def reserved(always: Iterable[int], events: Iterable[Event]) -> CachingAllocator:

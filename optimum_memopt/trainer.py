@@ -1,4 +1,4 @@
-"""A Trainer with an engine: its options are checked, and an engine and callbacks are put on it.
+"""Attaches an engine to a Trainer: checks options, installs callbacks and method wrappers.
 
 The engine is attached inside `create_optimizer`: after `model_init` has built the model and a checkpoint is loaded
 into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`); DeepSpeed

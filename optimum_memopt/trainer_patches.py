@@ -1,4 +1,4 @@
-"""All that is put on a Trainer: one ordered list, with undo. Copies of the Trainer have none of it.
+"""Every patch applied to a Trainer, in order, with undo. Copies of the Trainer have none of them.
 
 A method is replaced once, by a function that calls the wrappers of `Patch` in their order around what was there.
 Where somebody else has wrapped that function meanwhile, `close` leaves it inside of theirs, with nothing to do. What

@@ -34,7 +34,7 @@ _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
 
 class OtherRankRanOutError(Exception):
-    """This rank had enough memory, another one had not; no error that code which retries would take for its own."""
+    """Raised on the ranks that did not run out of memory; not an OutOfMemoryError, so retry logic ignores it."""
 
 
 def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:

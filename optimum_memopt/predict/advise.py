@@ -170,7 +170,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     if not own:
         lowest = min(predictor.lowest(plan, rows != 1) for plan in predictor.plans if plan.is_own)
         raise DoesNotFitError(
-            f"a step with one row takes at least {gib_text(lowest)}, whatever is recomputed; the budget is "
+            f"a step with one row takes at least {gib_text(lowest)}, even with full recompute; the budget is "
             f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states",
             lowest,
         )

@@ -28,7 +28,7 @@ _TILES = ("_forward_tile", "_backward_tile", "_stats_tile", "_jsd_tile")
 
 
 class _EndOfTextError(Exception):
-    """The rest of a generation takes no memory, and reads values."""
+    """Stops `generate()`: later steps allocate nothing new and need real values."""
 
 
 @dataclass

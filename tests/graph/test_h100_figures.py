@@ -12,7 +12,7 @@ import transformers
 from transformers.integrations import sdpa_attention
 
 import optimum_memopt
-from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.predict.workload import ModuleWorkload
@@ -246,6 +246,6 @@ def test_step_takes_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch
     trained = tuple(name for name, each in model.named_parameters() if each.requires_grad)
     workload = ModuleWorkload.of(model, batch, None, trained)
     spec = StepSpec(device="h100", autocast="bfloat16" if run.autocasts else "", optim="adamw_torch_fused")
-    found = plain_step(workload, spec, Training())
+    found = plain_step(workload, spec, EagerSettings())
     assert found.seconds is not None
     assert found.seconds * 1000 == pytest.approx(run.milliseconds, rel=0.15)

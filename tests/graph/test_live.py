@@ -8,7 +8,7 @@ import torch
 from transformers import RobertaConfig
 
 from optimum_memopt.compat import checkpoint_layers
-from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, Training
+from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
@@ -28,7 +28,7 @@ _NAMES = sorted(set(ZOO) - _CONVOLVES)
 _SLACK = 256
 
 
-def measured(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> int:
+def measured(model: torch.nn.Module, batch: dict[str, Any], training: EagerSettings, micro_batches: int = 1) -> int:
     """The most bytes that a real step asks for over what was there before, after a first one."""
 
     def step() -> Any:
@@ -49,7 +49,9 @@ def measured(model: torch.nn.Module, batch: dict[str, Any], training: Training, 
     return max(itertools.accumulate(allocations, initial=0))
 
 
-def predicted(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> LiveRun:
+def predicted(
+    model: torch.nn.Module, batch: dict[str, Any], training: EagerSettings, micro_batches: int = 1
+) -> LiveRun:
     fake, copied = fake_tensors.fake_model(model)
     inputs = fake_tensors.fake_copy(batch, fake, keeps_values=True)
     with fake:
@@ -65,32 +67,32 @@ def over_given(run: LiveRun) -> int:
 @pytest.mark.parametrize("name", nightly(_NAMES, but=["gpt2", "roberta-mlm", "t5"]))
 def test_peak_is_that_of_the_allocator(name: str, keeps_outputs: bool) -> None:
     model, batch = ZOO[name].build().train(), ZOO[name].batch(4, 24)
-    training = Training(keeps_outputs=keeps_outputs)
+    training = EagerSettings(keeps_outputs=keeps_outputs)
     assert over_given(predicted(model, batch, training)) == pytest.approx(measured(model, batch, training), abs=_SLACK)
 
 
 @pytest.mark.parametrize("name", nightly(["roberta-mlm", "llama", "t5", "qwen2"], but=["roberta-mlm"]))
 def test_checkpointing(name: str) -> None:
     model, batch = ZOO[name].build().train(), ZOO[name].batch(8, 60)
-    plain = over_given(predicted(model, batch, Training()))
+    plain = over_given(predicted(model, batch, EagerSettings()))
     checkpoint_layers(model, 1)
-    here = over_given(predicted(model, batch, Training()))
+    here = over_given(predicted(model, batch, EagerSettings()))
     # Each checkpoint holds the state of the CPU's generator, which no operator allocates.
     states = 6 * torch.get_rng_state().nbytes
     assert here < plain
-    assert here <= measured(model, batch, Training()) + _SLACK <= here + states + 2 * _SLACK
+    assert here <= measured(model, batch, EagerSettings()) + _SLACK <= here + states + 2 * _SLACK
 
 
 def test_gradients_add_up() -> None:
     model, batch = ZOO["roberta-mlm"].build().train(), ZOO["roberta-mlm"].batch(2, 8)
-    run = predicted(model, batch, Training(), micro_batches=2)
-    assert over_given(run) == pytest.approx(measured(model, batch, Training(), 2), abs=_SLACK)
-    assert over_given(run) > over_given(predicted(model, batch, Training()))
+    run = predicted(model, batch, EagerSettings(), micro_batches=2)
+    assert over_given(run) == pytest.approx(measured(model, batch, EagerSettings(), 2), abs=_SLACK)
+    assert over_given(run) > over_given(predicted(model, batch, EagerSettings()))
 
 
 def test_it_names_who_holds_what() -> None:
     model, batch = ZOO["llama"].build().train(), ZOO["llama"].batch(4, 24)
-    timeline = predicted(model, batch, Training(keeps_outputs=True)).timeline({})
+    timeline = predicted(model, batch, EagerSettings(keeps_outputs=True)).timeline({})
     groups = {(group.category, group.name) for group in timeline.alive}
     assert (OUTPUTS, "outputs.logits") in groups
     assert any(category == SAVED for category, _ in groups)
@@ -135,7 +137,7 @@ def test_a_value_that_is_read_is_a_line_with_the_place() -> None:
             return {"loss": result.sum() if result.max() > 0 else result.mean()}
 
     with pytest.raises(MemOptError, match=r"the value of a tensor is read .*test_live\.py:\d+, in forward"):
-        predicted(Reads(), {"x": torch.ones(4, 8)}, Training())
+        predicted(Reads(), {"x": torch.ones(4, 8)}, EagerSettings())
 
 
 def test_random_numbers_without_inputs_have_values() -> None:
@@ -148,14 +150,14 @@ def test_random_numbers_without_inputs_have_values() -> None:
             # As PEFT's LoHa does.
             return {"loss": self.linear(x).sum() if torch.rand(1) >= 0 else x.sum()}
 
-    assert predicted(Drops(), {"x": torch.ones(4, 8)}, Training()).trained == {"linear.weight", "linear.bias"}
+    assert predicted(Drops(), {"x": torch.ones(4, 8)}, EagerSettings()).trained == {"linear.weight", "linear.bias"}
 
 
 def test_on_a_gpu_that_is_not_here() -> None:
     config = RobertaConfig(
         vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
     )
-    step = plain_step(Workload(config, "fill-mask", 8, 64), StepSpec("h100", autocast="bfloat16"), Training())
+    step = plain_step(Workload(config, "fill-mask", 8, 64), StepSpec("h100", autocast="bfloat16"), EagerSettings())
     assert step.allocator is not None
     assert step.peak <= step.allocator.allocated <= step.allocator.reserved
     timeline = step.timeline
@@ -164,7 +166,7 @@ def test_on_a_gpu_that_is_not_here() -> None:
     assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
     assert BACKWARD in step.run.phases
     # transformers leaves out a mask without padding, by its values.
-    without = plain_step(Workload(config, "fill-mask", 8, 64, has_padding=False), StepSpec("h100"), Training())
+    without = plain_step(Workload(config, "fill-mask", 8, 64, has_padding=False), StepSpec("h100"), EagerSettings())
     masks = [storage for event in step.run.events for storage in event.allocates if storage.kind == "bitwise_and"]
     assert masks
     assert not any(storage.kind == "bitwise_and" for event in without.run.events for storage in event.allocates)
@@ -175,18 +177,18 @@ def test_seconds_are_those_of_kernels() -> None:
     batch = {"input": torch.ones(8192, 8192)}
     names = ["mm", "relu", "sum", "threshold_backward", "mm"]
     workload = ModuleWorkload.of(layer, batch, None, ())
-    step = plain_step(workload, StepSpec("l40s"), Training())
+    step = plain_step(workload, StepSpec("l40s"), EagerSettings())
     assert [work.key.split(".")[1] for work in step.run.calls if work.bytes > 2**20] == names
     assert step.seconds is not None
     products = sum(work.flops for work in step.run.calls) / DEVICES["L40S"].flops["float32"]
     assert products < step.seconds < 2 * products
     # Gradients are added three times, and each parameter is updated once: both move bytes alone.
-    times = plain_step(workload, StepSpec("l40s", gradient_accumulation_steps=4), Training())
+    times = plain_step(workload, StepSpec("l40s", gradient_accumulation_steps=4), EagerSettings())
     assert times.seconds is not None
     passes = 3 * 8192**2 * 4 / DEVICES["L40S"].memory_rate
     update = (2 + 2 * 2 + 1 + 3) / 3 * passes
     assert times.seconds - 4 * (step.seconds - update) == pytest.approx(3 * passes + update)
-    foreach = plain_step(workload, StepSpec("l40s", optim="adamw_torch"), Training())
+    foreach = plain_step(workload, StepSpec("l40s", optim="adamw_torch"), EagerSettings())
     assert foreach.seconds == pytest.approx(step.seconds + (3 + 21) / 3 * passes - update)
 
 
@@ -202,7 +204,7 @@ def test_checkpointing_takes_longer() -> None:
 
 def test_no_seconds_without_a_device() -> None:
     layer = torch.nn.Linear(8, 8)
-    step = plain_step(ModuleWorkload.of(layer, {"input": torch.ones(4, 8)}, None, ()), StepSpec(), Training())
+    step = plain_step(ModuleWorkload.of(layer, {"input": torch.ones(4, 8)}, None, ()), StepSpec(), EagerSettings())
     assert step.seconds is None
     assert not step.run.calls
 

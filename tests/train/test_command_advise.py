@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from optimum_memopt.commands import step
 from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
-from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from tests.rotation import nightly
 
@@ -57,7 +57,7 @@ def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> No
         PlanCommand.parse_args(parser)
         args = parser.parse_args(["--model", folder, "--seq_len", "100", "--device", "h100", *flags])
         spec = step.spec_of(args, args.device)
-        return plain_step(step.workload_of(args, ROWS), spec, Training(keeps_outputs=spec.keeps_outputs)).peak
+        return plain_step(step.workload_of(args, ROWS), spec, EagerSettings(keeps_outputs=spec.keeps_outputs)).peak
 
     advice = asked("--global_batch", str(ROWS), *FLAGS[name])
     plain = next(row for row in advice["rows"] if row["plan"] == "plain PyTorch" and row["rows"] == ROWS)

@@ -286,7 +286,7 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
     budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 3) / 2**20:.3f}MiB"
     with pytest.raises(SystemExit):
         run(*arguments, "--device", "h100", "--budget", budget)
-    assert "--per_device_train_batch_size 32 fits, and with 2 times" in capsys.readouterr().err
+    assert "use --per_device_train_batch_size 32 and 2 times" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

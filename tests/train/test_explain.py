@@ -171,6 +171,6 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
         traced = explain(failed)
     assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.suggestions
     assert traced.remarks == ("what was found in 0 seconds is here: more may fit",)
-    assert lines[0].startswith("looking for why memory ran out in a training step: run on tensors without data")
+    assert lines[0].startswith("analyzing the out-of-memory error: run on tensors without data")
     monkeypatch.undo()
     assert explain(failed) == complete

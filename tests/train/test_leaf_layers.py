@@ -9,7 +9,7 @@ import torch
 
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.zero3 import LeafLayers
+from optimum_memopt.engines.compile.train.zero3 import Zero3Layers
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from tests.compiled import selection
 from tests.gradients import assert_bitwise_same_step, assert_same_step
@@ -43,18 +43,18 @@ def two_layers() -> torch.nn.Module:
 
 
 def test_only_stage_3_has_them() -> None:
-    assert LeafLayers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO) is None
-    assert LeafLayers.of(given(2), MODEL, has_budget=True) is None
-    assert LeafLayers.of(given(), LAYER) is not None
+    assert Zero3Layers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO) is None
+    assert Zero3Layers.of(given(2), MODEL, has_budget=True) is None
+    assert Zero3Layers.of(given(), LAYER) is not None
 
 
 def test_what_does_not_go_with_them_is_refused() -> None:
     with pytest.raises(MemOptError, match="--memory_opt_unit model: .* ZeRO stage 0, 1 or 2"):
-        LeafLayers.of(given(), MODEL)
+        Zero3Layers.of(given(), MODEL)
     with pytest.raises(MemOptError, match="a chunked loss: .* --memory_opt_loss chunked"):
-        LeafLayers.of(given(), AUTO, must_chunk=True)
+        Zero3Layers.of(given(), AUTO, must_chunk=True)
     with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):
-        LeafLayers({}).start(torch.nn.Linear(4, 4))
+        Zero3Layers({}).start(torch.nn.Linear(4, 4))
 
 
 @needs_deepspeed
@@ -62,7 +62,7 @@ def test_layers_are_leafs_and_stay_so() -> None:
     from deepspeed.utils import get_z3_leaf_modules
 
     model = ZOO["mixtral"].build()
-    leafs, layers = LeafLayers({}), list(model.model.layers)
+    leafs, layers = Zero3Layers({}), list(model.model.layers)
     with log_lines() as lines:
         leafs.start(model)
         leafs.stop()
@@ -77,8 +77,8 @@ def test_leafs_in_a_layer_give_way() -> None:
     model = two_layers()
     set_z3_leaf_module(model[1][0].inner, True)
     with log_lines() as lines:
-        LeafLayers({}).start(model)
-        LeafLayers({"leaf_module": {"classes": ["Linear"]}}).start(two_layers())
+        Zero3Layers({}).start(model)
+        Zero3Layers({"leaf_module": {"classes": ["Linear"]}}).start(two_layers())
     assert len(lines) == 2 and all("give way to the layer" in line for line in lines)
 
 
@@ -86,13 +86,13 @@ def test_leafs_in_a_layer_give_way() -> None:
 @pytest.mark.parametrize("filled_in, wanted", [(18, 20), (30, 30)])
 def test_a_layer_is_prefetched_where_the_size_was_left_open(filled_in: int, wanted: int) -> None:
     config: dict[str, Any] = {BUCKET: "auto"}
-    leafs = LeafLayers(config)
+    leafs = Zero3Layers(config)
     # As transformers does before it creates the optimizer.
     config[BUCKET] = filled_in
     leafs.start(two_layers())
     assert config == {BUCKET: wanted}
     numbers = {BUCKET: filled_in}
-    LeafLayers(numbers).start(two_layers())
+    Zero3Layers(numbers).start(two_layers())
     assert numbers == {BUCKET: filled_in}
 
 
@@ -105,7 +105,7 @@ def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: 
     # Else the two are no equal layers.
     model[1].append(Layer().requires_grad_(False))
     model[1].append(Layer())
-    leafs, seen = LeafLayers({}), []
+    leafs, seen = Zero3Layers({}), []
     leafs.start(model)
     for layer in (frozen, trained):
         # As DeepSpeed's, which is registered later.
@@ -164,9 +164,9 @@ def test_a_layer_that_shares_a_trained_parameter_is_refused() -> None:
         model = two_layers()
         model.get_submodule(second).weight = model.get_submodule(first).weight
         with pytest.raises(UnsupportedModelError, match=rf"shares {first}.weight .* lose a part of its gradients"):
-            LeafLayers({}).start(model)
+            Zero3Layers({}).start(model)
         model.requires_grad_(False)
-        LeafLayers({}).start(model)
+        Zero3Layers({}).start(model)
 
 
 @needs_deepspeed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, Training
+from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, EagerSettings
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import bounded
@@ -136,7 +136,7 @@ def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies
     budget = int(0.8 * level.ways[1].peak)
     found = estimate(workload, Selection(budget=Budget(f"{budget} bytes", budget)), spec, with_ways=True)
     header = found.table.header[0]
-    assert ("of the host for offload" in header, "a third time" in header) == (copies, not copies)
+    assert ("of the host for offload" in header, "recomputed twice" in header) == (copies, not copies)
     without, level_1, within = found.ways
     assert (without, level_1) == level.ways
     assert within.peak <= budget
@@ -225,7 +225,7 @@ def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
 def test_checkpointing_of_any_batch_takes_what_it_takes_by_itself(steps, folder, every, rows):
     name = f"Trainer's checkpointing, every {'layer' if every == 1 else '2 layers'}"
     workload = Workload(folder, "text-generation", rows, LENGTH)
-    live = plain_step(workload, StepSpec("h100", "aot_eager"), Training(every))
+    live = plain_step(workload, StepSpec("h100", "aot_eager"), EagerSettings(every))
     assert steps.step(plan(steps, name), rows, False).peak == live.peak
 
 

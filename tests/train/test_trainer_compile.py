@@ -188,7 +188,7 @@ def test_a_forward_that_hooks_its_modules_at_first_is_planned_with_the_hooks(ask
         for one in (model, plain):
             for _ in range(2):
                 one(x).backward()
-    again = "the first forward of Collecting has put hooks on its modules: compiling it again with them"
+    again = "the first forward of Collecting registered module hooks: recompiling"
     assert lines.count(again) == 1
     assert not any("graphs" in line or "recompiled" in line for line in lines), lines
     assert engine.predictor.caveat == ""

@@ -223,7 +223,7 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(attached, budget,
     hold(monkeypatch, HELD + budget // 2)
     with log_lines() as lines:
         assert_bitwise_same_step(one.model, one.plain, SHORT)
-    assert sum(line.startswith("going on without this variant: --memory_opt_budget") for line in lines) == 1
+    assert sum(line.startswith("dropping this length bucket: --memory_opt_budget") for line in lines) == 1
     with recorded() as splits:
         one.step(SHORT)
     assert not splits

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import LlamaConfig
 
-from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.errors import MemOptError
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_line(text, message):
     workload = Workload(CONFIG, "text-generation", 2, 8, adapter=text)
     with pytest.raises(MemOptError, match=message) as caught:
         workload.check()
-        plain_step(workload, StepSpec("h100"), Training())
+        plain_step(workload, StepSpec("h100"), EagerSettings())
     assert "\n" not in str(caught.value)
 
 
@@ -55,8 +55,8 @@ def test_a_mistake_is_one_line(text, message):
     "adapter", ["r=4,target=all-linear", "type=vera,r=4,target=q_proj", "type=loha,target=q_proj"]
 )
 def test_only_the_adapter_trains(adapter):
-    whole = plain_step(Workload(CONFIG, "text-generation", 2, 8), StepSpec("h100"), Training())
-    part = plain_step(Workload(CONFIG, "text-generation", 2, 8, adapter=adapter), StepSpec("h100"), Training())
+    whole = plain_step(Workload(CONFIG, "text-generation", 2, 8), StepSpec("h100"), EagerSettings())
+    part = plain_step(Workload(CONFIG, "text-generation", 2, 8, adapter=adapter), StepSpec("h100"), EagerSettings())
     assert part.run.trained and not any("base_layer" in name for name in part.run.trained)
     assert 0 < sum(part.states) < sum(whole.states)
     assert part.peak < whole.peak
@@ -64,7 +64,7 @@ def test_only_the_adapter_trains(adapter):
 
 def test_the_type_of_the_weights():
     def parameters(dtype: str) -> int:
-        step = plain_step(Workload(CONFIG, "text-generation", 2, 8, dtype=dtype), StepSpec("h100"), Training())
+        step = plain_step(Workload(CONFIG, "text-generation", 2, 8, dtype=dtype), StepSpec("h100"), EagerSettings())
         return step.timeline.held["parameters"][0]
 
     assert parameters("") == parameters("float32")
@@ -77,7 +77,7 @@ def test_the_type_of_the_weights():
 
 def test_bytes_of_parameters_are_listed_by_type():
     workload = Workload(CONFIG, "text-generation", 2, 8, dtype="bfloat16", adapter="r=2,target=q_proj")
-    step = plain_step(workload, StepSpec("h100"), Training())
+    step = plain_step(workload, StepSpec("h100"), EagerSettings())
     held = {group.name: group.bytes for group in step.timeline.alive if group.category == "parameters"}
     assert sum(held.values()) == step.timeline.held["parameters"][0]
     assert held["bfloat16"] > held["float32"] > 0

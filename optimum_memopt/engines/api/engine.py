@@ -77,7 +77,7 @@ class Engine(Protocol):
         return None
 
     def frontier(self) -> Frontier | None:
-        """Extra time of budgets, and the one that trains; None where nobody has solved for them."""
+        """Returns the time-memory frontier with the active budget marked; None if none was solved."""
         return None
 
     def insight(self) -> str:

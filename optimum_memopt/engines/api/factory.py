@@ -1,4 +1,4 @@
-"""The factory of an engine: questions to one that has no model yet."""
+"""The factory of an engine: what it can answer before it has a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

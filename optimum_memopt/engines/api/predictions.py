@@ -397,8 +397,8 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How plain PyTorch trains.
+class EagerSettings:
+    """Settings of the plain PyTorch baseline.
 
     Attributes:
         checkpoints: every nth layer is checkpointed; 0: none.

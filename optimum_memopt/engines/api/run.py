@@ -31,7 +31,7 @@ class StepSpec:
         autocast: `bfloat16` or `float16`; empty: float32.
         loss: `auto`, `plain` or `chunked`, as the engine computes it.
         unit: `auto`, `layer` or `model`, as the engine compiles it.
-        keeps_outputs: plain PyTorch's loop holds the model's outputs, see `Training`.
+        keeps_outputs: plain PyTorch's loop holds the model's outputs, see `EagerSettings`.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; 1: not
             sharded.
     """

@@ -46,9 +46,8 @@ class CompileOptions(EngineOptions):
     )
     memory_opt_unit: str = flag(
         AUTO,
-        "What is traced and compiled as one graph: layer, each group of equal layers once and what is around them, so "
-        "that a deep model's first step takes as long as a shallow one's, model, the whole forward, or auto: layer "
-        "where a model has four equal layers and more.",
+        "Compilation unit: layer compiles each repeated block once, so that a deep model's first step takes as long "
+        "as a shallow one's; model compiles one graph; auto is layer where a model has four equal layers and more.",
         choices=UNITS,
     )
     memory_opt_compiler: str | None = flag(

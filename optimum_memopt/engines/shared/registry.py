@@ -1,4 +1,4 @@
-"""Engines register themselves here; and the one is chosen that trains.
+"""Engine registry, and selection of the engine to train with.
 
 A new engine is a folder beside this one whose `__init__` ends in `register_engine`; nothing else names it.
 """

@@ -116,7 +116,7 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
             assert f" for {depth} layers, compiled once for equal ones" in header[0]
             assert "not exact" not in header[1]
             assert ("level 1" in header[0]) == (name not in ("budget", "config", "replicas", "segments"))
-            assert ("third time, for segments of layers" in header[0]) == (name == "segments")
+            assert ("recomputed twice (segments)" in header[0]) == (name == "segments")
             assert not [line for line in lines if "graph break" in line or "NOT " in line or "as a whole" in line]
 
 

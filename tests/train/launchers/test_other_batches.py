@@ -100,7 +100,7 @@ def check(done: Done, *cells: str) -> None:
         assert distance(done.weights(cell), stock) < CLOSE
         for rank in ranks:
             header = rank["table"]["header"][0]
-            assert ("for segments of layers" in header) == cell.startswith("fsdp2-segments")
+            assert ("recomputed twice (segments)" in header) == cell.startswith("fsdp2-segments")
             assert rank["table"]["plans"] and not [line for line in rank["lines"] if "NOT " in line]
             # Before and in the first forward alone.
             assert len(set(rank["exchanges"])) == 1

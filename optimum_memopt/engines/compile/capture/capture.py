@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
     TraceSpec,
     no_training_graph,
 )
-from optimum_memopt.engines.compile.capture.traced_graph import Choose, GraphChoices, GraphInForward
+from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph, no_costs
@@ -113,9 +113,9 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
 
 
 def chosen_by(producer: Producer) -> Choose:
-    """Choices of a producer that is told nothing of the step."""
+    """Adapts a producer that needs no step context."""
 
-    def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+    def choose(graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
         return producer.choose(graph, state.choices)
 
     return choose

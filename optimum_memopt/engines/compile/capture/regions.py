@@ -126,7 +126,7 @@ def _structure(layer: torch.nn.Module) -> Hashable:
 
 
 class ResultsChangedError(RuntimeError):
-    """A layer returns something else than what is around it was traced with."""
+    """A layer's outputs no longer match what its caller was traced with."""
 
 
 @dataclass(eq=False)

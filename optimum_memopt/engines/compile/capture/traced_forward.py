@@ -60,7 +60,7 @@ from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# Of a forward that puts hooks on modules, or whose layers return something else, again and again.
+# Retrace limit for forwards that keep adding hooks or changing layer outputs.
 _MOST_TRACES = 3
 
 
@@ -107,7 +107,7 @@ class ForwardArgs:
     def of(
         cls, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool, reader: str
     ) -> "ForwardArgs":
-        """Those that the model was called with, without a cache where none is asked for."""
+        """From a call's arguments; disables the key-value cache unless requested."""
         inputs = without_key_value_cache(model, args, kwargs)
         return cls(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
 
@@ -254,7 +254,7 @@ class TracedForward:
             # transformers installs those that collect hidden states and router logits in the first forward that is
             # asked for them, which breaks its graph there; all later ones run with them.
             which = "a later" if self._has_run else "the first"
-            self.say(f"{which} forward of {self._name} has put hooks on its modules: compiling it again with them")
+            self.say(f"{which} forward of {self._name} registered module hooks: recompiling")
             self._forget_compiled()
             self._traced_again += 1
             return self(call, choices)
@@ -312,7 +312,7 @@ class TracedForward:
                 f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
                 "leave the flag out",
             )
-        self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
+        self.say(f"falling back to one graph for {self._name}: its layers cannot be compiled separately: {why}")
 
     def _call(self, call: ForwardArgs, choices: GraphChoices, records: bool) -> TracedCall | None:
         """Run a call; None where it has put hooks on the model's modules, and has to run again."""
@@ -630,9 +630,9 @@ class TracedForward:
     def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
         (*_, latest), analyzed, run, layer = graph.variants.values(), graph.analyzed, self._run, self._regions.layer
         choices = run.choices
-        if analyzed is None or latest.partitioned is None or graph.asked == run.place(layer):
+        if analyzed is None or latest.partitioned is None or graph.chosen_at == run.place(layer):
             return latest
-        is_asked = graph.asked is not None and graph.asked[0] is choices
+        is_asked = graph.chosen_at is not None and graph.chosen_at[0] is choices
         if is_asked and latest.partitioned.choice.is_for_all_runs:
             return latest
         partitioned = latest.partitioned
@@ -671,7 +671,7 @@ class TracedForward:
             key = partitioned.choice.key
             inputs = partitioned.choice.inputs
             variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs)
-        graph.asked, graph.variants[key] = self._run.place(self._regions.layer), variant
+        graph.chosen_at, graph.variants[key] = self._run.place(self._regions.layer), variant
         self._run.choices.partitions[graph, key] = variant
         return variant
 

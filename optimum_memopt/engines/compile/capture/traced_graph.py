@@ -58,7 +58,7 @@ class TracedGraph:
         trace: None where it is compiled while dynamo traces it.
         analyzed: its joint graph; None where nothing of it is trained.
         variants: by the keys of their choices.
-        asked: with which choices the latest was chosen, for which run of the forward and which layer.
+        chosen_at: choices, run of the forward and layer of the latest variant.
     """
 
     graph: fx.GraphModule
@@ -73,7 +73,7 @@ class TracedGraph:
     trace: dynamo.Trace | None
     analyzed: AnalyzedGraph | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
-    asked: tuple[object, int, str] | None = None
+    chosen_at: tuple[object, int, str] | None = None
 
     def state_key(self, at: int) -> str:
         """The source of an argument that is state, and whose attribute it is."""
@@ -91,7 +91,7 @@ class TracedGraph:
 
 
 @dataclass(frozen=True)
-class GraphInForward:
+class ForwardProgress:
     """The forward as far as it has come when a choice is made for one of its graphs.
 
     Attributes:
@@ -110,7 +110,7 @@ class GraphInForward:
 
 
 # Chooses for one graph; it may raise what the user is to read.
-Choose = Callable[[AnalyzedGraph, GraphInForward], Choice]
+Choose = Callable[[AnalyzedGraph, ForwardProgress], Choice]
 
 
 @dataclass(eq=False)
@@ -181,14 +181,14 @@ class ForwardRun:
         return 0 if analyzed is None else self._turns[analyzed.digest, layer]
 
     def place(self, layer: str) -> tuple[GraphChoices, int, str]:
-        """See `TracedGraph.asked`."""
+        """See `TracedGraph.chosen_at`."""
         return self.choices, self.tape.count, layer
 
     def choose(self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool], layer: str) -> Choice:
         """The choice for a graph that runs next, of these gradients of parameters. Raises what choosing does."""
         so_far = [*(earlier.gradients for earlier in self.ran), gradients]
         is_all = graph.is_whole and graph.is_all
-        state = GraphInForward(
+        state = ForwardProgress(
             self.inputs, tuple(self.chosen), without_gradient(so_far), with_gradient(so_far), self.progress, is_all
         )
         choice = self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)

@@ -280,7 +280,7 @@ class _Composition:
                 yield Event(f"{new[0].name} reloaded", "reload", self._calls[at].layer, new)
 
     def _again(self, index: int) -> Iterator[Event]:
-        """The forward of a run once more; of its results those are held that backwards read."""
+        """Events of a recomputed forward; keeps only outputs that a backward reads."""
         graph, call, held = self._graphs[index], self._calls[index], set[str]()
         numbers = {name: call.outputs.get(place, -1) for place, name in graph.outputs if place is not None}
         wanted = {

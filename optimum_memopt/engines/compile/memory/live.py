@@ -288,7 +288,7 @@ class LiveRecorder(TorchDispatchMode):
                     allocation.category = category
 
     def begin(self, phase: str) -> None:
-        """Begin a phase: storages that are freed from now on are not counted to the last operator."""
+        """Starts a phase; later frees are no longer attributed to the previous operator."""
         self._phase, self._is_behind_backward = phase, False
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
 

@@ -99,7 +99,7 @@ class Outside:
 
     @property
     def backward(self) -> Event:
-        """Its backward, which frees what the operator has saved, too, where nobody else holds that."""
+        """Its backward; also frees the tensors it saved, unless still referenced."""
         gradients = ((gradient_name(tensor.storage), tensor.bytes) for tensor in self.allocates)
         allocates = tuple(Storage(name, size, TEMPORARY, BETWEEN) for name, size in gradients)
         workspace = self.workspace.bytes if self.workspace is not None else 0

@@ -71,7 +71,7 @@ class TapeProblem:
 
     @cached_property
     def passed(self) -> frozenset[int]:
-        """The nodes of arguments that nobody but backwards holds once the run has returned."""
+        """The nodes of arguments kept alive only by the backward."""
         outside = {tensor.storage for operator in self.tape.outside for tensor in operator.saved}
         released = {number for call in self.tape.calls for number in call.released} - outside
         return frozenset(

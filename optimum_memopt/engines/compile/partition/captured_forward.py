@@ -46,7 +46,7 @@ class ForwardSolver:
         return Solver(self.forward.problem, cache(self._plans_of_run) if len(self.forward.runs) > 1 else no_plans)
 
     def _plans_of_run(self, run: int) -> tuple[frozenset[int], ...]:
-        """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
+        """Extra candidate plans for one layer's run, solved on its graph alone."""
         solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
         low, high = solver.lowest.peak, solver.everything.peak
         # From the largest: limits that were found for larger budgets help most with the smallest.

@@ -1,4 +1,4 @@
-"""A joint graph as numbers: whoever asks about other plans, batches or budgets than those of the run asks this."""
+"""A captured joint graph, which can be queried for other plans, batch sizes and budgets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

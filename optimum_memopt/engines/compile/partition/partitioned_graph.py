@@ -336,7 +336,7 @@ def _recomputed_from(graph: AnalyzedGraph, backward: fx.GraphModule) -> dict[int
 
 
 def _remove_dead_code(joint: JointGraph, modules: Modules) -> None:
-    """Leave each of the two the random numbers that it draws in the joint graph, though nobody may read them."""
+    """Removes dead code but keeps random operators, so that the generator advances as in eager mode."""
     in_backward = {node.name for node in joint.backward}
     forward, backward = modules
     fx_graph.remove_dead_code(forward.graph, lambda node: node.name not in in_backward)

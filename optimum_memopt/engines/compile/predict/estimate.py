@@ -12,10 +12,10 @@ from optimum_memopt.engines.api.predictions import (
     COMPUTE,
     COPIES,
     BatchPoint,
+    EagerSettings,
     Frontier,
     StepEstimate,
     Technique,
-    Training,
     Way,
     Workload,
 )
@@ -59,7 +59,7 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     Raises:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
-    plain = Training(keeps_outputs=spec.keeps_outputs)
+    plain = EagerSettings(keeps_outputs=spec.keeps_outputs)
     technique = Technique("Trainer's checkpointing", (checkpointing_flag(),), is_own=False)
     with plain_steps(workload, spec) as run:
         with watched("simulating plain PyTorch"):

@@ -244,8 +244,8 @@ def explain(failed: FailedStep) -> Explanation:
         Exception: the step cannot be run on fake tensors, or memory ran out again.
     """
     with announced(
-        "looking for why memory ran out in a training step",
-        "looked for why memory ran out in a training step",
+        "analyzing the out-of-memory error",
+        "analyzed the out-of-memory error",
         f"run on tensors without data, {_SECONDS:.0f} seconds at most",
         stage="running it again",
         every=_SECONDS / 4,

@@ -17,9 +17,9 @@ from optimum_memopt.engines.api.predictions import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    EagerSettings,
     SimulatedStep,
     StepTimeline,
-    Training,
     Workload,
 )
 from optimum_memopt.engines.api.run import Selection, StepSpec
@@ -102,14 +102,14 @@ class LiveStep:
         return allocator_peak(always, events, self.states, self.update)
 
 
-def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveStep:
+def plain_step(workload: Workload, spec: StepSpec, training: EagerSettings) -> LiveStep:
     """Run a step of a workload as plain PyTorch does; errors as of `plain_steps`."""
     with plain_steps(workload, spec) as step:
         return step(training)
 
 
 @contextlib.contextmanager
-def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[Training], LiveStep]]:
+def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[EagerSettings], LiveStep]]:
     """A function that runs a step of a workload on fake tensors, whose mode the caller is in. What checkpoints
     activations stays on for later steps.
 
@@ -131,7 +131,7 @@ def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[Traini
 
 
 def _plain_step(
-    planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], training: Training
+    planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], training: EagerSettings
 ) -> LiveStep:
     here, target, spec = planned.here, planned.target, planned.spec
     count = 2 if spec.gradient_accumulation_steps > 1 else 1
@@ -157,7 +157,7 @@ def run_micro_batches(
     model: torch.nn.Module,
     batch: Mapping[str, Any],
     autocast: torch.dtype | None,
-    training: Training,
+    training: EagerSettings,
     cuda: Multiprocessors | None,
     count: int = 1,
     *,

@@ -10,10 +10,10 @@ import torch
 from optimum_memopt.engines.api.predictions import (
     COPIES,
     LAUNCHES,
+    EagerSettings,
     ModelOfRun,
     PredictedStep,
     Technique,
-    Training,
     Workload,
 )
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
@@ -459,7 +459,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
         fake, model, batch = case.make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
-        training = Training(every, case.spec.keeps_outputs)
+        training = EagerSettings(every, case.spec.keeps_outputs)
         values = case.values_at(rows)
         name = next(name for name, n in _PLAIN.items() if n == every)
         simulating = watched(f"simulating {name}, {rows} rows")

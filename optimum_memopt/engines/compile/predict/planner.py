@@ -1,4 +1,4 @@
-"""Plans the graphs of a training forward: what is chosen for each in its step, until what was made of it fits.
+"""Chooses plans for a forward's graphs, and plans again until the compiled step fits the budget.
 
 Plans that a budget was solved for are kept for the next start of the same run: from a checkpoint, for another seed. An
 entry of this cache is a plan file. Nothing rests on its key: a plan for another graph is told by its signatures, and
@@ -18,7 +18,7 @@ import torch
 from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat import of_all_ranks, software, tensors_in
 from optimum_memopt.engines.api.run import LargestBatch, Run
-from optimum_memopt.engines.compile.capture.traced_graph import GraphInForward
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
@@ -369,7 +369,7 @@ class Planner:
             raise MemOptError(f"on another rank: {other}")
         return [links for _, links in ranks]
 
-    def choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+    def choose(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
         """The choice for a graph.
 
         Raises:
@@ -416,7 +416,7 @@ class Planner:
                 return replace(choice, inputs=replace(saved.inputs, offloaded=offloaded, recomputed=recomputed))
         return choice
 
-    def _cached_choice(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice | None:
+    def _cached_choice(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice | None:
         """The choice of an earlier start's plan; None where there is none, or it is one for another graph."""
         if (cached := self._cached) is None:
             return None
@@ -512,7 +512,7 @@ class Planner:
         )
 
     def _solve(self, graphs: Sequence[CapturedGraph], segments: tuple[Link, ...] = ()) -> SolvedForward:
-        """Solve for graphs whose operators were measured, which leaves something behind in the process."""
+        """Solve; measuring operators grows resident memory, so the context is read again."""
         named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
@@ -608,7 +608,7 @@ def bounded_bytes(
 
 
 def _without_second_room(step: StepContext, first: int | None) -> StepContext:
-    """Later readings find the process grown into the room that was left for it at first.
+    """Does not reserve growth headroom twice.
 
     Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With room
     once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9. Once it

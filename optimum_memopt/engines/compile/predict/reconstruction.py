@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike, Tensors
-from optimum_memopt.engines.api.predictions import CATEGORIES, Training
+from optimum_memopt.engines.api.predictions import CATEGORIES, EagerSettings
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
@@ -186,7 +186,7 @@ def live_run(
         name: _resized(name, value, sizes, times) if isinstance(value, TensorLike) else value
         for name, value in failed.call.kwargs.items()
     }
-    training = Training(keeps_outputs=bool(failed.call.reader))
+    training = EagerSettings(keeps_outputs=bool(failed.call.reader))
     with only_warnings(), torch.enable_grad(), mode:
         args, inputs = without_data(failed.call.args), without_data(kwargs)
         return run_micro_batches(

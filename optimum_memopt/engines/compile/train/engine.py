@@ -27,7 +27,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_ba
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
-from optimum_memopt.engines.compile.train.zero3 import LeafLayers
+from optimum_memopt.engines.compile.train.zero3 import Zero3Layers
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
@@ -76,13 +76,13 @@ class CompileEngine(in_place.InPlaceEngine):
         self._unit = unit
         self._smoothing: LabelSmoothing | None = None
         # None where the model is not sharded by ZeRO 3.
-        self._leafs: LeafLayers | None = None
+        self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         check_trainer_arguments(args)
-        self._leafs = LeafLayers.of(args, self._unit, self._asked.budget is not None, self._loss.must_chunk)
+        self._leafs = Zero3Layers.of(args, self._unit, self._asked.budget is not None, self._loss.must_chunk)
 
     def _check(self, model: torch.nn.Module) -> None:
         check_model(model)
@@ -191,7 +191,9 @@ class CompileEngine(in_place.InPlaceEngine):
             start_libraries(next(self._model.parameters()).device)
             is_sharded = self._is_sharded
             if is_sharded and self._most_variants > 1:
-                get_logger().warning("one variant: ranks that gather parameters together cannot plan batches alone")
+                get_logger().warning(
+                    "--memory_opt_variants ignored: under FSDP2 and ZeRO 3 all ranks must use the same plan"
+                )
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(most, weak_method(self._new_forward), may_rerun=not is_sharded)
         call = self._call(args, kwargs)

@@ -85,7 +85,7 @@ class LengthBuckets:
         self.largest = self._new_largest(None, None)
         # The kind of the last batch, and the plans for others; of one kind there may be several, the last used last.
         self._kind: BatchKind | None = None
-        self._others: list[_KindPlans] = []
+        self._by_batch_kind: list[_KindPlans] = []
         self._must_plan = False
         # The highest peak with other parameters than those that train.
         self._left_peak = 0
@@ -103,7 +103,7 @@ class LengthBuckets:
                 raise
             # The process has grown since its length was chosen.
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
-            get_logger().info(f"going on without this variant: {error}")
+            get_logger().info(f"dropping this length bucket: {error}")
             return self(call)
         if outputs is RUN_AGAIN:
             self._take_plan_for_runs(forward)
@@ -111,7 +111,7 @@ class LengthBuckets:
         if is_first and forward is self.largest:
             # Data may have told of batches that need others.
             self._kind = self._kind_of(call)
-            for plans in self._others:
+            for plans in self._by_batch_kind:
                 plans.largest.planner.expect_more()
             self._plan_shorter()
         self._must_plan = forward.last_runs is not None and self._may_plan
@@ -146,7 +146,7 @@ class LengthBuckets:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
         trains = self.largest.traced.trains
-        others = [(each.largest, each.shorter) for each in self._others if each.kind.trains == trains]
+        others = [(each.largest, each.shorter) for each in self._by_batch_kind if each.kind.trains == trains]
         plans = [(self.largest, self._shorter), *others]
         for forward in (each for largest, shorter in plans for each in (*(one.forward for one in shorter), largest)):
             if forward.predictors is not None:
@@ -181,7 +181,7 @@ class LengthBuckets:
     @property
     def _may_plan(self) -> bool:
         """True where batches of this process alone may get further plans."""
-        return self._may_rerun and len(self._others) < _MOST_KINDS
+        return self._may_rerun and len(self._by_batch_kind) < _MOST_KINDS
 
     def _kind_of(self, call: ForwardArgs) -> BatchKind:
         traced = self.largest.traced
@@ -202,7 +202,7 @@ class LengthBuckets:
             return
         if now.trains != before.trains:
             self._left_peak = max(self._left_peak, self._peak_of_kind())
-        plans = next((each for each in reversed(self._others) if each.kind == now), None)
+        plans = next((each for each in reversed(self._by_batch_kind) if each.kind == now), None)
         if now != before and plans is not None:
             self._take(plans, before)
         elif self._may_plan or now[:2] != before[:2]:
@@ -218,14 +218,16 @@ class LengthBuckets:
             # It was a variant for shorter batches.
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             return
-        covering = (each for each in reversed(self._others) if runs is not None and each.largest.planner.covers(runs))
+        covering = (
+            each for each in reversed(self._by_batch_kind) if runs is not None and each.largest.planner.covers(runs)
+        )
         self._take(next(covering, None), self._kind, "this batch runs other graphs than those before")
 
     def _take(self, plans: _KindPlans | None, before: BatchKind, why: str = "") -> None:
-        former, others = self.largest, [each for each in self._others if each is not plans]
+        former, others = self.largest, [each for each in self._by_batch_kind if each is not plans]
         if former.is_compiled:
             others.append(_KindPlans(before, former, self._shorter))
-        self._others = others[-_MOST_KINDS:]
+        self._by_batch_kind = others[-_MOST_KINDS:]
         if plans is not None:
             self.largest, self._shorter = plans.largest, plans.shorter
         elif former.is_compiled:
@@ -239,7 +241,7 @@ class LengthBuckets:
         return forward
 
     def _planners(self) -> list[Planner]:
-        return [each.largest.planner for each in self._others]
+        return [each.largest.planner for each in self._by_batch_kind]
 
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner

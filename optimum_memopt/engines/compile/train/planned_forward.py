@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
     TracedForward,
     no_training_graph,
 )
-from optimum_memopt.engines.compile.capture.traced_graph import GraphChoices, GraphInForward
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress, GraphChoices
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients
@@ -246,7 +246,7 @@ class PlannedForward:
         self.table = PlanTable(engine="compile", plans=(), header=(line,))
         self.predictors = self.plan_file = None
 
-    def _choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+    def _choose(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
         choice = self.planner.choose(graph, state)
         if self._may_run_again and self.planner.has_foreign:
             self._choose_apart()
@@ -272,7 +272,7 @@ class PlannedForward:
         self._others = others
         self.traced.go_on_with(others)
 
-    def _save_little(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+    def _save_little(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
         return self.planner.producer.choose(graph, state.choices)
 
     def _run(self, call: ForwardArgs, may_run_again: bool = False) -> Any:

@@ -32,7 +32,7 @@ _INSTEAD = "use ZeRO stage 0, 1 or 2 (`zero_optimization.stage`)"
 _PREFETCH, _LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 
 
-class LeafLayers:
+class Zero3Layers:
     """The layers of a model as leafs of ZeRO 3.
 
     Args:
@@ -50,7 +50,7 @@ class LeafLayers:
     @classmethod
     def of(
         cls, args: "TrainingArguments", unit: str, has_budget: bool = False, must_chunk: bool = False
-    ) -> "LeafLayers | None":
+    ) -> "Zero3Layers | None":
         """None where a Trainer with these arguments does not train with ZeRO 3.
 
         Raises:
@@ -91,7 +91,7 @@ class LeafLayers:
         inner = {module for layer in layers for module in layer.modules()} - set(layers)
         _check_unshared(model, layers, inner)
         if "leaf_module" in self._config or any(map(utils.z3_leaf_module, inner)):
-            get_logger().info(f"{_NAME}: leaf modules in a layer give way to the layer, which is one")
+            get_logger().info(f"{_NAME}: nested leaf modules replaced by their layer")
         for layer in layers:
             utils.set_z3_leaf_module(layer, True)
             is_trained = any(parameter.requires_grad for parameter in layer.parameters())

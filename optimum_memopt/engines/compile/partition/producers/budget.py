@@ -115,18 +115,18 @@ class FromBudget(Producer):
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
-        held = f"most of it is {named}; " if named else ""
-        batch = f" with a batch of {step.largest}, {_longest(step.largest)}" if step.largest is not None else ""
-        offload = " or offloaded" if step.link else ""
+        held = f"largest: {named}; " if named else ""
+        batch = f" (batch {step.largest}, {_longest(step.largest)})" if step.largest is not None else ""
+        offload = " and offload" if step.link else ""
         return DoesNotFitError(
-            f"--memory_opt_budget {self.bound.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
+            f"--memory_opt_budget {self.bound.text}: infeasible: even with full recompute{offload} the step peaks at "
+            f"{gib_text(peak)}{batch}, over {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )
 
 
 def _longest(largest: LargestBatch) -> str:
-    return f"the {largest.flattened} longest rows in one" if largest.flattened else "as long as the longest row"
+    return f"the {largest.flattened} longest rows in one" if largest.flattened else "the longest row"
 
 
 def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
@@ -152,11 +152,11 @@ def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext, lowest: int)
     if batch is None and step.largest is not None and step.largest.flattened:
         return "give a larger budget, or a smaller --per_device_train_batch_size"
     if batch is None:
-        return "no smaller batch was found to fit: give a larger budget"
+        return "no smaller batch fits: give a larger budget"
     rows, times = batch
     smaller = (
-        f"--per_device_train_batch_size {rows} fits, and with {times} times the --gradient_accumulation_steps an "
-        "optimizer step has as many rows"
+        f"use --per_device_train_batch_size {rows} and {times} times the --gradient_accumulation_steps, for as many "
+        "rows in an optimizer step"
     )
     return f"{smaller}; or {fewer}" if fewer else smaller
 
@@ -244,6 +244,6 @@ def _gain(plan: Plan, costs: str) -> str:
     if not plan.seconds:
         return ""
     offload = f", {gib_text(plan.host_bytes)} of the host for offload" if plan.offloaded else ""
-    again = f"{count} layer{'s run' if count > 1 else ' runs'}" if (count := len(plan.segments)) else ""
-    segments = f", {again} a third time, for segments of layers" if again else ""
+    again = f"{count} layer{'s' if count > 1 else ''}" if (count := len(plan.segments)) else ""
+    segments = f", {again} recomputed twice (segments)" if again else ""
     return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}{segments}"

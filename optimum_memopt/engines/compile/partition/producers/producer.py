@@ -48,7 +48,7 @@ class Producer:
     """Makes a choice for each joint graph of a training forward. Pure.
 
     Attributes:
-        bound: the budget of a step; None for a producer that is not told what operators cost and what the step holds.
+        bound: the budget of a step; None for producers that ignore costs and memory.
     """
 
     bound: Budget | None = None
