@@ -591,14 +591,14 @@ class TracedForward:
 
     def _run_graph(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
         run, layer = self._run, self._regions.layer
-        turn, variants = run.turn(graph.analyzed, layer), run.choices.variants
-        key = graph, layer, turn
+        call_index, variants = run.call_index(graph.analyzed, layer), run.choices.variants
+        key = graph, layer, call_index
         variant = variants.get(key)
         if variant is None:
             variant = variants[key] = self._variant(graph, args)
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
-        run_id = RunId(variant.programs, layer, turn, plan.offloaded, plan.recomputed)
+        run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
         run.tape.before(run_id, args, graph.parameters)
         if plan.is_empty and state.saved is None:
             results = variant.run(*state.args)

@@ -121,7 +121,7 @@ class GraphChoices:
         purpose: for which batches, for log lines; empty: for all.
         has_run: a forward has run with them.
         sizes: of each graph in its first run with them.
-        variants: by graph, layer and turn.
+        variants: by graph, layer and call_index.
         partitions: the same by graph and the key of the choice.
         seen: graphs that have run with them.
         tapes: by the kinds of calls and what their arguments are like.
@@ -176,7 +176,7 @@ class ForwardRun:
             graph.is_all_of_forward for graph in self.ran
         )
 
-    def turn(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
+    def call_index(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
         """See `Call`; 0 for a graph of which nothing is trained."""
         return 0 if analyzed is None else self._turns[analyzed.digest, layer]
 
@@ -191,7 +191,9 @@ class ForwardRun:
         state = ForwardProgress(
             self.inputs, tuple(self.chosen), without_gradient(so_far), with_gradient(so_far), self.progress, is_all
         )
-        choice = self.choices.choose(replace(analyzed, layer=layer, turn=self.turn(analyzed, layer)), state)
+        choice = self.choices.choose(
+            replace(analyzed, layer=layer, call_index=self.call_index(analyzed, layer)), state
+        )
         # A plan file may say so all the same, of another layer or of an earlier version.
         if choice.inputs.is_repeated and analyzed.joint.mutated_inputs:
             return replace(choice, inputs=replace(choice.inputs, is_repeated=False))

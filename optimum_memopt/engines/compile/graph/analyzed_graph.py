@@ -167,7 +167,7 @@ class AnalyzedGraph:
         digest: of the operators of all nodes, and the names of those that are no sizes: the same node has the same
             number in another graph with it.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
-        turn: see `tape.Call`.
+        call_index: see `tape.Call`.
         state: inputs that may change before the backward, without those that the graph itself writes to.
         layers_at_once: layers of the forward that hold what they have saved while one of them runs.
         inlined: by the compiler that the graph is for.
@@ -187,7 +187,7 @@ class AnalyzedGraph:
     cuda: Multiprocessors | None = None
     digest: str = ""
     layer: str = ""
-    turn: int = 0
+    call_index: int = 0
     state: tuple[fx.Node, ...] = ()
     layers_at_once: int = 1
     inlined: Inlined = field(default_factory=Inlined)

@@ -34,7 +34,7 @@ class Call:
         released: storages that nobody holds any more when the next graph runs.
         sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
         layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
-        turn: how often the same graph has run for that layer, or for none, earlier in the forward.
+        call_index: how often the same graph has run for that layer, or for none, earlier in the forward.
         parameters: names of arguments in the model, by position; of equal layers that of the first.
         offloaded: positions of arguments that wait for its backward on the host.
         recomputed: those that are computed again for it, by the run that had returned them.
@@ -46,7 +46,7 @@ class Call:
     released: frozenset[int] = frozenset()
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     layer: str = ""
-    turn: int = 0
+    call_index: int = 0
     parameters: Mapping[int, str] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
@@ -220,7 +220,7 @@ class RunId(NamedTuple):
 
     graph: Hashable
     layer: str = ""
-    turn: int = 0
+    call_index: int = 0
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
 
@@ -248,8 +248,8 @@ class TapeRecorder:
         names = {place: name for place, name in enumerate(parameters) if name}
         numbers, sizes = self._numbered(arguments), sizes_of(arguments)
         self._ids.append(run)
-        _, layer, turn, offloaded, recomputed = run
-        self._calls.append(Call(0, numbers, {}, frozenset(), sizes, layer, turn, names, offloaded, recomputed))
+        _, layer, call_index, offloaded, recomputed = run
+        self._calls.append(Call(0, numbers, {}, frozenset(), sizes, layer, call_index, names, offloaded, recomputed))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""

@@ -103,7 +103,7 @@ class CachedPlan:
         written_whole(path, kept.to_json())
 
 
-# The runs of a forward's graphs: digest, layer and turn of each, as in `SolvedForward.saved`.
+# The runs of a forward's graphs: digest, layer and call_index of each, as in `SolvedForward.saved`.
 RunKeys = frozenset[tuple[str, str, int]]
 _T = TypeVar("_T")
 
@@ -398,7 +398,7 @@ class Planner:
             runs = {} if solved is None else solved.saved
             same = {key: saved for key, saved in runs.items() if key[0] == graph.digest}
             if solved is not None and same:
-                own = same.get((graph.digest, graph.layer, graph.turn), next(iter(same.values())))
+                own = same.get((graph.digest, graph.layer, graph.call_index), next(iter(same.values())))
                 return self._in_segments(graph, replace(own, inputs=InputsPlan()).choice(graph, solved.why))
         return None
 
@@ -408,8 +408,8 @@ class Planner:
         if self.solved is None or not self.solved.segments:
             return choice
         choice = replace(choice, is_for_all_runs=False)
-        for (digest, layer, turn), saved in self.solved.saved.items():
-            if (layer, turn) == (graph.layer, graph.turn) and not saved.inputs.is_empty:
+        for (digest, layer, call_index), saved in self.solved.saved.items():
+            if (layer, call_index) == (graph.layer, graph.call_index) and not saved.inputs.is_empty:
                 solved = self._analyzed[digest]
                 recomputed = graph.places_like(solved, saved.inputs.recomputed)
                 offloaded = saved.inputs.offloaded if graph.places == solved.places else frozenset()
@@ -424,7 +424,7 @@ class Planner:
         if choice.mismatch or not (self._cached_nodes or self._is_about_as_large(cached)):
             self._cached = None
             return None
-        self._cached_nodes[graph.digest, graph.layer, graph.turn] = SavedNodes.of(graph, choice)
+        self._cached_nodes[graph.digest, graph.layer, graph.call_index] = SavedNodes.of(graph, choice)
         return replace(choice, why=cached.file.why)
 
     def _is_about_as_large(self, cached: CachedPlan) -> bool:
@@ -576,7 +576,7 @@ class Planner:
 
 def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
     """The keys of a tape's runs."""
-    return frozenset((graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls)
+    return frozenset((graphs[call.graph].digest, call.layer, call.call_index) for call in tape.calls)
 
 
 def _has_loss(outputs: Any) -> bool:

@@ -87,7 +87,7 @@ class FromBudget(Producer):
         self, graphs: Sequence[CapturedGraph], step: StepContext, solver: ForwardSolver, plan: Plan
     ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
         tape = graphs[0].tape
-        keys = [(graphs[call.graph].digest, call.layer, call.turn) for call in tape.calls]
+        keys = [(graphs[call.graph].digest, call.layer, call.call_index) for call in tape.calls]
         is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
         sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""

@@ -26,7 +26,7 @@ class SolvedForward:
 
     Attributes:
         why: as `Choice` has it.
-        saved: by the graph's digest, its layer, and its turn (see `tape.Call`).
+        saved: by the graph's digest, its layer, and its call_index (see `tape.Call`).
         segments: arguments of runs that the runs before them compute again.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
@@ -40,7 +40,7 @@ class SolvedForward:
 
     def choice(self, graph: AnalyzedGraph) -> Choice | None:
         """The choice for a graph; None for one that was not solved."""
-        saved = self.saved.get((graph.digest, graph.layer, graph.turn))
+        saved = self.saved.get((graph.digest, graph.layer, graph.call_index))
         return None if saved is None else saved.choice(graph, self.why)
 
 
