@@ -146,7 +146,8 @@ class AllocatorPeak:
 def allocator_peak(
     always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, later: Sequence[Event] = ()
 ) -> AllocatorPeak:
-    """The peak of two steps: the first one leaves the optimizer's states and cached blocks to the second.
+    """The peak of three steps: the first one leaves the optimizer's states and cached blocks to the second, of whose
+    blocks the third finds some in other places.
 
     Args:
         always: bytes of blocks that stay: parameters, buffers, the batch, workspaces of libraries.
@@ -159,7 +160,7 @@ def allocator_peak(
     allocator = CachingAllocator()
     for size in always:
         allocator.allocate(size)
-    for is_first in (True, False):
+    for is_first in (True, False, False):
         gradients = allocator.run(graphs)
         for block in allocator.run(later):
             allocator.free(block)
