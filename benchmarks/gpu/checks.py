@@ -103,7 +103,7 @@ class Check:
         lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{', '.join(lacking)} not installed" if lacking else ""
 
-    def outcomes(self, setting: Setting, wait: Callable[[], object]) -> Iterator[Outcome]:
+    def outcomes(self, setting: Setting, wait: Callable[[], object] = lambda: None) -> Iterator[Outcome]:
         """Run it; an error is an outcome.
 
         Args:

@@ -3,6 +3,7 @@
 import math
 from argparse import ArgumentTypeError
 from dataclasses import replace
+from pathlib import Path
 
 import advise
 import baselines
@@ -15,7 +16,7 @@ from advise import LEVEL_1, NO_PLAN, Ran
 from baselines import Baseline, capped, largest_batch
 from frontier import Result
 from gpu import report
-from gpu.checks import FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
+from gpu.checks import ALONE, FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
 from gpu.steps import error_of_all, largest_error, offload_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -293,6 +294,48 @@ def test_an_error_is_a_failure_and_keeps_what_was_found(capsys):
 def test_a_check_without_what_it_needs_is_left_out():
     (found,) = outcomes(lambda setting: iter(()), needs=("no_such_module", "torch"))
     assert (found.status, found.figure) == (SKIP, "no_such_module not installed")
+
+
+def test_what_is_timed_waits_for_its_turn():
+    order = []
+
+    def run(setting):
+        order.append("prepared")
+        yield ALONE
+        order.append("alone")
+        yield within("small", 0.5, 1.0)
+
+    (found,) = Check("a check", run).outcomes(Setting(), lambda: order.append("its turn"))
+    assert order == ["prepared", "its turn", "alone"] and found.status == PASS
+
+
+STEPS = {
+    "llama tc": {"wall": 0.090, "allocated": 12000.0},
+    "llama ckpt": {"wall": 0.200, "allocated": 9000.0},
+    "llama none": {"wall": 0.080, "allocated": 13000.0},
+    "llama L1": {"wall": 0.160, "allocated": 4000.0},
+}
+
+
+def test_goals_are_shares_of_other_ways():
+    found = {(one.check, one.name): (one.status, one.figure) for one in report.goals(STEPS, is_quick=False)}
+    assert found == {
+        ("llama, no plan of torch.compile", "wall"): (PASS, "0.89"),
+        ("llama, no plan of torch.compile", "allocated"): (FAIL, "1.08"),
+        ("llama, level 1 of checkpointing", "wall"): (FAIL, "0.80"),
+        ("llama, level 1 of checkpointing", "allocated"): (PASS, "0.44"),
+    }
+    assert {one.status for one in report.goals(STEPS, is_quick=True)} == {PASS}
+
+
+def test_steps_are_compared_with_those_of_an_earlier_run(tmp_path):
+    published = Path(report.__file__).parent / "h100.json"
+    table = report.compared(STEPS, published)
+    assert [line.split()[1:3] for line in table.splitlines()[2:]] == [name.split() for name in STEPS]
+    assert "| 199.4" in table and "| 200.0" in table
+    outcomes = [Outcome(name, PASS, "step", "", data=step) for name, step in STEPS.items()]
+    report.save(tmp_path, "worth", "a GPU", outcomes)
+    assert report.steps_in(tmp_path / "worth.json") == STEPS
 
 
 def test_what_others_print_is_no_event(capsys):
