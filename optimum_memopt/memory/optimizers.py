@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers.optimization import Adafactor
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.errors import MemOptError, excerpt
@@ -85,6 +86,28 @@ _KINDS = {
     "rmsprop_bnb_32bit": _Kind(_in_32_bits(1)),
     "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
 }
+
+# Classes, with what gives them other states than the kind's.
+_CLASSES = (
+    (torch.optim.SGD, "sgd", ("momentum",)),
+    (torch.optim.Adagrad, "adagrad", ()),
+    (torch.optim.RMSprop, "rmsprop", ("momentum", "centered")),
+    (Adafactor, "adafactor", ("beta1",)),
+)
+
+
+def planned_like(optimizer: torch.optim.Optimizer | None, is_on_cuda: bool = False) -> "PlannedOptimizer":
+    """Returns an optimizer as one that is planned, by its class; AdamW for what is not known, and without one.
+
+    Args:
+        optimizer: may be wrapped, as accelerate does.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
+    for kind, name, adds_states in _CLASSES:
+        if type(inner) is kind and not any(group.get(option) for group in groups for option in adds_states):
+            return PlannedOptimizer(name, is_on_cuda)
+    return PlannedOptimizer(is_on_cuda=is_on_cuda)
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:

@@ -120,7 +120,7 @@ class Layer(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)])
 def test_states_that_are_there_count_once(kind):
     """Of an optimizer that has stepped before the engine came."""
     model = torch.nn.Sequential(*(Layer() for _ in range(4)))

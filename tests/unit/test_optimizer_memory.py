@@ -1,12 +1,16 @@
 """Planned memory of optimizers against those that Trainer makes of the same name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 
+from optimum_memopt.engines.compile.memory.footprint import state_sizes, step_bytes
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of, planned_like
 
 # Matrices and what Trainer does not decay, in groups of their own.
 SHAPES = ((300, 64), (64, 48), (512, 32), (48, 3, 20))
@@ -50,6 +54,34 @@ def test_states_and_the_step_are_those_of_trainers_optimizer(name: str, dtype: t
     peak, left, _ = allocated(optimizer.step)
     assert left <= SMALL
     assert planned.step_bytes(parameters) == pytest.approx(peak, rel=0.02, abs=SMALL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_before_its_first_step_is_planned_by_its_class(name: str, tmp_path) -> None:
+    optimizer = optimizer_of(name, tmp_path)
+    planned = planned_like(optimizer)
+    assert planned.name == (DEFAULT if name == "adamw_torch" else name)
+    parameters = parameters_in(optimizer)
+    expected = sum(planned.state_sizes(parameters))
+    assert sum(state_sizes(optimizer, parameters)) == expected
+    # As accelerate wraps it.
+    assert planned_like(SimpleNamespace(optimizer=optimizer)).name == planned.name
+    optimizer.step()
+    assert sum(state_sizes(optimizer, parameters)) == expected
+    peak, _, _ = allocated(optimizer.step)
+    assert step_bytes(optimizer, parameters) == pytest.approx(peak, rel=0.02, abs=SMALL)
+
+
+def test_options_that_add_states_are_planned_as_adamw() -> None:
+    shapes = parameters_of(SHAPES, torch.float32)
+    for optimizer in (
+        torch.optim.SGD(shapes, lr=0.1, momentum=0.9),
+        torch.optim.RMSprop(shapes, centered=True),
+        Adafactor(shapes, beta1=0.9),
+        torch.optim.Adadelta(shapes),
+    ):
+        assert planned_like(optimizer).name == DEFAULT
+    assert planned_like(None).name == DEFAULT
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adagrad", "rmsprop", "sgd"])

@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
-from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
+from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like
 from optimum_memopt.memory.peak_monitor import MIB, held_bytes
 from optimum_memopt.sizes import Budget
 
@@ -204,12 +204,12 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each of an optimizer's states: as they are or are planned, or AdamW's two for each trainable parameter
-    before its first step. An optimizer that is wrapped (accelerate's) shows its own states."""
+    """Bytes of each of an optimizer's states: as they are or are planned, or before its first step those of its class,
+    of AdamW for what is not known. An optimizer that is wrapped (accelerate's) shows its own states."""
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
-        return PlannedOptimizer().state_sizes(parameters)
+        return planned_like(optimizer).state_sizes(parameters)
     states = (value for state in optimizer.state.values() for value in state.values())
     # The step count of each parameter, a scalar, is left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
@@ -237,7 +237,7 @@ def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Temporary bytes of a step: of one that is planned as its kind has them, else of AdamW's.
+    """Temporary bytes of a step: as its kind has them, else of AdamW's.
 
     That has none where fused (Trainer's default), a copy of all parameters with `foreach` (torch's default on CUDA),
     else two copies of the largest parameter (`torch/optim/adam.py`, 2.13).
@@ -246,6 +246,8 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
         return optimizer.step_bytes(parameters)
     if optimizer is None or not parameters:
         return 0
+    if (planned := planned_like(optimizer, parameters[0].is_cuda)).name != DEFAULT:
+        return planned.step_bytes(parameters)
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.torch_compat import releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
-from optimum_memopt.memory.optimizers import PlannedOptimizer
+from optimum_memopt.memory.optimizers import PlannedOptimizer, planned_like
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
@@ -107,7 +107,7 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
 def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> list[str]:
     footprint, run = predictor.footprint(), predictor.run
     caveat = predictor.caveat and f" ({predictor.caveat})"
-    optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()
+    optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else planned_like(run.optimizer)
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
     by_dtype = weights_by_dtype(model)
     sizes = (f"{dtype} {size / MIB:.1f}" for dtype, size in by_dtype.items())
