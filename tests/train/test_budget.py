@@ -74,7 +74,7 @@ def test_the_allocator_stays_within_the_budget(case: str, shares: tuple[float, .
     plain, free, _, _, _ = trained(name, None, changes, batch)
     with pytest.raises(MemOptError, match="infeasible: even with full recompute") as refused:
         trained(name, free // 20, changes, batch)
-    number, unit = re.search(r"at least ([\d.]+) (MiB|GiB)", str(refused.value)).groups()
+    number, unit = re.search(r"peaks at ([\d.]+) (MiB|GiB)", str(refused.value)).groups()
     floor = float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
     peaks = []
     for share in shares:

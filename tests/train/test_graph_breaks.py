@@ -152,7 +152,7 @@ def test_graphs_that_do_not_fit_one_by_one_fit_together(steady_process, name: st
 
 def floor_in(error: DoesNotFitError) -> int:
     """Bytes, rounded up to what the text shows."""
-    (number,) = re.findall(r"at least ([\d.]+) MiB", str(error))
+    (number,) = re.findall(r"peaks at ([\d.]+) MiB", str(error))
     return int((float(number) + 0.1) * MIB)
 
 
