@@ -116,7 +116,7 @@ def test_a_padding_free_run_is_planned_for_its_longest_rows_together(tmp_path: P
         trainer.train()
         assert "for batches up to 1 x 33: fits without a plan" in trainer.memopt.table.header[0]
     else:
-        with pytest.raises(MemOptError, match="with a batch of 1 x 33, the 4 longest rows in one, whatever"):
+        with pytest.raises(MemOptError, match=r"\(batch 1 x 33, the 4 longest rows in one\), over 1.0 MiB"):
             trainer.train()
 
 

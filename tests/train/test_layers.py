@@ -181,7 +181,7 @@ def attached_as_a_whole(model: torch.nn.Module, x: torch.Tensor) -> tuple[Compil
     engine = attached(model, selection("level 1"), AUTO)
     with log_lines() as lines:
         assert all(map(torch.equal, stepped(model, x), expected))
-    (line,) = [line for line in lines if "as a whole" in line]
+    (line,) = [line for line in lines if "falling back to one graph" in line]
     return engine, line
 
 
@@ -320,7 +320,7 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
             assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
     assert [layer.calls for layer in model.layers] == [layer.calls for layer in plain.layers]
     assert [len(layer.losses) for layer in model.layers] == [len(layer.losses) for layer in plain.layers]
-    assert [line for line in lines if "as a whole" in line and line.endswith(why)]
+    assert [line for line in lines if "falling back to one graph" in line and line.endswith(why)]
     engine.detach()
 
 

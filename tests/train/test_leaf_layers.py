@@ -79,7 +79,7 @@ def test_leafs_in_a_layer_give_way() -> None:
     with log_lines() as lines:
         Zero3Layers({}).start(model)
         Zero3Layers({"leaf_module": {"classes": ["Linear"]}}).start(two_layers())
-    assert len(lines) == 2 and all("give way to the layer" in line for line in lines)
+    assert len(lines) == 2 and all("replaced by their layer" in line for line in lines)
 
 
 @needs_deepspeed

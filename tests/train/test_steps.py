@@ -161,7 +161,7 @@ def test_work_follows_from_that_of_two_batches(steps):
         (one,) = graph._graphs
         analyzed, sizes = one.analyzed, partial(one.sizes_of, tokens=LENGTH)
         found = times.estimated(analyzed, sizes, DEVICES["H100"], False)(240)
-        all_work = works(analyzed.joint, sizes(240))
+        all_work = works(analyzed.joint, sizes(240), device=DEVICES["H100"].kind)
         exact = [(0.0, "") if work is None else bounded(work, DEVICES["H100"]) for work in all_work]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
         assert list(found.bounds) == [bound for _, bound in exact]

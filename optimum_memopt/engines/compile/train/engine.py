@@ -205,7 +205,7 @@ class CompileEngine(in_place.InPlaceEngine):
             is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
             if not is_layered or self._is_sharded:
                 raise
-            get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
+            get_logger().info(f"planning one graph for the whole forward, where more may be recomputed: {error}")
             self._forget()
             self._is_whole = True
             try:
