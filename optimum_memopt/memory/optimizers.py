@@ -9,9 +9,9 @@ import difflib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from transformers.optimization import Adafactor
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.errors import MemOptError, excerpt
@@ -87,27 +87,27 @@ _KINDS = {
     "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
 }
 
-# Classes, with what gives them other states than the kind's.
-_CLASSES = (
-    (torch.optim.SGD, "sgd", ("momentum",)),
-    (torch.optim.Adagrad, "adagrad", ()),
-    (torch.optim.RMSprop, "rmsprop", ("momentum", "centered")),
-    (Adafactor, "adafactor", ("beta1",)),
-)
+# The kind of a class, and the options that give it other states. By name: transformers' file takes seconds to import.
+_CLASSES = {
+    "torch.optim.sgd.SGD": ("sgd", ("momentum",)),
+    "torch.optim.adagrad.Adagrad": ("adagrad", ()),
+    "torch.optim.rmsprop.RMSprop": ("rmsprop", ("momentum", "centered")),
+    "transformers.optimization.Adafactor": ("adafactor", ("beta1",)),
+}
 
 
 def planned_like(optimizer: torch.optim.Optimizer | None, is_on_cuda: bool = False) -> "PlannedOptimizer":
-    """Returns an optimizer as one that is planned, by its class; AdamW for what is not known, and without one.
+    """Returns the planned optimizer of the same class; AdamW for other classes, for options that add states, and for
+    None.
 
     Args:
         optimizer: may be wrapped, as accelerate does.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
-    for kind, name, adds_states in _CLASSES:
-        if type(inner) is kind and not any(group.get(option) for group in groups for option in adds_states):
-            return PlannedOptimizer(name, is_on_cuda)
-    return PlannedOptimizer(is_on_cuda=is_on_cuda)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
+    name, adds_states = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
+    if adds_states and any(group.get(option) for group in inner.param_groups for option in adds_states):
+        name = DEFAULT
+    return PlannedOptimizer(name, is_on_cuda)
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:
