@@ -20,10 +20,9 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.torch_compat import autocast, kernels
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes, without_tracebacks
 from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, Multiprocessors
 from optimum_memopt.errors import MemOptError
 
-_HALVES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _AMPERE = (8, 0)
 
@@ -113,7 +112,7 @@ def _fused_kernels(
     if query.dim() != 4 or any(tensor.stride(-1) != 1 for tensor in tensors):
         return []
     of_keys, of_values = query.size(-1), value.size(-1)
-    step = 8 if query.dtype in _HALVES else 4
+    step = 8 if query.dtype in HALVES else 4
     is_square = not is_causal or query.size(-2) == key.size(-2)
     is_avoided = mask is not None and kernels.cudnn_may_give_nan(capability, key.size(-2))
     taken = {
@@ -141,7 +140,7 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
     fused = _fused_kernels(capability, query, key, value, attn_mask, is_causal)
-    taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys, fused)
+    taken = kernel(capability, query.dtype in HALVES, attn_mask is not None, dropout_p > 0, shares_keys, fused)
     operator = kernels.ATTENTION[taken]
     if taken == "math":
         return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from optimum_memopt.compat import tensors_in
 from optimum_memopt.engines.compile.costs.fusion import Moved
 from optimum_memopt.engines.compile.graph.joint import (
+    MATRIX_PRODUCTS,
     JointGraph,
     first_input,
     is_chunked_loss_operator,
@@ -30,10 +31,10 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 # They read and write what they have in several passes, or wait for sums across threads.
 _REDUCTIONS = frozenset(
     (
@@ -49,12 +50,9 @@ _LOOKUPS = {
     "nll_loss_forward": (0, True),
     "nll_loss_backward": (1, False),
 }
-# Half-precision products take tensor cores at full rate where rows begin at multiples of 16 bytes.
-_ALIGNED = 8
 # float32 products have no tensor cores and are computed in tiles: a dimension below the first number takes as long; by
 # vectors there are other kernels.
 _TILE, _VECTORS = 64, 8
-_HALF = frozenset((torch.bfloat16, torch.float16))
 Number = Callable[[Any], Any]
 # A tensor of a shape, strides, dtype and device.
 MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, torch.device], torch.Tensor]
@@ -203,10 +201,10 @@ def _kernel(name: str, flops: float, operands: Sequence[torch.Tensor], results: 
     if name.startswith(_ATTENTION) and flops:
         return Kernel.ATTENTION
     if flops:
-        matrices = [tensor for tensor in (*operands, *results) if name in _PRODUCTS and tensor.dim() > 1]
-        is_half = bool(matrices) and all(tensor.dtype in _HALF for tensor in matrices)
+        matrices = [tensor for tensor in (*operands, *results) if name in MATRIX_PRODUCTS and tensor.dim() > 1]
+        is_half = bool(matrices) and all(tensor.dtype in HALVES for tensor in matrices)
         rows = (stride for tensor in matrices for stride in tensor.stride()[-2:] if stride > 1)
-        return Kernel.UNALIGNED if is_half and any(row % _ALIGNED for row in rows) else Kernel.PRODUCT
+        return Kernel.UNALIGNED if is_half and any(row % ALIGNED for row in rows) else Kernel.PRODUCT
     if name in _REDUCTIONS:
         return Kernel.REDUCING
     floating = {tensor.dtype for tensor in operands if tensor.dtype.is_floating_point}
@@ -230,7 +228,7 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
             return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
         share = 0.5 if fx_graph.arguments_by_name(operator, positional, named).get("is_causal") else 1.0
         positional = (*shapes, *positional[len(shapes) :])
-    elif name in _PRODUCTS and result.dtype == torch.float32:
+    elif name in MATRIX_PRODUCTS and result.dtype == torch.float32:
         *_, left, right = (operand for operand in positional if isinstance(operand, torch.Tensor))
         share = max(1.0, _TILE / max(_VECTORS, min(*left.shape[-2:], right.shape[-1])))
     if count is None:

@@ -22,6 +22,8 @@ _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
 ON_HOST = "optimum_memopt_on_host"
 # Key of a node's meta: a copy of an input that may change before the backward (see `state_copies`).
 STATE_COPY = "optimum_memopt_state_copy"
+# ATen's operators that multiply matrices.
+MATRIX_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 # As a graph has them: sizes, and other numbers that the tracer kept symbolic.
 Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.candidates import RecomputeChain
 from optimum_memopt.engines.compile.graph.joint import (
+    MATRIX_PRODUCTS,
     first_input,
     is_output,
     is_tensor,
@@ -97,7 +98,6 @@ LAYOUTS = {
 _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
 # Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
 _PRODUCTS = frozenset({"Linear", "linear", "matmul"})
-_PRODUCT_OPERATORS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 # Ids of more operators than that end in a mistake when typed; they keep the last ones, nearest to the activation.
 _LONGEST = 10
 _NEAREST = 6
@@ -271,6 +271,6 @@ def _is_multiplied(node: fx.Node) -> bool:
     for user in node.users:
         name = operator_name(user)
         is_carried = name in _SILENT or LAYOUTS.get(name) in ("Expand", "Reshape")
-        if user.op == "call_function" and (name in _PRODUCT_OPERATORS or (is_carried and _is_multiplied(user))):
+        if user.op == "call_function" and (name in MATRIX_PRODUCTS or (is_carried and _is_multiplied(user))):
             return True
     return False

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from optimum_memopt.engines.compile.torch_compat import dynamo
-
-_HALVES = (torch.bfloat16, torch.float16)
-# Of two bytes each, with which tensor cores read and write aligned rows.
-_ALIGNED = 8
+from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def is_fused(on_cuda: bool) -> bool:
 def columns(classes: int, dtype: torch.dtype, is_fused: bool) -> int:
     """Returns the number of a chunk's columns: the classes, in half precision padded to a multiple of 8. Products with
     50,265 classes (RoBERTa) took five times as long on an H100 (torch 2.11); inductor pads them, too (`pad_mm`)."""
-    return -(-classes // _ALIGNED) * _ALIGNED if is_fused and dtype in _HALVES else classes
+    return -(-classes // ALIGNED) * ALIGNED if is_fused and dtype in HALVES else classes
 
 
 def loss_and_gradient(

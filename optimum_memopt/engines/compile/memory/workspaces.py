@@ -17,10 +17,9 @@ from optimum_memopt.engines.compile.graph.joint import elements, is_chunked_loss
 from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.engines.compile.torch_compat.fused_lm_head import token_chunk
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, Multiprocessors
 
 _ZERO = sympy.Integer(0)
-_HALVES = frozenset({torch.bfloat16, torch.float16})
 _FLOAT_BYTES = 4
 # Columns of a block of the attention matrix; of its rows, how many from which length on.
 _KEY_BLOCK = 512
@@ -81,7 +80,7 @@ def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
 
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """A half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
-    return elements(result) * _FLOAT_BYTES if result.dtype in _HALVES else _ZERO
+    return elements(result) * _FLOAT_BYTES if result.dtype in HALVES else _ZERO
 
 
 def _sum_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
@@ -93,9 +92,9 @@ def _sum_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
 def _mean_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """A half-precision input in float32, and its mean (`native/ReduceOps.cpp`)."""
     operand = arguments[0]
-    if operand.dtype not in _HALVES:
+    if operand.dtype not in HALVES:
         return _ZERO
-    return (elements(operand) + (elements(result) if result.dtype in _HALVES else 0)) * _FLOAT_BYTES
+    return (elements(operand) + (elements(result) if result.dtype in HALVES else 0)) * _FLOAT_BYTES
 
 
 def _attention(arguments: Sequence[Any]) -> sympy.Expr:
@@ -357,7 +356,7 @@ def _efficient_backward(arguments: Sequence[Any]) -> sympy.Expr:
     batch, heads, length, width = map(symbolic, query.shape)
     blocks = sympy.ceiling(length / _BLOCK) * sympy.ceiling(width / _BLOCK)
     held = batch * heads * (blocks * (4 * _BLOCK**2 + _LOCK_BYTES) + 4 * length)
-    if query.dtype in _HALVES and width > 2 * _BLOCK:
+    if query.dtype in HALVES and width > 2 * _BLOCK:
         keys = sympy.ceiling(symbolic(key.shape[2]) / _BLOCK) * _BLOCK
         held += 2 * batch * heads * keys * sympy.ceiling(width / _BLOCK) * _BLOCK * 4
     return held

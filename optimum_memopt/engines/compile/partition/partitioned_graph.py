@@ -24,6 +24,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
 )
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
 from optimum_memopt.engines.compile.graph.joint import (
+    MATRIX_PRODUCTS,
     JointGraph,
     is_number,
     is_output,
@@ -65,7 +66,6 @@ def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
 
 
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +305,7 @@ def partitioned(
         prediction = timeline.predict(sizes)
     with best_effort("the sizes that a graph is bound to"):
         bound = bound_symbols(dynamo.size_guards(), sizes)
-    halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in forward)
+    halves = any(operator_name(node) in MATRIX_PRODUCTS and _is_half_on_cpu(node) for node in forward)
     partitioned_graph = PartitionedGraph(
         graph.candidates,
         choice,

@@ -14,6 +14,7 @@ from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
+from optimum_memopt.engines.compile.torch_compat.kernels import HALVES
 from optimum_memopt.logs import get_logger
 
 # Operators that autocast runs in half precision on CUDA, and not on a CPU.
@@ -63,7 +64,6 @@ _IN_WIDEST = (
     "vdot",
 )
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -132,11 +132,11 @@ def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALVES
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
 
 
 def _is_cast(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (*_HALVES, torch.float32)
+    return isinstance(value, torch.Tensor) and value.dtype in (*HALVES, torch.float32)
 
 
 class _PlannedAutocast:

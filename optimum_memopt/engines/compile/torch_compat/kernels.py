@@ -15,6 +15,10 @@ import torch
 from packaging.version import Version
 from torch import fx
 
+HALVES = frozenset({torch.bfloat16, torch.float16})
+# Elements of them in 16 bytes: tensor cores read and write rows at full rate that begin at multiples of these.
+ALIGNED = 8
+
 
 @dataclass(frozen=True)
 class Multiprocessors:
