@@ -21,7 +21,7 @@ from optimum_memopt.compat import tensors_in
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
-from optimum_memopt.engines.compile.costs.work import Number, Work, arguments, concrete, numbers, work_of_node, works
+from optimum_memopt.engines.compile.costs.work import Evaluate, Work, arguments, concrete, numbers, work_of_node, works
 from optimum_memopt.engines.compile.graph.joint import JointGraph, value
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
@@ -201,7 +201,7 @@ def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> l
     return [concrete(node, value_of, _ones) for node in joint.nodes if node.op == "placeholder"]
 
 
-def _measure(node: fx.Node, number: Number, work: Work) -> Measured | None:
+def _measure(node: fx.Node, number: Evaluate, work: Work) -> Measured | None:
     """The shortest of a few runs, which other processes disturb least; None where it does not run."""
     run: Any = node.target
     seconds: list[float] = []

@@ -53,7 +53,8 @@ _LOOKUPS = {
 # float32 products have no tensor cores and are computed in tiles: a dimension below the first number takes as long; by
 # vectors there are other kernels.
 _TILE, _VECTORS = 64, 8
-Number = Callable[[Any], Any]
+# Returns the value of a number that may be symbolic.
+Evaluate = Callable[[Any], Any]
 # A tensor of a shape, strides, dtype and device.
 MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
@@ -152,7 +153,7 @@ def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tup
     )
 
 
-def work_of_node(node: fx.Node, number: Number, device: torch.device | None = None) -> Work:
+def work_of_node(node: fx.Node, number: Evaluate, device: torch.device | None = None) -> Work:
     """The work of one node of a joint graph, see `works`."""
     with fx_graph.without_modes_and_autocast():
         positional, named = arguments(node, number, _without_data)
@@ -248,7 +249,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return list(tensors_in(tree))
 
 
-def numbers(sizes: Mapping[sympy.Symbol, int]) -> Number:
+def numbers(sizes: Mapping[sympy.Symbol, int]) -> Evaluate:
     """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
 
     @cache
@@ -263,7 +264,7 @@ def numbers(sizes: Mapping[sympy.Symbol, int]) -> Number:
     return number_of
 
 
-def concrete(given: Any, number: Number, make: MakeTensor) -> Any:
+def concrete(given: Any, number: Evaluate, make: MakeTensor) -> Any:
     """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
     given = value(given) if isinstance(given, fx.Node) else given
     if isinstance(given, torch.Tensor):
@@ -273,7 +274,7 @@ def concrete(given: Any, number: Number, make: MakeTensor) -> Any:
     return [concrete(item, number, make) for item in given] if isinstance(given, tuple | list) else given
 
 
-def arguments(node: fx.Node, number: Number, make: MakeTensor) -> tuple[list[Any], dict[str, Any]]:
+def arguments(node: fx.Node, number: Evaluate, make: MakeTensor) -> tuple[list[Any], dict[str, Any]]:
     positional = [concrete(argument, number, make) for argument in node.args]
     return positional, {name: concrete(argument, number, make) for name, argument in node.kwargs.items()}
 

@@ -570,7 +570,8 @@ class Planner:
     @property
     def _is_on_cuda(self) -> bool:
         target = self._spec.target
-        return target.cuda is not None if target is not None else next(self._model.parameters()).is_cuda
+        device = next(self._model.parameters()).device if target is None else target.kind
+        return device.type == "cuda"
 
     def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
         key = predictor, frozenset(sizes.items())

@@ -217,14 +217,11 @@ class CompileEngine(in_place.InPlaceEngine):
             self._leafs.gather_ahead(self._model, self._buckets.largest)
         if is_first and self._is_on_cpu and not self._selection.name:
             # Behind the first forward, whose prediction reads what the process holds.
-            self._keep_freed(self._has_room_to_keep())
+            run = self._run_now()
+            peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
+            # What malloc keeps of one step may be in no place that the next one can use.
+            self._keep_freed(host_available() >= peak)
         return outputs
-
-    def _has_room_to_keep(self) -> bool:
-        """True where a step fits twice: what malloc keeps of one may be in no place that the next one can use."""
-        run, buckets = self._run_now(), self._buckets
-        peak = buckets.predicted_peak(run.optimizer, run.gradient_accumulation) if buckets is not None else None
-        return host_available() >= (peak or 0)
 
     @property
     def _is_sharded(self) -> bool:
