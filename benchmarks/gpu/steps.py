@@ -59,6 +59,16 @@ SMALL = Shape(layers=2, hidden=256, heads=4, intermediate=1024, vocabulary=4096,
 BASE = Shape(layers=6, hidden=768, heads=12, intermediate=3072, vocabulary=8192, batch=16, length=512)
 
 
+# Of DeBERTa-v2-xlarge.
+RELATIVE = {
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
+
+
 def roberta(shape: Shape, dropout: float) -> torch.nn.Module:
     config = transformers.RobertaConfig(
         **shape.config(), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
@@ -68,14 +78,7 @@ def roberta(shape: Shape, dropout: float) -> torch.nn.Module:
 
 def deberta(shape: Shape, dropout: float) -> torch.nn.Module:
     config = transformers.DebertaV2Config(
-        **shape.config(),
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=256,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
+        **shape.config(), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **RELATIVE
     )
     return transformers.DebertaV2ForMaskedLM(config)
 
@@ -95,10 +98,24 @@ MODELS: dict[str, Callable[[Shape, float], torch.nn.Module]] = {
 
 
 def build(name: str, shape: Shape, dropout: float = 0.0) -> torch.nn.Module:
-    """A model of `MODELS` on the GPU in training mode, the same each time."""
+    """Returns a model of `MODELS`, see `made`."""
+    return made(lambda: MODELS[name](shape, dropout))
+
+
+def made(make: Callable[[], torch.nn.Module], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Returns a model on the GPU in training mode, the same each time.
+
+    Args:
+        dtype: of its weights.
+    """
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return MODELS[name](shape, dropout).train()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            return make().train()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def batch_of(shape: Shape, padding: int = 0) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from gpu.checks import ALONE, Check, Figure, Setting, Turn, clean_up
-from gpu.steps import MIB, TINY, Batch, Shape, adamw, batch_of, on_host, planned, room, train
+from gpu.steps import MIB, RELATIVE, TINY, Batch, Shape, adamw, batch_of, made, on_host, planned, roberta, room, train
 from gpu.trainer import distributed, observers
 
 # Steps that are timed, and rows and tokens that compile for any batch.
@@ -34,14 +34,7 @@ class Job:
     weights: torch.dtype = torch.float32
 
     def model(self) -> Any:
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.weights)
-        try:
-            with torch.device("cuda"):
-                return self.make(self.shape).train()
-        finally:
-            torch.set_default_dtype(before)
+        return made(lambda: self.make(self.shape), self.weights)
 
 
 def _llama(shape: Shape) -> Any:
@@ -54,16 +47,9 @@ def _llama(shape: Shape) -> Any:
     return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
 
 
-def _roberta(shape: Shape) -> Any:
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**shape.config()))
-
-
 def _deberta(shape: Shape) -> Any:
-    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256}
-    others = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False}
-    config = transformers.DebertaV2Config(
-        **shape.config(), **relative, **others, type_vocab_size=0, problem_type="single_label_classification"
-    )
+    others = {"position_biased_input": False, "type_vocab_size": 0, "problem_type": "single_label_classification"}
+    config = transformers.DebertaV2Config(**shape.config(), **RELATIVE, **others)
     return transformers.DebertaV2ForSequenceClassification(config)
 
 
@@ -87,7 +73,7 @@ def _classified(shape: Shape) -> Batch:
 
 JOBS = {
     "llama": Job(_llama, Shape(16, 2048, 32, 8192, 128256, 2, 2048), _causal, "fp32", torch.bfloat16),
-    "roberta": Job(_roberta, Shape(12, 1024, 16, 4096, 50265, 16, 512), _masked),
+    "roberta": Job(functools.partial(roberta, dropout=0.1), Shape(12, 1024, 16, 4096, 50265, 16, 512), _masked),
     "deberta": Job(_deberta, Shape(6, 1536, 24, 6144, 32000, 16, 256), _classified),
 }
 

@@ -15,7 +15,7 @@ import torch
 from advise import LEVEL_1, NO_PLAN, Ran
 from baselines import Baseline, capped, largest_batch
 from frontier import Result
-from gpu import report
+from gpu import picture, report
 from gpu.checks import ALONE, FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
 from gpu.steps import error_of_all, largest_error, offload_config
 from hypothesis import given
@@ -334,6 +334,11 @@ def test_steps_are_compared_with_those_of_an_earlier_run(tmp_path):
     assert [line.split()[1:3] for line in table.splitlines()[2:]] == [name.split() for name in STEPS]
     assert "| 199.4" in table and "| 200.0" in table
     outcomes = [Outcome(name, PASS, "step", "", data=step) for name, step in STEPS.items()]
+    picture.draw(report.steps_in(published), tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert all(
+        text in drawn for text in ("Llama-1B with LoRA", "level 1", "checkpointing", "torch.compile", "Liger Kernel")
+    )
     report.save(tmp_path, "worth", "a GPU", outcomes)
     assert report.steps_in(tmp_path / "worth.json") == STEPS
 
