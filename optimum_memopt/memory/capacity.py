@@ -136,9 +136,8 @@ def capacity(device: torch.device) -> Capacity:
     address_space, data = (_limit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     total = min(host // processes, address_space, data)
     own = psutil.Process().memory_info()
-    # Where there is a limit on data there is a count of it.
-    left = sys.maxsize if data == sys.maxsize else data - own.data + own.rss
-    free = min(memory.available // processes + own.rss, left)
+    # psutil has `data` on Linux alone.
+    free = min(memory.available // processes, data - getattr(own, "data", own.rss)) + own.rss
     # What is shared is files mostly, libraries among them, which are in no group's `held`.
     in_groups = ((group.limit - group.held) // processes + own.rss - own.shared for group in groups)
     available = max(0, min(total, free, *in_groups))
@@ -146,7 +145,7 @@ def capacity(device: torch.device) -> Capacity:
 
 
 def _limit(kind: int) -> int:
-    """Bytes of one of this process's limits, see setrlimit(2); `sys.maxsize` for none."""
+    """Returns a soft limit of this process in bytes (setrlimit(2)); `sys.maxsize` if unlimited."""
     soft, _ = resource.getrlimit(kind)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
