@@ -37,9 +37,8 @@ def optimize(
 
     Args:
         model: on its device, in its final dtype, before DDP or another wrapper goes around it.
-        optimizer: that steps the model, by whose states budgets and predicted peaks count; None: AdamW, before its
-            first step.
-        gradient_accumulation: gradients of several micro-batches add up.
+        optimizer: of the model, for budgets and predicted peaks; None: an AdamW before its first step.
+        gradient_accumulation: gradients of several micro-batches are summed.
         options: fields of `MemOptOptions`.
 
     Raises:

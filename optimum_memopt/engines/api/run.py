@@ -113,7 +113,7 @@ class Run:
         micro_batches: of an optimizer step; all of them are on the device while it runs, as Trainer fetches them; 0:
             the one that runs is alone.
         loss: asked in a training forward; None where the loss is the forward's own.
-        has_trainer: else a training loop may compute its loss from the outputs.
+        has_trainer: False: a training loop, which may compute its loss from the outputs.
     """
 
     optimizer: Optimizer | None = None

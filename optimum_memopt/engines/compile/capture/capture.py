@@ -71,8 +71,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def _is_unsloths(module: torch.nn.Module) -> bool:
-    """True for a module of transformers whose forward Unsloth has replaced, of its class or alone
-    (`unsloth/models/llama.py`)."""
+    """True if Unsloth has replaced the forward of a module or of its class (`unsloth/models/llama.py`)."""
     names = (getattr(each, "__module__", None) or "" for each in (module.forward, type(module).forward))
     return any(name.partition(".")[0].startswith("unsloth") for name in names)
 

@@ -121,7 +121,7 @@ class GraphChoices:
         purpose: for which batches, for log lines; empty: for all.
         has_run: a forward has run with them.
         sizes: of each graph in its first run with them.
-        variants: by graph, layer and call_index.
+        variants: by graph, layer and call index.
         partitions: the same by graph and the key of the choice.
         seen: graphs that have run with them.
         tapes: by the kinds of calls and what their arguments are like.
@@ -167,7 +167,7 @@ class ForwardRun:
     chosen: list[Choice] = field(default_factory=list)
     ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
     buffers: ForwardState | None = None
-    _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def has_written(self) -> bool:
@@ -178,7 +178,7 @@ class ForwardRun:
 
     def call_index(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
         """See `Call`; 0 for a graph of which nothing is trained."""
-        return 0 if analyzed is None else self._turns[analyzed.digest, layer]
+        return 0 if analyzed is None else self._calls[analyzed.digest, layer]
 
     def place(self, layer: str) -> tuple[GraphChoices, int, str]:
         """See `TracedGraph.chosen_at`."""
@@ -204,4 +204,4 @@ class ForwardRun:
         if variant.partitioned is not None and variant.analyzed is not None:
             self.ran.setdefault(variant.partitioned, variant.analyzed)
             self.chosen.append(variant.partitioned.choice)
-            self._turns[variant.analyzed.digest, layer] += 1
+            self._calls[variant.analyzed.digest, layer] += 1

@@ -32,8 +32,8 @@ from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 _LAUNCH = 4e-6
 # Seconds of the shortest kernel, where Python is ahead.
 _KERNEL = 2e-6
-# Seconds of Python before the first operator of a step and behind the last one, the optimizer's among them, and what
-# autograd's engine takes to call an operator, of what a module takes: plain PyTorch on an H100 (docs/gpu.md).
+# Host seconds before a step's first operator and after its last one (the optimizer), and the cost of a call from
+# autograd's engine relative to one from a module: plain PyTorch on an H100 (docs/gpu.md).
 _BEFORE, _BEHIND, _IN_BACKWARD = 1e-3, 2e-3, 0.5
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02
@@ -83,7 +83,7 @@ def bounded(work: Work, device: Device, launch: float = _LAUNCH) -> tuple[float,
     and of moving all operands once.
 
     Args:
-        launch: seconds that a kernel takes at least.
+        launch: minimum seconds of a kernel.
     """
     share = device.attained.share(work.kernel)
     computing = work.flops / (share * device.product_rate(work.dtype)) if work.flops else 0.0
@@ -96,11 +96,11 @@ def bounded(work: Work, device: Device, launch: float = _LAUNCH) -> tuple[float,
 
 
 def seconds_by_bound(calls: Iterable[Work], device: Device) -> dict[str, float]:
-    """Seconds of a step of plain PyTorch without the optimizer's kernels, by what bounds them.
+    """Returns the seconds of an eager step, by what bounds them; the optimizer's kernels are left out.
 
-    Python calls one operator after the other and does not wait for the device, which runs one kernel after the other:
-    a kernel begins when the one before has ended and its operator has been called. Modules take longer to call an
-    operator than autograd's engine does. Where the device has nothing to run, launches bound the step.
+    Python and the device form a queue: the host calls operators without waiting, the device runs one kernel at a time,
+    and a kernel starts once the previous one has ended and its operator was called. A call from a module takes longer
+    than one from autograd's engine. Time in which the device is idle counts as launches.
     """
     totals: defaultdict[str, float] = defaultdict(float)
     called = ended = _BEFORE

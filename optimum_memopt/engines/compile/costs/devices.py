@@ -46,8 +46,8 @@ class Attained:
     Attributes:
         bandwidth: of the memory's, by kernels that move operands.
         flops: of matrix products'.
-        unaligned: of these, by half-precision products whose rows are no multiple of 16 bytes.
-        call: seconds that Python takes to call an operator from a module, on the machine of the times.
+        unaligned: fraction of `flops` that half-precision products reach if their rows are not 16-byte aligned.
+        call: host seconds per operator call from a module, on the machine that the times are from.
     """
 
     bandwidth: float
@@ -56,11 +56,12 @@ class Attained:
     call: float = 22e-6
 
     def share(self, kernel: Kernel) -> float:
-        """Of the rate of kernels that move operands, and of products, what this kind of kernel gets."""
+        """Returns the fraction of the attained rate that a kind of kernel reaches: of `flops` for products and
+        attention, else of `bandwidth`."""
         return self.unaligned if kernel is Kernel.UNALIGNED else _SHARES.get(kernel, 1.0)
 
 
-# Of an H100's kernels under a profiler.
+# Fractions measured on an H100 with a profiler.
 _SHARES = {Kernel.FUSED: 0.75, Kernel.CONVERTING: 0.7, Kernel.REDUCING: 0.55, Kernel.ATTENTION: 0.33}
 # H100: plain PyTorch's steps, and Liger-Kernel's benchmarks of PyTorch, as A100. L40S: PEFT's method comparison.
 # GeForce: Liger's on an RTX 4090. Hopper's full rate has instructions of its own, which unaligned products do not use.
@@ -98,7 +99,7 @@ class Device:
 
     @property
     def kind(self) -> torch.device:
-        """Of torch; a file of one's own describes a CPU."""
+        """Returns torch's device type; a CPU for devices from a file."""
         return torch.device("cpu" if self.cuda is None else "cuda")
 
     @property

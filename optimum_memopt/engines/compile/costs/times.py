@@ -194,8 +194,7 @@ _ROUNDS = 3
 _ADDING = 3
 # Elements of the optimizer's step that is measured.
 _MEASURED = 2**22
-# Rows of the batches that those of others follow from: of work, which grows by the row from a kernel's tile on, and of
-# measured seconds.
+# Batch sizes that other sizes are extrapolated from: for work, linear above one tile, and for measured seconds.
 _TWO = (64, 128)
 _MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
 # A batch that takes n seconds is not run to measure it.

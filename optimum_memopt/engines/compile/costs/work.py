@@ -1,5 +1,5 @@
-"""The work of single operators, of a joint graph's nodes or of calls while they run: bytes that are moved, floating
-point operations, and which kind of kernel does it. Pure.
+"""The work of an operator, from a joint graph's node or a live call: bytes moved, floating point operations and the
+kind of kernel. Pure.
 """
 
 import math
@@ -35,14 +35,14 @@ from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# They read and write what they have in several passes, or wait for sums across threads.
+# Slower than element-wise kernels: several passes over the input, or sums across threads.
 _REDUCTIONS = frozenset(
     (
         "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
         "_softmax_backward_data", "amax", "mean", "native_layer_norm", "native_layer_norm_backward", "sum", "var_mean",
     )
 )  # fmt: skip
-# Of one operand they read as much as they return, or nothing: its place among the arguments, and which of the two.
+# Operators that do not read all of one operand: its position, and whether they read as much as they return (or none).
 _LOOKUPS = {
     "embedding": (0, True),
     "gather": (0, True),
@@ -50,8 +50,8 @@ _LOOKUPS = {
     "nll_loss_forward": (0, True),
     "nll_loss_backward": (1, False),
 }
-# float32 products have no tensor cores and are computed in tiles: a dimension below the first number takes as long; by
-# vectors there are other kernels.
+# float32 products run without tensor cores, in tiles: a dimension is padded to the first number. Below the second one,
+# kernels for vectors take over.
 _TILE, _VECTORS = 64, 8
 # Returns the value of a number that may be symbolic.
 Evaluate = Callable[[Any], Any]
@@ -60,7 +60,7 @@ MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, torch.device],
 
 
 class Kernel(Enum):
-    """What kind of kernel an operator has, by which its rate is a share of the device's."""
+    """Kinds of kernels, each of which reaches a fraction of its own of a device's rates (`Attained.share`)."""
 
     MOVING = "moves operands"
     FUSED = "computes what several operators do, compiled by inductor"
@@ -77,11 +77,11 @@ class Work:
 
     Attributes:
         key: equal for operators that do the same work on the same shapes.
-        flops: of a matrix product, a convolution or attention, else 0; half of attention's where it is causal, and of
-            a float32 product those of its tiles.
+        flops: of matrix products, convolutions and attention, else 0. Causal attention counts half; float32 products
+            count whole tiles.
         is_several: kernels that run one after the other.
         is_launched: it has a kernel of its own, or is what one is launched for.
-        by_python: called from a module, not from autograd's engine.
+        by_python: called from a module; False: from autograd's engine.
     """
 
     key: str
@@ -109,7 +109,7 @@ def works(
 
     Args:
         moved: by the operators that a compiler computes in one kernel with others, see `moved_by`; None: none is.
-        device: that it is planned for; None: where its tensors are.
+        device: to plan for; None: the tensors' own.
     """
     number = numbers(sizes)
 
@@ -139,8 +139,11 @@ def works(
 
 
 def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tuple[Work, ...] | None:
-    """The work of operators whose sizes are by a share of the difference larger than those of `low`; the share may be
-    negative or over 1. None where the two are not the same operators."""
+    """Returns work interpolated between two batches; None where they run different operators.
+
+    Args:
+        share: 0 for `low`, 1 for `high`; below 0 and above 1 it extrapolates.
+    """
     if [work.operator for work in low] != [work.operator for work in high]:
         return None
     return tuple(
@@ -168,7 +171,7 @@ def work_of(
     """The work of an operator's call, of a graph's node or while it runs; tensors need no data.
 
     Args:
-        device: that the call is for, wherever its tensors are.
+        device: to run on, which may differ from the tensors'.
     """
     flops = _flops(operator, positional, named, result)
     operands = _tensors([*positional, *named.values()])

@@ -38,8 +38,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_fused(on_cuda: bool) -> bool:
-    """True where inductor compiles the chunks of a loss. A device that is planned for, on a machine without CUDA, has
-    what inductor needs."""
+    """True where inductor compiles the chunks of a loss. When planning for CUDA on a machine without it, Triton is
+    assumed."""
     return on_cuda and (not torch.cuda.is_available() or dynamo.inductor_works("cuda"))
 
 

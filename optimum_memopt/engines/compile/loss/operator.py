@@ -22,8 +22,7 @@ from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
-# Times that logits are read or written, one operator at a time, and by the kernels of `chunk` beside its products,
-# which take longer to compute than to move them.
+# Passes over the logits: by single operators, and by the fused kernels of `chunk`. Its products are bound by compute.
 _PASSES, _FUSED_PASSES = 11, 3
 
 

@@ -146,8 +146,8 @@ class AllocatorPeak:
 def allocator_peak(
     always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, later: Sequence[Event] = ()
 ) -> AllocatorPeak:
-    """The peak of three steps: the first one leaves the optimizer's states and cached blocks to the second, of whose
-    blocks the third finds some in other places.
+    """Returns the peak of three steps: the optimizer's states exist from the second on, and the third starts from the
+    second one's cached blocks.
 
     Args:
         always: bytes of blocks that stay: parameters, buffers, the batch, workspaces of libraries.

@@ -204,8 +204,8 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each of an optimizer's states: as they are or are planned, or before its first step those of its class,
-    of AdamW for what is not known. An optimizer that is wrapped (accelerate's) shows its own states."""
+    """Returns the bytes of each optimizer state: the existing ones, or before the first step those that the class will
+    create (AdamW's for unknown classes). Wrapped optimizers (accelerate's) expose their own states."""
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
@@ -217,7 +217,7 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
 
 
 def states_held(optimizer: Optimizer | None) -> int:
-    """Bytes of the states that an optimizer has; 0 before its first step, or without one."""
+    """Returns the bytes of existing optimizer states; 0 before the first step."""
     if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
         return 0
     return sum(state_sizes(optimizer, ()))
@@ -237,7 +237,7 @@ def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Temporary bytes of a step: as its kind has them, else of AdamW's.
+    """Returns the temporary bytes of a step: those of the optimizer's class, AdamW's for unknown classes.
 
     That has none where fused (Trainer's default), a copy of all parameters with `foreach` (torch's default on CUDA),
     else two copies of the largest parameter (`torch/optim/adam.py`, 2.13).

@@ -102,10 +102,10 @@ class LiveStep:
         return allocator_peak(always, events, self.states, self.update)
 
 
-def plain_step(workload: Workload, spec: StepSpec, training: EagerSettings) -> LiveStep:
+def plain_step(workload: Workload, spec: StepSpec, settings: EagerSettings) -> LiveStep:
     """Run a step of a workload as plain PyTorch does; errors as of `plain_steps`."""
     with plain_steps(workload, spec) as step:
-        return step(training)
+        return step(settings)
 
 
 @contextlib.contextmanager
@@ -131,12 +131,12 @@ def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[EagerS
 
 
 def _plain_step(
-    planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], training: EagerSettings
+    planned: PlannedStep, model: torch.nn.Module, batch: Mapping[str, Any], settings: EagerSettings
 ) -> LiveStep:
     here, target, spec = planned.here, planned.target, planned.spec
     count = 2 if spec.gradient_accumulation_steps > 1 else 1
     cuda, records_work = multiprocessors(target, here), target is not None
-    run = run_micro_batches(model, batch, planned.autocast_dtype, training, cuda, count, records_work=records_work)
+    run = run_micro_batches(model, batch, planned.autocast_dtype, settings, cuda, count, records_work=records_work)
     trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
     optimizer, seconds = planned.optimizer_of(model), None
     if target is not None:
@@ -157,7 +157,7 @@ def run_micro_batches(
     model: torch.nn.Module,
     batch: Mapping[str, Any],
     autocast: torch.dtype | None,
-    training: EagerSettings,
+    settings: EagerSettings,
     cuda: Multiprocessors | None,
     count: int = 1,
     *,
@@ -178,8 +178,8 @@ def run_micro_batches(
         MemOptError: the model reads values of its tensors, or fails.
     """
     device = next(model.parameters()).device.type
-    if training.checkpoints:
-        checkpoint_layers(model, training.checkpoints)
+    if settings.checkpoints:
+        checkpoint_layers(model, settings.checkpoints)
     for name, value in batch.items():
         if is_mask(name) and isinstance(value, torch.Tensor):
             fake_tensors.with_mask(value, has_padding=True)
@@ -196,7 +196,7 @@ def run_micro_batches(
             for place in range(count):
                 recorder.records_work = records_work and not place
                 recorder.begin(FORWARD)
-                holds_cache = training.keeps_outputs and not training.checkpoints
+                holds_cache = settings.keeps_outputs and not settings.checkpoints
                 inputs = dict(batch) if holds_cache else without_key_value_cache(model, args, batch)
                 with torch.autocast(device, autocast, enabled=autocast is not None):
                     outputs = model(*args, **inputs)
@@ -206,7 +206,7 @@ def run_micro_batches(
                 recorder.outputs("outputs", outputs)
                 loss = loss_of(outputs)
                 recorder.begin(FORWARD)
-                if not training.keeps_outputs:
+                if not settings.keeps_outputs:
                     outputs = None
                 recorder.begin(BACKWARD)
                 loss.backward()

@@ -459,7 +459,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
         fake, model, batch = case.make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
-        training = EagerSettings(every, case.spec.keeps_outputs)
+        settings = EagerSettings(every, case.spec.keeps_outputs)
         values = case.values_at(rows)
         name = next(name for name, n in _PLAIN.items() if n == every)
         simulating = watched(f"simulating {name}, {rows} rows")
@@ -467,7 +467,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
             for name in values:
                 fake_tensors.with_values(batch[name], values[name])
             return run_micro_batches(
-                model, batch, case.autocast, training, cuda, accumulated=accumulated, records_work=True
+                model, batch, case.autocast, settings, cuda, accumulated=accumulated, records_work=True
             )
 
     def between(every: int, rows: int, accumulated: frozenset[str]) -> tuple[StepEvents, Sequence[Work]]:

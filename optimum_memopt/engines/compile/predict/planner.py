@@ -42,7 +42,7 @@ from optimum_memopt.sizes import AUTO, gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
-# The share by which CUDA's allocator may pass the predicted blocks: 0.1% in steps like those before, 0.3% in one that
+# By how much CUDA's allocator may exceed the predicted blocks: 0.1% in steps like those before, 0.3% in one that
 # begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to 4 GiB.
 _BLOCKS = 3e-3
 # The share of a budget that a process may hold less than the one that a plan was solved in.
@@ -106,7 +106,7 @@ class CachedPlan:
         written_whole(path, kept.to_json())
 
 
-# The runs of a forward's graphs: digest, layer and call_index of each, as in `SolvedForward.saved`.
+# The runs of a forward's graphs: digest, layer and call index of each, as in `SolvedForward.saved`.
 RunKeys = frozenset[tuple[str, str, int]]
 _T = TypeVar("_T")
 
@@ -455,7 +455,7 @@ class Planner:
         return run.optimizer, run.gradient_accumulation
 
     def resident(self, held: int) -> int:
-        """Bytes that the process holds without the optimizer's states: when a plan was solved for, else of `held`."""
+        """Returns the process's bytes without optimizer states: at the time of the solve, else derived from `held`."""
         if self._resident is not None:
             return self._resident
         if self._spec.target is not None:

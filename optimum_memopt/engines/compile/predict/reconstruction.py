@@ -186,11 +186,11 @@ def live_run(
         name: _resized(name, value, sizes, times) if isinstance(value, TensorLike) else value
         for name, value in failed.call.kwargs.items()
     }
-    training = EagerSettings(keeps_outputs=bool(failed.call.reader))
+    settings = EagerSettings(keeps_outputs=bool(failed.call.reader))
     with only_warnings(), torch.enable_grad(), mode:
         args, inputs = without_data(failed.call.args), without_data(kwargs)
         return run_micro_batches(
-            fake, inputs, failed.autocast, training, cuda, args=args, accumulated=accumulated, inspect_at=inspect_at
+            fake, inputs, failed.autocast, settings, cuda, args=args, accumulated=accumulated, inspect_at=inspect_at
         )
 
 

@@ -26,7 +26,7 @@ class SolvedForward:
 
     Attributes:
         why: as `Choice` has it.
-        saved: by the graph's digest, its layer, and its call_index (see `tape.Call`).
+        saved: by the graph's digest, its layer, and its call index (see `tape.Call`).
         segments: arguments of runs that the runs before them compute again.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
