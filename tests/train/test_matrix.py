@@ -19,6 +19,7 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.moved_state import COMPARED_BACKWARDS
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
@@ -194,6 +195,10 @@ def check_layers(pair: Pair, batch: Batch) -> None:
     """Each equal layer runs under a graph that was compiled once, and what they hold together is predicted."""
     engine, layers = pair.engine, sum(map(len, layer_groups(pair.model)))
     assert f" graphs for {layers} layers, compiled once for equal ones" in engine.plans().header[0]
+    if not all(parameter.requires_grad for parameter in pair.model.parameters()):
+        # The first forwards copy frozen state to compare it with what their backwards read.
+        for _ in range(COMPARED_BACKWARDS):
+            accumulate(pair.model, (batch,))
     torch.manual_seed(0)
     saved, peak = measured(pair.model, batch)
     # Which may have running statistics.

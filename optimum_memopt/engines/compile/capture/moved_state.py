@@ -24,7 +24,8 @@ from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
 from optimum_memopt.logs import get_logger
 
 # Backwards of a run of a graph in which values are compared.
-_BACKWARDS = 3
+COMPARED_BACKWARDS = 3
+
 # Numbers of a tensor that are compared one by one where it is not copied.
 _SAMPLE = 4096
 # State that one forward copies to compare it, bytes.
@@ -149,7 +150,7 @@ class StateWatch:
         if not sources:
             return StateArgs(args, copied=copied)
         watched = {at: source for at, source in sources.items() if not is_traceable_wrapper_subclass(args[at])}
-        if self._compared[run] >= _BACKWARDS:
+        if self._compared[run] >= COMPARED_BACKWARDS:
             given = list(args)
             for at, source in watched.items():
                 self._versions.append((args[at], autograd.version_of(args[at]), source))
