@@ -21,8 +21,8 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, n
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.options import MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
@@ -123,10 +123,10 @@ class Within(Producer):
     step: StepContext | None = None
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        captured = captured_graph(graph, self.costs(graph))
+        forward = CapturedForward((captured_graph(graph, self.costs(graph)),))
         step = self.step or StepContext(self.bytes, Footprint(0, 0))
         budget = FromBudget(Budget(f"{self.bytes} bytes", self.bytes))
-        choice = budget.solve([captured], forward_solver([captured], step), step).choice(graph)
+        choice = budget.solve(forward, forward.solver(step), step).choice(graph)
         assert choice is not None
         return choice
 
@@ -141,8 +141,8 @@ def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
 
 def forward(
     shape: Shape, unit: str = MODEL, dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> tuple[CapturedGraph, ...]:
-    """The graphs of a model as a Trainer would train it, with the times that the device is estimated to need.
+) -> CapturedForward:
+    """The forward of a model as a Trainer would train it, with the times that the device is estimated to need.
 
     Args:
         shape: of the model.
@@ -167,7 +167,7 @@ def trace(
     shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
     """The result of `look`, which is called once, for the joint graph of a model that is one; see `forward`."""
-    (graph,) = forward(shape, MODEL, dynamic, dtype)
+    (graph,) = forward(shape, MODEL, dynamic, dtype).graphs
     return look(graph.analyzed)
 
 

@@ -9,7 +9,7 @@ from budget_graphs import Shape, forward
 from shared import to_markdown
 
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, problem_of
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.memory.peak_monitor import MIB
 
 SHAPES = {
@@ -25,9 +25,9 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, dict[str, float]]:
     """A model's forward, and CPU seconds of tracing and of what is solved once."""
     begin = time.process_time()
-    graphs = forward(shape, unit)
+    captured = forward(shape, unit)
     traced = time.process_time()
-    solver = ForwardSolver(problem_of(graphs, [graph.sizes for graph in graphs]))
+    solver = ForwardSolver(captured.problem())
     solver.solver.prepare()
     return solver, {"tracing": traced - begin, "preparing": time.process_time() - traced}
 

@@ -15,8 +15,7 @@ from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, problem_of
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, fake_model
 from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
@@ -32,9 +31,7 @@ MODELS = ["roberta-mlm", "llama", "deberta-v2-mlm", "t5", "gpt2"]
 _CHANGES = {"t5": {"num_layers": 3, "num_decoder_layers": 3}}
 
 
-def captured(
-    name: str, *sizes: int, ranks: int = 1, only_layers: bool = False, **changes: int
-) -> tuple[CapturedGraph, ...]:
+def captured(name: str, *sizes: int, ranks: int = 1, only_layers: bool = False, **changes: int) -> CapturedForward:
     case = ZOO[name]
     mode, model = fake_model(case.build(**_CHANGES.get(name, changes)))
     spec = TraceSpec("aot_eager", unit=LAYER, only_layers=only_layers)
@@ -47,8 +44,8 @@ def captured(
         return Capture(model, (), batch, spec, chosen_by(FromLevel(1))).run(by_bytes)
 
 
-def around_leafs(name: str, graphs: tuple[CapturedGraph, ...]) -> tuple[CapturedGraph, ...]:
-    """The graphs of layers as they run under ZeRO 3 on 8 ranks, which release each layer after its use."""
+def around_leafs(name: str, forward: CapturedForward) -> CapturedForward:
+    """A forward of layers as it runs under ZeRO 3 on 8 ranks, which release each layer after its use."""
     case = ZOO[name]
     model = case.build(**_CHANGES.get(name, {}))
     parameters = {
@@ -58,37 +55,35 @@ def around_leafs(name: str, graphs: tuple[CapturedGraph, ...]) -> tuple[Captured
     kinds = (torch.float32,) * 3
     spec = Partitioning(8, parameters, 2000, 0, 10**6, 3000, *kinds)
     layers = [path for group in layer_groups(model) for path in group]
-    tape = graphs[0].tape
+    tape = forward.tape
 
-    def forward(args: tuple[object, ...], inputs: dict[str, object]) -> object:
+    def run(args: tuple[object, ...], inputs: dict[str, object]) -> object:
         return type(model).forward(model, *args, **inputs)
 
-    steps = LeafSteps(model, forward, (), case.batch(), spec, layers, {call.layer for call in tape.calls})
-    tape = tape.under(LeafSharding(steps, spec.ranks, spec.prefetched))
-    return tuple(replace(graph, tape=tape) for graph in graphs)
+    steps = LeafSteps(model, run, (), case.batch(), spec, layers, {call.layer for call in tape.calls})
+    return replace(forward, tape=tape.under(LeafSharding(steps, spec.ranks, spec.prefetched)))
 
 
 @pytest.mark.parametrize("around", nightly(["nothing", "FSDP2", "ZeRO 3"], but=["nothing"]))
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm"]))
 def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: str) -> None:
     is_leaf = around == "ZeRO 3"
-    graphs = captured(name, ranks=8 if around == "FSDP2" else 1, only_layers=is_leaf)
-    assert len(graphs[0].tape.calls) > len(graphs) > (0 if is_leaf else 1)
-    graphs = around_leafs(name, graphs) if is_leaf else graphs
-    tape = graphs[0].tape
+    forward = captured(name, ranks=8 if around == "FSDP2" else 1, only_layers=is_leaf)
+    assert len(forward.tape.calls) > len(forward.graphs) > (0 if is_leaf else 1)
+    forward = around_leafs(name, forward) if is_leaf else forward
+    tape = forward.tape
     if is_leaf and name == "deberta-v2-mlm":
         # Its encoder reads a parameter of a module that it does not call, which DeepSpeed gathers then.
         with pytest.raises(MemOptError, match="outside of the layers of .* cannot be run on tensors without data"):
             tape.collectives([()] * len(tape.calls))
         return
     # Under ZeRO 3 the gradient of the last layer is held from the loss on.
-    assert_simulated(graphs, 0.05 if is_leaf else 0.0)
+    assert_simulated(forward, 0.05 if is_leaf else 0.0)
 
 
-def assert_simulated(graphs: tuple[CapturedGraph, ...], most: float = 0.0, at_most: int = 0) -> None:
+def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int = 0) -> None:
     """The problem has each choice's bytes; its peak may be higher by a share of it, or by bytes."""
-    tape = graphs[0].tape
-    forward = problem_of(graphs, [graph.sizes for graph in graphs])
+    tape, forward = captured.tape, captured.problem()
     generator = random.Random(0)
     everything = [problem.closure(problem.activations) for problem in forward.runs]
     choices = [everything, *([random_choice(p, generator) for p in forward.runs] for _ in range(8))]
@@ -147,19 +142,18 @@ def _squared_sigmoid(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("model", [Between, Behind])
 def test_what_runs_outside_of_graphs_is_simulated(model: type[torch.nn.Module]) -> None:
     spec = TraceSpec("aot_eager")
-    graphs = Capture(model(), (torch.randn(64, 16),), {}, spec, chosen_by(FromLevel(1))).run(by_bytes)
-    last = len(graphs[0].tape.calls) - 1
+    forward = Capture(model(), (torch.randn(64, 16),), {}, spec, chosen_by(FromLevel(1))).run(by_bytes)
+    last = len(forward.tape.calls) - 1
     assert (last > 0) == (model is Between)
-    assert {operator.call for operator in graphs[0].tape.outside} >= {0, last}
+    assert {operator.call for operator in forward.tape.outside} >= {0, last}
     # The loss's gradient.
-    assert_simulated(graphs, at_most=4)
+    assert_simulated(forward, at_most=4)
 
 
 @pytest.mark.nightly
 def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
     """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
-    graphs = captured("llama", 32, 48, num_hidden_layers=5)
-    solver = ForwardSolver(problem_of(graphs, [graph.sizes for graph in graphs]))
+    solver = ForwardSolver(captured("llama", 32, 48, num_hidden_layers=5).problem())
     plan = solver.cheapest(solver.lowest)
     assert plan.peak == solver.lowest
     assert plan.extra_seconds < 0.95 * solver.solver.plan(solver.solver.lowest).extra_seconds

@@ -11,7 +11,7 @@ from optimum_memopt.engines.api.predictions import SAVED
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict.explain import explain
-from optimum_memopt.engines.compile.predict.reconstruction import capture_failed, step_of
+from optimum_memopt.engines.compile.predict.reconstruction import capture_failed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import TimeIsUpError
@@ -98,11 +98,11 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     model, batch = BrokenLoop(12), {"x": torch.randn(512, 64, requires_grad=frozen)}
     model.requires_grad_(not frozen)
     failed, limited = run_out_with(model, batch, 0.95, rows=512)
-    graphs = capture_failed(failed, TorchDefault(), "plain")
-    assert max(graph.runs for graph in graphs) >= 11
+    forward = capture_failed(failed, TorchDefault(), "plain")
+    assert max(forward.tape.runs) >= 11
     with LimitedTensors() as free:
         step(model, batch)
-    assert step_of(graphs).peak() == pytest.approx(free.peak, rel=0.05)
+    assert forward.step_events().peak() == pytest.approx(free.peak, rel=0.05)
     told = sum(part.bytes for part in explain(failed).parts)
     assert told == pytest.approx(limited.at_failure, rel=0.15)
 

@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver, problem_of
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import with_recomputed
@@ -52,7 +52,7 @@ def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -
     accumulate(model, [batch])
     planner = engine._planned.planner
     footprint = engine.predictor.footprint()
-    lowest = forward_solver(planner._graphs, planner.step()).lowest
+    lowest = planner._forward.solver(planner.step()).lowest
     engine.detach()
     budget = footprint.peak - footprint.activations + lowest - int(inputs * input_bytes(model, batch))
     return Selection(budget=Budget(f"{budget} bytes", budget))
@@ -268,8 +268,8 @@ def test_an_input_that_a_layer_has_not_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def forward():
-    graphs = captured("llama", 64, 256, num_hidden_layers=12)
-    return graphs, problem_of(graphs, [graph.sizes for graph in graphs])
+    forward = captured("llama", 64, 256, num_hidden_layers=12)
+    return forward.graphs, forward.problem()
 
 
 @pytest.mark.nightly

@@ -158,7 +158,7 @@ def test_foreach_takes_longer_than_fused(folder):
 
 def test_work_follows_from_that_of_two_batches(steps):
     for graph in steps.graphs.values():
-        (one,) = graph._graphs
+        (one,) = graph._forward.graphs
         analyzed, sizes = one.analyzed, partial(one.sizes_of, tokens=LENGTH)
         found = times.estimated(analyzed, sizes, DEVICES["H100"], False)(240)
         all_work = works(analyzed.joint, sizes(240), device=DEVICES["H100"].kind)
@@ -168,7 +168,7 @@ def test_work_follows_from_that_of_two_batches(steps):
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    (graph,) = steps.graphs[False]._graphs
+    (graph,) = steps.graphs[False]._forward.graphs
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     measured = times.measured_times(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
@@ -179,7 +179,7 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    (graph,) = steps.graphs[False]._graphs
+    (graph,) = steps.graphs[False]._forward.graphs
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     asked = []
 
@@ -254,7 +254,7 @@ def by_unit(deep_folder, by_layer):
 def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder, name, accumulates):
     """With a batch of other rows than the traced ones."""
     steps = by_layer
-    assert len(steps.graphs[True]._graphs) > 1
+    assert len(steps.graphs[True]._forward.graphs) > 1
     spec = StepSpec("h100", "aot_eager", unit=LAYER, gradient_accumulation_steps=1 + accumulates)
     selection = Selection(level=1) if name == "level 1" else Selection()
     expected = estimate(Workload(deep_folder, "text-generation", 24, LENGTH), selection, spec)
@@ -283,7 +283,7 @@ def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
 @pytest.mark.nightly
 def test_layers_are_traced_once(by_unit):
     operators = {
-        unit: sum(len(graph.analyzed.joint.nodes) for graph in steps.graphs[True]._graphs)
+        unit: sum(len(graph.analyzed.joint.nodes) for graph in steps.graphs[True]._forward.graphs)
         for unit, steps in by_unit.items()
     }
     assert operators[LAYER] < 0.5 * operators[MODEL]

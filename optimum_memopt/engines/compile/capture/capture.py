@@ -18,7 +18,8 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph, no_costs
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
@@ -161,8 +162,8 @@ class Capture:
 
     def run(
         self, costs_of: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
-    ) -> tuple[CapturedGraph, ...]:
-        """The graphs, in the order of their first runs.
+    ) -> CapturedForward:
+        """The forward, with its choices.
 
         Args:
             compared: producers whose choices are noted, too, after the one that is applied.
@@ -174,23 +175,18 @@ class Capture:
         call = self._call()
         if not call.ran:
             raise MemOptError(no_training_graph(call))
-        untrained = without_gradient(graph.gradients for graph in call.ran)
         plans = [[graph.choice for graph in call.ran], *(_choices(producer, call) for producer in compared)]
         # Several choices may be for one graph.
         captured = {id(graph): captured_graph(graph, costs_of(graph)) for graph in call.analyzed}
-        return tuple(
+        graphs = tuple(
             replace(
                 captured[id(graph)],
                 plans=tuple(SavedNodes.of(graph, choice) for choice in chosen),
                 partitioned=partitioned,
-                runs=runs,
-                tape=call.tape,
-                untrained=untrained,
             )
-            for graph, chosen, partitioned, runs in zip(
-                call.analyzed, zip(*plans, strict=True), call.ran, call.tape.runs, strict=True
-            )
+            for graph, chosen, partitioned in zip(call.analyzed, zip(*plans, strict=True), call.ran, strict=True)
         )
+        return CapturedForward(graphs, call.tape, without_gradient(graph.gradients for graph in call.ran))
 
     def _call(self) -> TracedCall:
         calls: list[TracedCall] = []

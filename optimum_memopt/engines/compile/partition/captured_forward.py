@@ -1,16 +1,18 @@
-"""The graphs of a training forward as they run, as one problem for any batch, and the solver for it."""
+"""A captured training forward, which can be queried for other plans, batch sizes and budgets, and its solver."""
 
 import contextlib
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
+from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import StepContext
-from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
@@ -142,85 +144,144 @@ class ForwardSolver:
         return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))
 
 
-def sizes_of_runs(
-    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
-) -> tuple[Tape, Sequence[SymbolValues]]:
-    """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problems_of_runs`."""
-    named_sizes = (
-        (name, of_graph[symbol])
-        for graph, of_graph in zip(graphs, sizes, strict=True)
-        for symbol, name in graph.names.items()
-        if symbol in of_graph
-    )
-    tape = graphs[0].tape.at(dict(named_sizes))
-    partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
-    schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
-    if len(tape.calls) == 1 or len(schedules) < len(graphs):
-        return tape, [sizes[call.graph] for call in tape.calls]
-    named = [
-        {symbol: size for symbol, size in of_graph.items() if symbol in graph.names}
-        for graph, of_graph in zip(graphs, sizes, strict=True)
-    ]
-    return resized(tape, schedules, [graph.sizes for graph in graphs], named)
+@dataclass(frozen=True, eq=False)
+class CapturedForward:
+    """A training forward, which can be asked what it takes with any batch, and what fits.
 
-
-def problems_of_runs(
-    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]
-) -> tuple[Tape, tuple[Problem, ...]]:
-    """The tape for a batch, and the problem of each of its calls.
-
-    Args:
-        sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
+    Attributes:
+        graphs: in the order of their first runs.
+        tape: their runs.
+        untrained: names of parameters that require a gradient and get none.
     """
-    tape, of_runs = sizes_of_runs(graphs, sizes)
-    problems: dict[object, Problem] = {}
-    runs: list[Problem] = []
-    for call, values in zip(tape.calls, of_runs, strict=True):
-        key = call.graph, tuple(values.items())
-        if key not in problems:
-            problems[key] = graphs[call.graph].problem_at(values)
-        runs.append(problems[key])
-    return tape, tuple(runs)
 
+    graphs: tuple[CapturedGraph, ...]
+    tape: Tape = field(default_factory=Tape.of_one)
+    untrained: frozenset[str] = frozenset()
 
-def problem_of(
-    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
-) -> TapeProblem:
-    """The graphs of a forward as one problem, for any plan; see `problems_of_runs` and `compose`."""
-    tape, runs = problems_of_runs(graphs, sizes)
-    return problem_of_tape(tape.with_all_held(), runs, accumulates)
+    @property
+    def costs(self) -> str:
+        """Where seconds are from."""
+        return self.graphs[0].costs.source
 
+    @property
+    def chunks_loss(self) -> bool:
+        return any(graph.chunks_loss for graph in self.graphs)
 
-def forward_solver(
-    graphs: Sequence[CapturedGraph], step: StepContext, times: int = 1, largest: LargestBatch | None = None
-) -> ForwardSolver:
-    """The solver for a forward's batch.
+    @property
+    def is_whole(self) -> bool:
+        """True where nothing that is differentiated runs outside of its graphs."""
+        return all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in self.graphs)
 
-    Args:
-        times: n: for an n-th of the batch's rows.
-        largest: for the sizes of this batch where they are larger; None: for its own.
-    """
-    return solver_at(graphs, step, [graph.sizes_for(times, largest) for graph in graphs])
+    @property
+    def run_keys(self) -> tuple[tuple[str, str, int], ...]:
+        """For each run of a graph the graph's digest, the layer, and the index of the call."""
+        return tuple((self.graphs[call.graph].digest, call.layer, call.call_index) for call in self.tape.calls)
 
+    def planned_by(self, index: int) -> "CapturedForward":
+        """The forward under one of the choices that were noted; what passes between layers is recomputed or offloaded
+        by the first of them alone."""
+        graphs = tuple(replace(graph, plans=(graph.plans[index],)) for graph in self.graphs)
+        return replace(self, graphs=graphs, tape=self.tape if index == 0 else self.tape.with_all_held())
 
-def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
-    """The solver for a batch of these sizes; see `problems_of_runs`."""
-    forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
-    return ForwardSolver(forward, host_of(graphs, forward, step), gather_rate=step.gather_rate)
+    def rows_with(self, largest: LargestBatch | None) -> list[int]:
+        """Sizes that are rows of the batch; `largest` as in `solver`."""
+        return [size for graph in self.graphs for size in graph.rows_with(largest)]
 
+    def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> list[SymbolValues]:
+        """The sizes of each graph; arguments as in `solver`."""
+        return [graph.sizes_for(times, largest) for graph in self.graphs]
 
-def solver_for_rows(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> ForwardSolver:
-    """The solver for a batch of n rows, and the time that they take."""
-    before = max((size for graph in graphs for size in graph.row_symbols.values()), default=rows)
-    solver = solver_at(graphs, step, [graph.sizes_of(rows, 0) for graph in graphs])
-    seconds = tuple(seconds * rows / before for seconds in solver.forward.problem.seconds)
-    return replace(solver, forward=replace(solver.forward, problem=replace(solver.forward.problem, seconds=seconds)))
+    def sizes_of(self, rows: int, tokens: int = 0) -> list[SymbolValues]:
+        """The sizes of each graph for a batch of rows of n tokens; 0: as many as were captured."""
+        return [graph.sizes_of(rows, tokens) for graph in self.graphs]
 
+    def sizes_of_runs(self, sizes: Sequence[SymbolValues]) -> tuple[Tape, Sequence[SymbolValues]]:
+        """The tape for a batch, and the sizes of each of its calls; `sizes` as in `problems`."""
+        graphs = self.graphs
+        named_sizes = (
+            (name, of_graph[symbol])
+            for graph, of_graph in zip(graphs, sizes, strict=True)
+            for symbol, name in graph.names.items()
+            if symbol in of_graph
+        )
+        tape = self.tape.at(dict(named_sizes))
+        partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
+        schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
+        if len(tape.calls) == 1 or len(schedules) < len(graphs):
+            return tape, [sizes[call.graph] for call in tape.calls]
+        named = [
+            {symbol: size for symbol, size in of_graph.items() if symbol in graph.names}
+            for graph, of_graph in zip(graphs, sizes, strict=True)
+        ]
+        return resized(tape, schedules, [graph.sizes for graph in graphs], named)
 
-def host_of(graphs: Sequence[CapturedGraph], forward: TapeProblem, step: StepContext) -> Host | None:
-    """The host, as a forward may use it in a step; None where there is no link to one."""
-    if not step.link:
-        return None
-    places = enumerate(forward.places)
-    allowed = {node for node, (run, local) in places if local in graphs[forward.graphs[run]].offloadable}
-    return Host(step.link, step.host, frozenset(allowed | forward.passed))
+    def problems(self, sizes: Sequence[SymbolValues]) -> tuple[Tape, tuple[Problem, ...]]:
+        """The tape for a batch, and the problem of each of its calls.
+
+        Args:
+            sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
+        """
+        tape, of_runs = self.sizes_of_runs(sizes)
+        problems: dict[object, Problem] = {}
+        runs: list[Problem] = []
+        for call, values in zip(tape.calls, of_runs, strict=True):
+            key = call.graph, tuple(values.items())
+            if key not in problems:
+                problems[key] = self.graphs[call.graph].problem_at(values)
+            runs.append(problems[key])
+        return tape, tuple(runs)
+
+    def problem(self, sizes: Sequence[SymbolValues] | None = None, accumulates: bool = False) -> TapeProblem:
+        """Its graphs as one problem, for any plan.
+
+        Args:
+            sizes: see `problems`; None: of the batch that was captured.
+            accumulates: see `compose`.
+        """
+        tape, runs = self.problems([graph.sizes for graph in self.graphs] if sizes is None else sizes)
+        return problem_of_tape(tape.with_all_held(), runs, accumulates)
+
+    def step_events(
+        self, times: int = 1, largest: LargestBatch | None = None, accumulates: bool = False
+    ) -> StepEvents:
+        """The events of a step under the plans that were applied; arguments as in `solver` and `compose`."""
+        tape, problems = self.problems(self.sizes_for(times, largest))
+        events: dict[tuple[int, int], GraphEvents] = {}
+        runs: list[GraphEvents] = []
+        for call, problem in zip(tape.calls, problems, strict=True):
+            if (key := (call.graph, id(problem))) not in events:
+                graph = self.graphs[call.graph]
+                saved = graph.simulated(problem).saved
+                events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
+            runs.append(events[key])
+        return compose(tape, runs, accumulates)
+
+    def solver(self, step: StepContext, times: int = 1, largest: LargestBatch | None = None) -> ForwardSolver:
+        """The solver for its batch.
+
+        Args:
+            times: n: for an n-th of the batch's rows.
+            largest: for the sizes of this batch where they are larger; None: for its own.
+        """
+        return self.solver_at(step, self.sizes_for(times, largest))
+
+    def solver_at(self, step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
+        """The solver for a batch of these sizes; see `problems`."""
+        forward = self.problem(sizes, step.fixed.accumulated > 0)
+        return ForwardSolver(forward, self.host(forward, step), gather_rate=step.gather_rate)
+
+    def solver_for_rows(self, step: StepContext, rows: int) -> ForwardSolver:
+        """The solver for a batch of n rows, and the time that they take."""
+        before = max((size for graph in self.graphs for size in graph.row_symbols.values()), default=rows)
+        solver = self.solver_at(step, self.sizes_of(rows))
+        problem = solver.forward.problem
+        problem = replace(problem, seconds=tuple(seconds * rows / before for seconds in problem.seconds))
+        return replace(solver, forward=replace(solver.forward, problem=problem))
+
+    def host(self, forward: TapeProblem, step: StepContext) -> Host | None:
+        """The host, as `forward`, its problem, may use it in a step; None where there is no link to one."""
+        if not step.link:
+            return None
+        places = enumerate(forward.places)
+        allowed = {node for node, (run, local) in places if local in self.graphs[forward.graphs[run]].offloadable}
+        return Host(step.link, step.host, frozenset(allowed | forward.passed))

@@ -1,7 +1,7 @@
 """A captured joint graph, which can be queried for other plans, batch sizes and budgets."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import sympy
 
@@ -14,7 +14,6 @@ from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
-from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 
@@ -43,9 +42,6 @@ class CapturedGraph:
     analyzed: AnalyzedGraph
     plans: tuple[SavedNodes, ...] = ()
     partitioned: PartitionedGraph | None = None
-    runs: int = 1
-    tape: Tape = field(default_factory=Tape.of_one)
-    untrained: frozenset[str] = frozenset()
 
     @property
     def row_symbols(self) -> dict[sympy.Symbol, int]:
@@ -57,7 +53,7 @@ class CapturedGraph:
         return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
 
     def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> dict[sympy.Symbol, int]:
-        """Its sizes for its batch; see `forward_solver`."""
+        """Its sizes for its batch; see `CapturedForward.solver`."""
         sizes = larger_sizes(self.sizes, self.names, largest)
         return {**sizes, **{symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}}
 

@@ -24,14 +24,13 @@ from optimum_memopt.engines.compile.costs.times import update_times
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.footprint import StepContext, trainable_of
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.partition.captured_forward import forward_solver, problem_of, solver_for_rows
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
-from optimum_memopt.engines.compile.predict.reconstruction import step_of
 from optimum_memopt.engines.compile.solver.offload import stall_of
 from optimum_memopt.engines.compile.solver.segments import seconds_again
 from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
@@ -87,7 +86,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
     """This engine without a plan, under level 1, and under what is selected.
 
     Args:
-        traced: whose graphs have the choices of these three, that of the selection first.
+        traced: whose forward has the choices of these three, that of the selection first.
     """
     selection = step.selection
     plans = [(1, _NO_PLAN), (2, _LEVEL_1)]
@@ -101,39 +100,37 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
         plans.append((0, Technique(f"compile engine, level {selection.level}", ("--memory_opt_level 2",))))
     context, optimizer = step.context(traced, Budget("", 0)), traced.run.optimizer
     assert isinstance(optimizer, PlannedOptimizer)
-    trained = trainable_of(traced.model, traced.graphs[0].untrained)
+    trained = trainable_of(traced.model, traced.forward.untrained)
     update = update_times(trained, optimizer, step.here, step.target)
 
     def way(index: int, plan: Technique) -> Way:
-        # What passes between layers is recomputed or offloaded by the first of the plans alone.
-        tape = traced.graphs[0].tape if index == 0 else traced.graphs[0].tape.with_all_held()
-        graphs = [replace(graph, plans=(graph.plans[index],), tape=tape) for graph in traced.graphs]
-        events = step_of(graphs, accumulates=context.fixed.accumulated > 0)
+        forward = traced.forward.planned_by(index)
+        events = forward.step_events(accumulates=context.fixed.accumulated > 0)
         around = context.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
         return Way(
-            replace(plan, chunks_loss=any(graph.chunks_loss for graph in graphs)),
+            replace(plan, chunks_loss=forward.chunks_loss),
             around.peak if blocks is None else max(around.peak, blocks.allocated),
             None if blocks is None else blocks.reserved,
-            update.step(_seconds(graphs, context), step.spec.gradient_accumulation_steps),
+            update.step(_seconds(forward, context), step.spec.gradient_accumulation_steps),
         )
 
     return tuple(way(index, plan) for index, plan in plans)
 
 
-def _seconds(graphs: Sequence[CapturedGraph], context: StepContext) -> dict[str, float]:
+def _seconds(captured: CapturedForward, context: StepContext) -> dict[str, float]:
     """Seconds of a forward and its backward: of operators, recompute among them, and of waiting for copies."""
-    forward = problem_of(graphs, [graph.sizes for graph in graphs], context.fixed.accumulated > 0)
-    plans = [graphs[graph].plans[0] for graph in forward.graphs]
+    forward = captured.problem(accumulates=context.fixed.accumulated > 0)
+    plans = [captured.graphs[graph].plans[0] for graph in forward.graphs]
     simulation = simulate(forward.problem, forward.of_all([plan.saved for plan in plans]))
-    calls, places = graphs[0].tape.calls, enumerate(forward.places)
+    calls, places = captured.tape.calls, enumerate(forward.places)
     away = [
         node
         for node, (run, local) in places
         if local in plans[run].offloaded or forward.runs[run].positions.inputs.get(local) in calls[run].offloaded
     ]
     return {
-        COMPUTE: simulation.seconds(forward.problem) + seconds_again(forward, graphs[0].tape, context.gather_rate),
+        COMPUTE: simulation.seconds(forward.problem) + seconds_again(forward, captured.tape, context.gather_rate),
         COPIES: stall_of(forward.problem, simulation, away, context.link),
     }
 
@@ -211,21 +208,21 @@ def estimate(
 
 def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     """The costs of budgets, with the place of what is selected."""
-    graphs, budget = traced.graphs, step.selection.budget
+    forward, budget = traced.forward, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
-    solver = forward_solver(graphs, context)
+    solver = forward.solver(context)
     points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
     place = None
     if budget is not None:
         with contextlib.suppress(Infeasible):
             place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
-    elif graphs[0].tape == graphs[0].tape.with_all_held() and not any(
-        graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in graphs
+    elif forward.tape == forward.tape.with_all_held() and not any(
+        graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in forward.graphs
     ):
-        runs = zip(solver.forward.runs, graphs[0].tape.calls, strict=True)
-        saved = [problem.saving(graphs[call.graph].plans[0].saved) for problem, call in runs]
+        runs = zip(solver.forward.runs, forward.tape.calls, strict=True)
+        saved = [problem.saving(forward.graphs[call.graph].plans[0].saved) for problem, call in runs]
         place = point_of(solver.saving(saved), context.fixed)
-    return Frontier(points, graphs[0].costs.source, place)
+    return Frontier(points, forward.costs, place)
 
 
 def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:
@@ -283,19 +280,18 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     def is_within(rows: int) -> bool:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
         limit = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
-        return _fits(traced.graphs, replace(context, limit=limit), rows)
+        return _fits(traced.forward, replace(context, limit=limit), rows)
 
     return largest(is_within, start)
 
 
-def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool:
+def _fits(forward: CapturedForward, step: StepContext, rows: int) -> bool:
     """True where a plan is found for a step with n rows, of which the context's batch has those of the graphs."""
-    before = max(graphs[0].row_symbols.values(), default=rows)
+    before = max(forward.graphs[0].row_symbols.values(), default=rows)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
     if step.footprint(0).peak > step.limit:
         return False
-    solver = solver_for_rows(graphs, step, rows)
-    return solver.fits(int(step.allowed * (1 - _BLOCKS)))
+    return forward.solver_for_rows(step, rows).fits(int(step.allowed * (1 - _BLOCKS)))
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:

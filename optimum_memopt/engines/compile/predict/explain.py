@@ -19,17 +19,15 @@ from optimum_memopt.engines.compile.memory.footprint import (
     trainable_of,
 )
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, MODEL, PLAIN
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, forward_solver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.predict.reconstruction import (
     Reconstruction,
     capture_failed,
     live_run,
-    of_graphs,
+    of_forward,
     of_plain_pytorch,
-    step_of,
 )
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
@@ -58,7 +56,7 @@ class Search:
 
     Attributes:
         ran: the step that failed, as it would have run with enough memory.
-        graphs: returns the graphs as the compile engine would run them, and is called once something is asked of them.
+        forward: returns the forward as the compile engine would run it, and is called once something is asked of them.
         step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
             failed.
         plain: of what ran.
@@ -67,7 +65,7 @@ class Search:
 
     failed: FailedStep
     ran: Reconstruction
-    graphs: Callable[[], Sequence[CapturedGraph]]
+    forward: Callable[[], CapturedForward]
     deadline: Deadline
     step: StepContext
     plain: Footprint
@@ -86,7 +84,7 @@ class Search:
     @cached_property
     def solver(self) -> ForwardSolver:
         """The solver for the run's largest batch."""
-        return forward_solver(self.graphs(), self.step, largest=self.step.largest)
+        return self.forward().solver(self.step, largest=self.step.largest)
 
     def suggestions(self) -> Iterator[tuple[int, Suggestion]]:
         """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found;
@@ -122,14 +120,14 @@ class Search:
             flags = f"--memory_opt_budget {self.budget}MiB"
             yield Suggestion(flags, peak, _share(plan), f"{_words(plan)} with which every step fits")
 
-    def _within(self, graphs: ForwardSolver, allowed: int) -> Plan | None:
+    def _within(self, solver: ForwardSolver, allowed: int) -> Plan | None:
         """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
         less = allowed - int(self.step.limit * _MARGIN)
         # Without a host no long search for recompute that is below the lowest plan.
-        if graphs.lowest > less and not (self.step.link and graphs.fits(less)):
+        if solver.lowest > less and not (self.step.link and solver.fits(less)):
             return None
         try:
-            return graphs.cheapest(allowed)
+            return solver.cheapest(allowed)
         except Infeasible:
             return None
 
@@ -142,11 +140,12 @@ class Search:
                 return
 
     def _chunked_loss(self) -> Iterator[Suggestion]:
-        graphs = self.graphs()
-        if self.ran.chunks_loss or not any(graph.chunks_loss for graph in graphs):
+        forward = self.forward()
+        if self.ran.chunks_loss or not forward.chunks_loss:
             return
         # Without a plan it is torch's own partition that runs.
-        activations = step_of(graphs, 1, self.step.largest, self.step.fixed.accumulated > 0).peak()
+        accumulates = self.step.fixed.accumulated > 0
+        activations = forward.step_events(largest=self.step.largest, accumulates=accumulates).peak()
         peak = self.step.footprint(activations).peak
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_loss chunked"
@@ -160,11 +159,11 @@ class Search:
             yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
 
     def _smaller_within_budget(self) -> Iterator[Suggestion]:
-        graphs = self.graphs()
-        for times in self._parts([size for graph in graphs for size in graph.rows_with(self.step.largest)]):
+        forward = self.forward()
+        for times in self._parts(forward.rows_with(self.step.largest)):
             self.deadline.check()
             micro = replace(self.step, fixed=_micro(self.step.fixed, 0))
-            solver = forward_solver(graphs, micro, times, micro.largest)
+            solver = forward.solver(micro, times, micro.largest)
             if (plan := self._within(solver, micro.fixed.activations_within(self.budget << 20))) is None:
                 continue
             peak = micro.footprint(plan.peak).peak
@@ -256,11 +255,12 @@ def explain(failed: FailedStep) -> Explanation:
             ran = of_plain_pytorch(failed)
         else:
             progress.stage = "tracing"
-            ran = of_graphs(capture_failed(failed, planned.producer, planned.loss, planned.unit), failed)
+            ran = of_forward(capture_failed(failed, planned.producer, planned.loss, planned.unit), failed)
         moment, parts = _held(failed, ran, is_plain=planned is None)
-        if not all(graph.partitioned and graph.partitioned.is_all_of_forward for graph in ran.graphs):
-            count = sum(graph.runs for graph in ran.graphs)
-            remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
+        if ran.forward is not None and not ran.forward.is_whole:
+            remarks += (
+                f"the forward is {len(ran.forward.tape.calls)} graphs, and what runs between them is not known",
+            )
         ranked: list[tuple[int, Suggestion]] = []
         try:
             for suggestion in _suggestions(failed, ran, planned, progress, deadline):
@@ -294,10 +294,11 @@ def _suggestions(
     """Suggestions, see `Search.suggestions`."""
 
     @cache
-    def graphs() -> tuple[CapturedGraph, ...]:
-        """The graphs as the compile engine would run them, which take as long as the first where they are others."""
+    def forward() -> CapturedForward:
+        """The forward as the compile engine would run it, which takes as long as the first where it is another one."""
         if planned is not None and planned.loss != PLAIN:
-            return ran.graphs
+            assert ran.forward is not None
+            return ran.forward
         deadline.check(needed=deadline.elapsed)
         progress.stage = "tracing"
         traced = capture_failed(failed, TorchDefault(), AUTO if planned is None else CHUNKED)
@@ -319,7 +320,7 @@ def _suggestions(
     search = Search(
         failed,
         ran,
-        graphs,
+        forward,
         deadline,
         StepContext(failed.held, fixed, largest=largest, link=link, host=host),
         plain,

@@ -46,7 +46,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver, host_of, problem_of, sizes_of_runs
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
@@ -98,7 +98,8 @@ class ForwardSteps:
     """Steps of one traced forward.
 
     Args:
-        graphs: with the loss as the model computes it, or in chunks, each with torch's own choice and that of level 1.
+        forward: with the loss as the model computes it, or in chunks; each graph has torch's own choice and that of
+            level 1.
         step: around them, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
         times: of each graph, for a batch of n rows.
@@ -107,13 +108,13 @@ class ForwardSteps:
 
     def __init__(
         self,
-        graphs: Sequence[CapturedGraph],
+        forward: CapturedForward,
         step: StepContext,
         tokens: int,
         times: Callable[[int], Sequence[OperatorTimes]],
         plain: Callable[[int, int, bool], "_PlainStep"],
     ) -> None:
-        self._graphs, self._context, self._tokens = graphs, step, tokens
+        self._forward, self._context, self._tokens = forward, step, tokens
         self._times, self._plain = times, plain
         self._batch = cache(self._new_batch)
         self._simulation = cache(self._simulate)
@@ -122,7 +123,7 @@ class ForwardSteps:
     def within(self, budget: int) -> "ForwardSteps":
         """The same graphs with another budget, in bytes."""
         step = replace(self._context, limit=budget)
-        return ForwardSteps(self._graphs, step, self._tokens, self._times, self._plain)
+        return ForwardSteps(self._forward, step, self._tokens, self._times, self._plain)
 
     @property
     def layers(self) -> int:
@@ -218,19 +219,19 @@ class ForwardSteps:
         if plan in _PLAIN:
             return _checkpointed(forward.problem, _PLAIN[plan])
         number = (_NO_PLAN, _LEVEL_1).index(plan)
-        return simulate(forward.problem, forward.of_all([self._graphs[g].plans[number].saved for g in forward.graphs]))
+        graphs = self._forward.graphs
+        return simulate(forward.problem, forward.of_all([graphs[g].plans[number].saved for g in forward.graphs]))
 
     def _new_batch(self, rows: int, accumulates: bool) -> _Batch:
         times = self._times(rows)
-        priced = [
-            replace(graph, problem_at=partial(_priced, graph, own.seconds))
-            for graph, own in zip(self._graphs, times, strict=True)
-        ]
-        forward = problem_of(priced, [graph.sizes_of(rows, self._tokens) for graph in priced], accumulates)
+        graphs = zip(self._forward.graphs, times, strict=True)
+        priced = tuple(replace(graph, problem_at=partial(_priced, graph, own.seconds)) for graph, own in graphs)
+        captured = replace(self._forward, graphs=priced)
+        forward = captured.problem(captured.sizes_of(rows, self._tokens), accumulates)
         bounds = tuple(times[forward.graphs[run]].bounds[local] if local >= 0 else "" for run, local in forward.places)
         calls = sum(times[graph].call for graph in forward.graphs)
         of_nodes = OperatorTimes(forward.problem.seconds, bounds, times[0].source, calls)
-        return _Batch(ForwardSolver(forward, host_of(priced, forward, self._context)), of_nodes)
+        return _Batch(ForwardSolver(forward, captured.host(forward, self._context)), of_nodes)
 
 
 def _priced(graph: CapturedGraph, seconds: Sequence[float], values: SymbolValues) -> Problem:
@@ -400,11 +401,11 @@ def of_model(run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool) -
 def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) -> MicroBatchPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     traced = [_captured(case, loss) for loss in losses]
-    captured = [graphs for _, graphs in traced]
+    captured = [forward for _, forward in traced]
     if case.spec.fsdp > 1:
         # FSDP2 knows the types that a parameter is gathered and reduced in once the model has run.
         model = traced[0][0]
-    untrained, target, device = captured[0][0].untrained, case.target, next(model.parameters()).device
+    untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
     optimizer = PlannedOptimizer(case.spec.optim, is_on_cuda, embeddings_of(model))
     run = Run(optimizer, gradient_accumulation=True)
@@ -413,7 +414,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
     plain = _plain_steps(case)
     graphs = {
-        any(graph.chunks_loss for graph in forward): ForwardSteps(
+        forward.chunks_loss: ForwardSteps(
             forward, step, case.tokens, cache(_times(case, forward, device, step)), plain
         )
         for forward in captured
@@ -430,7 +431,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         times.update_times(trained, optimizer, device, target),
         case.compares,
         case.spec.fsdp,
-        tuple(collective_lines(captured[0][0].tape)),
+        tuple(collective_lines(captured[0].tape)),
     )
 
 
@@ -494,7 +495,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
     return plain_step
 
 
-def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGraph, ...]]:
+def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]:
     rows, other_rows = _ROWS[loss]
     fake, model, batch = case.make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
@@ -506,7 +507,7 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGr
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
             for mask in full:
                 fake_tensors.with_mask(batch[mask], has_padding=False)
-            graphs = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
+            forward = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
     except MemOptError:
         raise
     except Exception as error:
@@ -514,28 +515,28 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, tuple[CapturedGr
             f"{name} cannot be traced on fake tensors ({dynamo.line_with_place(error)}), so that nothing can "
             "be predicted for other batches"
         ) from error
-    if not all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in graphs):
-        count = len(graphs)
+    if not forward.is_whole:
+        count = len(forward.graphs)
         raise MemOptError(
             f"what runs in the training forward of {name} beside its {count} graph{'s' * (count > 1)} is not known; "
             "advice is for forwards whose graphs are all of them"
         )
-    if not graphs[0].row_symbols:
+    if not forward.graphs[0].row_symbols:
         raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
-    return model, graphs
+    return model, forward
 
 
 def _times(
-    case: _Case, graphs: Sequence[CapturedGraph], device: torch.device, step: StepContext
+    case: _Case, forward: CapturedForward, device: torch.device, step: StepContext
 ) -> Callable[[int], Sequence[OperatorTimes]]:
     """The times of each graph for a batch of n rows, for the sizes of its first run."""
 
     def sizes_of_batch(rows: int) -> list[SymbolValues]:
-        return [graph.sizes_of(rows, case.tokens) for graph in graphs]
+        return forward.sizes_of(rows, case.tokens)
 
     @cache
     def first_sizes(rows: int) -> Mapping[int, SymbolValues]:
-        tape, of_runs = sizes_of_runs(graphs, sizes_of_batch(rows))
+        tape, of_runs = forward.sizes_of_runs(sizes_of_batch(rows))
         calls = zip(reversed(tape.calls), reversed(of_runs), strict=True)
         return {call.graph: sizes for call, sizes in calls}
 
@@ -546,7 +547,7 @@ def _times(
             fixed,
             batch=fixed.batch * rows,
             accumulated=0,
-            activations=simulate_everything_saved(problem_of(graphs, sizes_of_batch(rows)).problem).peak,
+            activations=simulate_everything_saved(forward.problem(sizes_of_batch(rows)).problem).peak,
             optimizer=max(fixed.optimizer, fixed.parameters),
         ).peak
 
@@ -563,5 +564,5 @@ def _times(
             return times.estimated(graph.analyzed, sizes, case.target, fused)
         return times.measured_times(graph.analyzed, sizes, device, fused, most, peak)
 
-    of_graphs = [of_graph(number, graph) for number, graph in enumerate(graphs)]
+    of_graphs = [of_graph(number, graph) for number, graph in enumerate(forward.graphs)]
     return lambda rows: [times_of(rows) for times_of in of_graphs]

@@ -21,7 +21,8 @@ from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.footprint import StepContext, step_around
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, PlannerSpec
@@ -49,7 +50,7 @@ class TracedStep:
 
     model: torch.nn.Module
     batch: Mapping[str, Any]
-    graphs: tuple[CapturedGraph, ...]
+    forward: CapturedForward
     shown: ShownPlan
     run: Run
 
@@ -138,7 +139,7 @@ class PlannedStep:
 
     def context(self, traced: TracedStep, budget: Budget) -> StepContext:
         """The step around the graphs of one that was traced."""
-        untrained = traced.graphs[0].untrained
+        untrained = traced.forward.untrained
         return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
 
     def trace(
@@ -179,13 +180,13 @@ class PlannedStep:
                 capture.keep_masks(KeptMasks.of(file))
 
             def attempt() -> Attempt[TracedStep]:
-                graphs = capture.run(costs, compared)
-                partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
+                forward = capture.run(costs, compared)
+                partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
                 resident = planner.resident(held_bytes(self.here))
                 shown = show(
-                    model, partitioned, graphs[0].tape, batch, resident, planner.producer, spec, capture.masks, run
+                    model, partitioned, forward.tape, batch, resident, planner.producer, spec, capture.masks, run
                 )
-                return Attempt(TracedStep(model, batch, graphs, shown, run), shown.predictor, shown.plan_file)
+                return Attempt(TracedStep(model, batch, forward, shown, run), shown.predictor, shown.plan_file)
 
             try:
                 traced = planner.plan(attempt, capture.choose_again)

@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_siz
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.footprint import StepContext, states_held, step_around
 from optimum_memopt.engines.compile.memory.tape import Tape
-from optimum_memopt.engines.compile.partition.captured_forward import forward_solver
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -160,7 +160,7 @@ class Planner:
         self._untrained: Collection[str] = ()
         self._trained: Collection[str] = ()
         self._analyzed: dict[str, AnalyzedGraph] = {}
-        self._graphs: tuple[CapturedGraph, ...] = ()
+        self._forward: CapturedForward | None = None
         self.siblings: Callable[[], Iterable[Planner]] = tuple
         self.has_foreign = self.has_unplanned = False
         # Whose steps are within the budget, as the plan has it.
@@ -235,7 +235,7 @@ class Planner:
             # It holds what the forward has saved.
             del planned
             again()
-            self._graphs = self._captured(first)
+            self._forward = self._captured(first)
             if (solved := self._solved_by_sibling(first)) is not None:
                 self.solved = solved
             else:
@@ -361,8 +361,9 @@ class Planner:
     def _solve_on_ranks(self, segments: tuple[Link, ...]) -> list[tuple[Link, ...]]:
         """Solve with these segments; returns those of each rank that gathers parameters together."""
         failed: MemOptError | None = None
+        assert self._forward is not None
         try:
-            segments = self._solve(self._graphs, segments).segments
+            segments = self._solve(self._forward, segments).segments
         except MemOptError as error:
             failed = error
         ranks = self._of_ranks(("" if failed is None else str(failed), segments))
@@ -388,8 +389,8 @@ class Planner:
             if choice is None and state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
                 self._untrained, self._trained = state.untrained, state.trained
-                self._graphs = (self._captured_graph(graph),)
-                choice = self._solve(self._graphs).choice(graph)
+                self._forward = self._captured_alone(graph)
+                choice = self._solve(self._forward).choice(graph)
             elif choice is None and self.solved is not None:
                 choice = self._choice_of_another_run(graph)
                 self.has_foreign, self.has_unplanned = True, self.has_unplanned or choice is None
@@ -500,32 +501,34 @@ class Planner:
         self.step()
         larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.largest))
         costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
-        captured = replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
-        if self.loss is None:
-            return captured
-        return replace(captured, tape=Tape.of_one(graph.joint.num_fwd_outputs, self.loss))
+        return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
 
-    def _captured(self, predictor: StepMemoryPredictor) -> tuple[CapturedGraph, ...]:
-        """The graphs that ran, each with the runs of all."""
+    def _captured_alone(self, graph: AnalyzedGraph) -> CapturedForward:
+        """A forward that is one graph."""
+        captured = (self._captured_graph(graph),)
+        if self.loss is None:
+            return CapturedForward(captured)
+        return CapturedForward(captured, Tape.of_one(graph.joint.num_fwd_outputs, self.loss))
+
+    def _captured(self, predictor: StepMemoryPredictor) -> CapturedForward:
+        """The forward whose graphs ran."""
         self._untrained, self._trained = predictor.untrained, predictor.trained
         captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
-        return tuple(
-            replace(captured[graph.digest], partitioned=graph, runs=runs, tape=predictor.tape)
-            for graph, runs in zip(predictor.graphs, predictor.tape.runs, strict=True)
-        )
+        graphs = tuple(replace(captured[graph.digest], partitioned=graph) for graph in predictor.graphs)
+        return CapturedForward(graphs, predictor.tape)
 
-    def _solve(self, graphs: Sequence[CapturedGraph], segments: tuple[Link, ...] = ()) -> SolvedForward:
+    def _solve(self, forward: CapturedForward, segments: tuple[Link, ...] = ()) -> SolvedForward:
         """Solve; measuring operators grows resident memory, so the context is read again."""
-        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        named = ((graph.sizes, *item) for graph in forward.graphs for item in graph.names.items())
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
         step = self.step(growth)
-        solver = replace(forward_solver(graphs, step, largest=self.largest), segments=segments)
+        solver = replace(forward.solver(step, largest=self.largest), segments=segments)
         if solver.everything > step.allowed:
             solver.solver.prepare()
             step = self.step(growth)
-        self.solved = self.producer.solve(graphs, solver, step, self._spec.with_curve, self._spec.with_lengths)
+        self.solved = self.producer.solve(forward, solver, step, self._spec.with_curve, self._spec.with_lengths)
         return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:

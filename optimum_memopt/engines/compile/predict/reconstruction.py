@@ -20,13 +20,11 @@ from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
-from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
+from optimum_memopt.engines.compile.memory.composition import StepEvents
+from optimum_memopt.engines.compile.memory.events import bytes_during, held_before
 from optimum_memopt.engines.compile.memory.live import LiveRun
-from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.options import AUTO
-from optimum_memopt.engines.compile.partition.captured_forward import problems_of_runs
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
@@ -54,7 +52,7 @@ class Reconstruction:
         untrained: names of parameters that require a gradient and get none.
         is_exact: the events are all that the step holds.
         begin: place of the step's first event in its recording.
-        graphs: of the engine; empty for plain PyTorch.
+        forward: of the engine; None for plain PyTorch.
         shows_layers: each operator is of the layer that it names.
     """
 
@@ -65,12 +63,12 @@ class Reconstruction:
     untrained: Collection[str]
     is_exact: bool
     begin: int = 0
-    graphs: tuple[CapturedGraph, ...] = ()
+    forward: CapturedForward | None = None
     shows_layers: bool = True
 
     @property
     def chunks_loss(self) -> bool:
-        return any(graph.chunks_loss for graph in self.graphs)
+        return self.forward is not None and self.forward.chunks_loss
 
     def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
         """Where the allocation failed."""
@@ -113,25 +111,25 @@ class Reconstruction:
         ]
 
 
-def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstruction:
+def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
     """The engine's run."""
     largest = failed.run.largest_batch()
 
     def activations(times: int) -> int:
         # Of several micro-batches all but the first have gradients before them.
-        return step_of(graphs, times, largest, times > 1 or failed.run.gradient_accumulation).peak()
+        return forward.step_events(times, largest, times > 1 or failed.run.gradient_accumulation).peak()
 
-    calls, is_all = graphs[0].tape.calls, all(g.partitioned and g.partitioned.is_all_of_forward for g in graphs)
+    tape = forward.tape
     return Reconstruction(
-        step_of(graphs, accumulates=failed.accumulated > 0),
-        {node: module for graph in graphs for node, module in graph.modules.items()},
+        forward.step_events(accumulates=failed.accumulated > 0),
+        {node: module for graph in forward.graphs for node, module in graph.modules.items()},
         cache(activations),
-        [size for graph in graphs for size in graph.rows_with(largest)],
-        graphs[0].untrained,
+        forward.rows_with(largest),
+        forward.untrained,
         # What a caller computes from the logits, and what runs between graphs, is in none of them.
-        is_all and not failed.call.reader,
-        graphs=graphs,
-        shows_layers=all(call.layer or graphs[call.graph].runs == 1 for call in calls),
+        forward.is_whole and not failed.call.reader,
+        forward=forward,
+        shows_layers=all(call.layer or tape.runs[call.graph] == 1 for call in tape.calls),
     )
 
 
@@ -210,8 +208,8 @@ def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) 
     return replace(like, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
-def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> tuple[CapturedGraph, ...]:
-    """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
+def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> CapturedForward:
+    """The failed forward, traced on a copy of the model whose tensors have no data."""
     mode, fake = fake_tensors.fake_model(failed.model)
     device, autocast = next(failed.model.parameters()).device, failed.autocast
     compiler, _ = default_compiler(device.type)
@@ -228,11 +226,11 @@ def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str 
         mode,
     ):
         args, inputs = without_data(failed.call.args), without_data(failed.call.kwargs)
-        graphs = Capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader).run(costs)
+        forward = Capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader).run(costs)
     # Else what passes between graphs is not known, and nor is what was held.
-    joints = [graph.analyzed.joint for graph in graphs]
+    joints = [graph.analyzed.joint for graph in forward.graphs]
     assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
-    return graphs
+    return forward
 
 
 def without_data(given: Any) -> Any:
@@ -248,22 +246,6 @@ def without_data(given: Any) -> Any:
         return type(given)(map(without_data, given))
     # A cache or another object that a forward writes to is not the failed step's.
     return given if isinstance(given, Collection | int | float | bool | None) else copy.copy(given)
-
-
-def step_of(
-    graphs: Sequence[CapturedGraph], times: int = 1, largest: LargestBatch | None = None, accumulates: bool = False
-) -> StepEvents:
-    """The events of a step under the plans that were applied; arguments as in `forward_solver` and `compose`."""
-    tape, problems = problems_of_runs(graphs, [graph.sizes_for(times, largest) for graph in graphs])
-    events: dict[tuple[int, int], GraphEvents] = {}
-    runs: list[GraphEvents] = []
-    for call, problem in zip(tape.calls, problems, strict=True):
-        if (key := (call.graph, id(problem))) not in events:
-            graph = graphs[call.graph]
-            saved = graph.simulated(problem).saved
-            events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
-        runs.append(events[key])
-    return compose(tape, runs, accumulates)
 
 
 def _likeliest(points: Sequence[Point], held: int, requested: int | None) -> Point:

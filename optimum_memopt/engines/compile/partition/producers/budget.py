@@ -13,13 +13,7 @@ from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
-from optimum_memopt.engines.compile.partition.captured_forward import (
-    ForwardSolver,
-    forward_solver,
-    problem_of,
-    sizes_of_runs,
-)
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes, torchs_choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward
@@ -55,7 +49,7 @@ class FromBudget(Producer):
 
     def solve(
         self,
-        graphs: Sequence[CapturedGraph],
+        forward: CapturedForward,
         solver: ForwardSolver,
         step: StepContext,
         with_curve: bool = False,
@@ -72,33 +66,30 @@ class FromBudget(Producer):
             plan = solver.cheapest(step.allowed)
         except Infeasible as infeasible:
             lowest = step.footprint(infeasible.peak).peak
-            suggestion = _suggestion(graphs, step, lowest)
+            suggestion = _suggestion(forward, step, lowest)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
-        why, saved = self._chosen(graphs, step, solver, plan)
+        why, saved = self._chosen(forward, step, solver, plan)
         return SolvedForward(
             why,
             saved,
             plan.segments,
-            _frontier(graphs, solver, plan, step) if with_curve else None,
-            _by_length(graphs, plan, step) if with_lengths else None,
+            _frontier(forward, solver, plan, step) if with_curve else None,
+            _by_length(forward, plan, step) if with_lengths else None,
         )
 
     def _chosen(
-        self, graphs: Sequence[CapturedGraph], step: StepContext, solver: ForwardSolver, plan: Plan
+        self, forward: CapturedForward, step: StepContext, solver: ForwardSolver, plan: Plan
     ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
-        tape = graphs[0].tape
-        keys = [(graphs[call.graph].digest, call.layer, call.call_index) for call in tape.calls]
-        is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
+        keys = forward.run_keys
+        is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in forward.graphs)
         sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.limit)}{margin}{sizes}"
-        if not plan.segments and solver.everything <= step.allowed and _torchs_own_peak(graphs, step) <= step.allowed:
+        if not plan.segments and solver.everything <= step.allowed and _torchs_own_peak(forward, step) <= step.allowed:
             return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
                 keys, SavedNodes((), is_by_torch=True)
             )
-        return f"{why}{_gain(plan, graphs[0].costs.source)}", dict(
-            zip(keys, saved_nodes(solver.forward, plan), strict=True)
-        )
+        return f"{why}{_gain(plan, forward.costs)}", dict(zip(keys, saved_nodes(solver.forward, plan), strict=True))
 
     def _does_not_fit(
         self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
@@ -144,9 +135,9 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
     return tuple(nodes)
 
 
-def _suggestion(graphs: Sequence[CapturedGraph], step: StepContext, lowest: int) -> str:
+def _suggestion(forward: CapturedForward, step: StepContext, lowest: int) -> str:
     """Returns the flags with which a step fits whose lowest peak does not."""
-    batch, fewer = smaller_batch(graphs, step), _fewer_batches(step, lowest)
+    batch, fewer = smaller_batch(forward, step), _fewer_batches(step, lowest)
     if batch is None and fewer:
         return fewer
     if batch is None and step.largest is not None and step.largest.flattened:
@@ -173,16 +164,16 @@ def _fewer_batches(step: StepContext, peak: int) -> str:
     )
 
 
-def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[int, int] | None:
+def smaller_batch(forward: CapturedForward, step: StepContext) -> tuple[int, int] | None:
     """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
 
     Args:
-        graphs: of a forward that does not fit.
+        forward: that does not fit.
 
     Returns:
         Rows of the micro-batch as the data loader counts them, and how many of them have as many as the batch.
     """
-    rows = {size for graph in graphs for size in graph.rows_with(step.largest)}
+    rows = set(forward.rows_with(step.largest))
     if len(rows) != 1:
         return None
     (of_model,) = rows
@@ -194,23 +185,23 @@ def smaller_batch(graphs: Sequence[CapturedGraph], step: StepContext) -> tuple[i
         batch = step.fixed.batch if step.micro_batches else step.fixed.batch // times
         fixed = replace(step.fixed, batch=batch, accumulated=step.fixed.gradients)
         micro = replace(step, fixed=fixed)
-        if forward_solver(graphs, micro, times, step.largest).fits(fixed.activations_within(step.limit)):
+        if forward.solver(micro, times, step.largest).fits(fixed.activations_within(step.limit)):
             return whole // times, times
         times *= 2
     return None
 
 
-def _frontier(graphs: Sequence[CapturedGraph], solver: ForwardSolver, plan: Plan, step: StepContext) -> Frontier:
+def _frontier(forward: CapturedForward, solver: ForwardSolver, plan: Plan, step: StepContext) -> Frontier:
     curve = solved(solver.lowest, solver.everything, solver.cheapest)
     chosen = point_of(plan, step.fixed, step.limit)
-    return Frontier(points_of(curve, step.fixed), graphs[0].costs.source, chosen)
+    return Frontier(points_of(curve, step.fixed), forward.costs, chosen)
 
 
-def _by_length(graphs: Sequence[CapturedGraph], plan: Plan, step: StepContext) -> ExtraByLength:
-    largest = [graph.sizes_for(largest=step.largest) for graph in graphs]
+def _by_length(forward: CapturedForward, plan: Plan, step: StepContext) -> ExtraByLength:
+    largest = forward.sizes_for(largest=step.largest)
     lengths = [
         {symbol: size for symbol, size in sizes.items() if is_length(graph.names.get(symbol, ""))}
-        for graph, sizes in zip(graphs, largest, strict=True)
+        for graph, sizes in zip(forward.graphs, largest, strict=True)
     ]
 
     def problem_at(length: int) -> Problem:
@@ -218,24 +209,24 @@ def _by_length(graphs: Sequence[CapturedGraph], plan: Plan, step: StepContext) -
             {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
             for sizes, tokens in zip(largest, lengths, strict=True)
         ]
-        return problem_of(graphs, shortened, step.fixed.accumulated > 0).problem
+        return forward.problem(shortened, step.fixed.accumulated > 0).problem
 
     longest = max((size for tokens in lengths for size in tokens.values()), default=0)
     batches = step.largest.lengths if step.largest is not None else ()
     return extra_by_length(batches, longest, plan, problem_at, step.allowed)
 
 
-def _torchs_own_peak(graphs: Sequence[CapturedGraph], step: StepContext) -> float:
+def _torchs_own_peak(forward: CapturedForward, step: StepContext) -> float:
     """The peak under torch's own partition of each graph, which does not look at it, in bytes; infinite where that is
     not known."""
     own: list[Schedule] = []
-    for graph in graphs:
+    for graph in forward.graphs:
         if fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
             return math.inf
         modules = torchs_choice(graph.analyzed).torchs_graphs
         assert modules is not None
         own.append(timeline_of(graph.analyzed, modules))
-    tape, sizes = sizes_of_runs(graphs, [graph.sizes_for(largest=step.largest) for graph in graphs])
+    tape, sizes = forward.sizes_of_runs(forward.sizes_for(largest=step.largest))
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
     return compose(tape.with_all_held(), runs, step.fixed.accumulated > 0).peak()
 

@@ -7,8 +7,7 @@ from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.memory.footprint import StepContext
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes, torchs_choice
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.engines.compile.solver.solver import ExtraByLength
@@ -77,16 +76,16 @@ class Producer:
 
     def solve(
         self,
-        graphs: Sequence[CapturedGraph],
+        forward: CapturedForward,
         solver: ForwardSolver,
         step: StepContext,
         with_curve: bool = False,
         with_lengths: bool = False,
     ) -> SolvedForward:
-        """The choices for all graphs of a forward; for a producer with a bound.
+        """The choices for all graphs; for a producer with a bound.
 
         Args:
-            graphs: of its first batch.
+            forward: with the sizes of its first batch.
             solver: of the run's largest batch.
             step: with that batch.
 
