@@ -37,7 +37,7 @@ import budget_steps
 import budget_units
 from shared import fill
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 
 # Each has run(saved, keep, arguments), which adds to what is saved, and sections(saved), the texts of the page.
 PARTS: dict[str, Any] = {

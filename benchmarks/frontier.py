@@ -34,7 +34,7 @@ from labels import label
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure import Measurement
 from optimum_memopt.predict.workload import Workload

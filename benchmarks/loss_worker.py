@@ -57,7 +57,7 @@ def is_chunked_by_auto(case: Case) -> bool:
 
 
 def versions() -> str:
-    from optimum_memopt.compat import installed_version
+    from optimum_memopt.compat.installed import installed_version
 
     names = ("torch", "transformers", "trl", "onnxruntime-training-cpu")
     found = [installed_version((name,)) for name in names]

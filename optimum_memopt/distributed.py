@@ -20,7 +20,10 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.compat import fsdp_version, is_sharded_by_deepspeed, of_all_ranks, software
+from optimum_memopt.compat.accelerate import fsdp_version
+from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
+from optimum_memopt.compat.installed import software
+from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, launcher_number

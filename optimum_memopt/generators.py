@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from optimum_memopt.compat import without_modes
+from optimum_memopt.compat.torch import without_modes
 
 PYTHON, NUMPY, TORCH = "Python's random", "numpy.random", "torch"
 

@@ -24,7 +24,8 @@ from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import callback_of, removing_hooks
-from optimum_memopt.compat import checkpoint_layers, leave_out_fsdp_checkpointing, outputs_read_by
+from optimum_memopt.compat.accelerate import leave_out_fsdp_checkpointing
+from optimum_memopt.compat.transformers import checkpoint_layers, outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import copies
-from optimum_memopt.compat import TRAIN_SAMPLER
+from optimum_memopt.compat.transformers import TRAIN_SAMPLER
 from optimum_memopt.logs import get_logger
 
 # The method as it is before, to the method with the wrapper around it.

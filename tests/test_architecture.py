@@ -158,3 +158,15 @@ def of_onnxruntime(module: Module) -> set[str]:
 
 def test_onnx_runtime_is_named_in_its_folder_only():
     assert not in_modules(lambda module: set() if engine(module.name) == "ort" else of_onnxruntime(module))
+
+
+def test_a_folders_map_names_its_files() -> None:
+    """A map is a line a file or folder, in the docstring of a folder that holds nothing else."""
+    for path in ROOT.rglob("__init__.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        beside = {
+            each.stem for each in path.parent.iterdir() if each.suffix == ".py" or (each / "__init__.py").exists()
+        }
+        if len(tree.body) == 1 and len(beside) > 2:
+            rows = re.findall(r"^(\w+) {2,}\S", ast.get_docstring(tree) or "", re.MULTILINE)
+            assert sorted(rows) == sorted(beside - {"__init__"}), path

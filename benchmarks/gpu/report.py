@@ -9,7 +9,7 @@ from pathlib import Path
 from gpu.checks import FAIL, PASS, Outcome
 from shared import fill, to_markdown
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate")
 # What this project wants to be, of other ways on the same model: name, ours, theirs of which the best counts, and the

@@ -30,7 +30,7 @@ from gpu.steps import (
     planned,
 )
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.compile.capture.backend import missing_for
 from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
 from optimum_memopt.memory.peak_monitor import PeakMonitor

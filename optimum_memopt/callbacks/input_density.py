@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import StepCallback, is_final
-from optimum_memopt.compat import embeddings
+from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.trainer_patches import Patch
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.

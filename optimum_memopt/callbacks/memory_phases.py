@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import StepCallback, callback_of, is_final
-from optimum_memopt.compat import at_end_of_backward, tensors_in
+from optimum_memopt.compat.torch import at_end_of_backward, tensors_in
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.predictions import Phase
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakMonitor, held, merged, peak

@@ -49,7 +49,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
     def run(self) -> None:
-        from optimum_memopt.compat import without_kernel_warning
+        from optimum_memopt.compat.installed import without_kernel_warning
         from optimum_memopt.errors import run
         from optimum_memopt.memory import process
 
@@ -110,7 +110,7 @@ class EnvCommand(BaseOptimumCLICommand):
 
 def report_of(reports: "Sequence[Report]") -> dict[str, Any]:
     """The reports of all engines, and the versions of packages that they share; None for one that is not installed."""
-    from optimum_memopt.compat import installed_version
+    from optimum_memopt.compat.installed import installed_version
 
     versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
     own = {name: version for report in reports for name, version in report.installed.items()}
@@ -246,7 +246,7 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
-        from optimum_memopt.compat import without_kernel_warning
+        from optimum_memopt.compat.installed import without_kernel_warning
         from optimum_memopt.memory import process
 
         with process.fewer_collections(), without_kernel_warning():

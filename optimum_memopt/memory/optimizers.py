@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.errors import MemOptError, excerpt
 
 DEFAULT = "adamw_torch_fused"

@@ -12,7 +12,7 @@ import torch.distributed
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
-from optimum_memopt.compat import outputs_read_by, train_batch_size
+from optimum_memopt.compat.transformers import outputs_read_by, train_batch_size
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
 from optimum_memopt.engines.api.predictions import OTHER

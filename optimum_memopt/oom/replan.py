@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt import compat
+from optimum_memopt.compat.torch import accumulation_hooks, writes_to
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import FORWARD, OPTIMIZER_STEP, Failure
 from optimum_memopt.engines.api.run import Selection
@@ -49,17 +49,17 @@ class StepState:
         gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
         return cls(
             ForwardState.of(model, with_buffers=True, others=modules),
-            {parameter: compat.writes_to(parameter) for parameter in of_model | beside},
-            {parameter: (gradient, compat.writes_to(gradient)) for parameter, gradient in gradients.items()},
+            {parameter: writes_to(parameter) for parameter in of_model | beside},
+            {parameter: (gradient, writes_to(gradient)) for parameter, gradient in gradients.items()},
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
         )
 
     def restore(self) -> str:
         """Make it as it was; returns why that cannot be, else an empty text."""
-        if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
+        if _steps_in_backward(self.parameters) or any(writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
         for parameter, (gradient, writes) in self.gradients.items():
-            is_as_before = parameter.grad is gradient and compat.writes_to(gradient) == writes
+            is_as_before = parameter.grad is gradient and writes_to(gradient) == writes
             if not is_as_before and parameter not in self.values:
                 return "its backward had begun to add to the gradients of earlier micro-batches"
         for parameter in self.parameters:
@@ -162,7 +162,7 @@ def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
     """True where hooks on parameters are called with their gradients, which is where optimizers step one by one."""
-    return any(map(compat.accumulation_hooks, parameters))
+    return any(map(accumulation_hooks, parameters))
 
 
 # Quantized weights may be buffers (GPTQ): a copy of them for the whole of a step would be in its peak.

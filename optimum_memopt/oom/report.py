@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt import compat
+from optimum_memopt.compat.torch import tensor_bytes
+from optimum_memopt.compat.transformers import train_batch_size
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import (
     OPTIMIZER_STEP,
@@ -81,10 +82,10 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     free again, it counts as there before.
     """
     model = model_of(trainer)
-    parameters = compat.tensor_bytes([*model.parameters(), *model.buffers()])
+    parameters = tensor_bytes([*model.parameters(), *model.buffers()])
     states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
     values = (value for state in states for value in state.values())
-    optimizer = compat.tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
+    optimizer = tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
     batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
     tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
     # Those of earlier micro-batches stay where they are.
@@ -137,7 +138,7 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 
 
 def gradient_bytes(trainer: Trainer) -> int:
-    return compat.tensor_bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
+    return tensor_bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
 
 
 def _kept(device: torch.device) -> int:
@@ -304,7 +305,7 @@ def report_of(
         model=type(model).__name__,
         device=args.device.type,
         engine=_trained_by(engine),
-        rows=compat.train_batch_size(trainer),
+        rows=train_batch_size(trainer),
         accumulation=args.gradient_accumulation_steps,
         sizes={name: " x ".join(map(str, tensor.shape)) for name, tensor in inputs.items() if tensor.shape},
         held=failure.held,
@@ -332,7 +333,7 @@ def _explained(
         accumulated=held[GRADIENTS],
         engine=engine,
         run=run_of(trainer),
-        rows=compat.train_batch_size(trainer),
+        rows=train_batch_size(trainer),
         accumulation=trainer.args.gradient_accumulation_steps,
         autocast=_HALVES.get(trainer.accelerator.mixed_precision),
     )

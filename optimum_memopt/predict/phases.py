@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tabulate import tabulate
 
-from optimum_memopt.compat import checkpointing_flag
+from optimum_memopt.compat.transformers import checkpointing_flag
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.sizes import gib_text
 

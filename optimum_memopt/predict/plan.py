@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from tabulate import tabulate
 
-from optimum_memopt.compat import without_kernel_warning
+from optimum_memopt.compat.installed import without_kernel_warning
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Way
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS

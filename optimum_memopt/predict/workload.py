@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import tensors_in, torch_init, without_modes
+from optimum_memopt.compat.torch import tensors_in, without_modes
+from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt

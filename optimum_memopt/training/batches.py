@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter, callback_of
+from optimum_memopt.compat.torch import of_all_ranks
+from optimum_memopt.compat.transformers import collator, prepared_inputs, reread_batch_size, train_batch_size
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
 from optimum_memopt.engines.api.run import LargestBatch, Run, StepSpec
 from optimum_memopt.engines.shared.forward_patch import ForwardState
@@ -305,7 +306,7 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
         parts = args.world_size if accelerator.split_batches else 1
         balanced.sampler = ComplexitySampler(
             of_samples,
-            batch_size=compat.train_batch_size(trainer) // parts,
+            batch_size=train_batch_size(trainer) // parts,
             world_size=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
@@ -317,7 +318,7 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
 
 def run_of(trainer: Any) -> Run:
     """The run that a Trainer is in, or is about to begin."""
-    accumulates, rows = trainer.args.gradient_accumulation_steps > 1, compat.train_batch_size(trainer)
+    accumulates, rows = trainer.args.gradient_accumulation_steps > 1, train_batch_size(trainer)
     return Run(trainer.optimizer, accumulates, partial(largest_batch, trainer), rows, micro_batches_of(trainer))
 
 
@@ -327,7 +328,7 @@ def micro_batches_of(trainer: Any) -> int:
     steps, data = trainer.args.gradient_accumulation_steps, trainer.train_dataset
     if not hasattr(data, "__len__"):
         return steps
-    rows = compat.train_batch_size(trainer) * trainer.args.world_size
+    rows = train_batch_size(trainer) * trainer.args.world_size
     return max(1, min(steps, math.ceil(len(data) / rows)))
 
 
@@ -341,7 +342,7 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
     dataset = trainer.train_dataset
     if not has_few_rows(dataset):
         return None
-    rows = compat.train_batch_size(trainer)
+    rows = train_batch_size(trainer)
     try:
         lengths = row_lengths(dataset, trainer.data_collator, trainer.args.length_column_name)
         most_tokens = int(np.sort(lengths)[-rows:].sum())
@@ -418,7 +419,7 @@ def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) ->
 def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
     trainer.args.per_device_train_batch_size = rows
     trainer.args.gradient_accumulation_steps = accumulation
-    compat.reread_batch_size(trainer)
+    reread_batch_size(trainer)
 
 
 def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
@@ -430,7 +431,7 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
         own: int | str = row.rows
     except MemOptError as error:
         own = str(error)
-    of_ranks = compat.of_all_ranks(own)
+    of_ranks = of_all_ranks(own)
     for rank, choice in enumerate(of_ranks):
         if isinstance(choice, str):
             raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{choice}")
@@ -448,11 +449,11 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
 def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:
     args, model = trainer.args, trainer.model
     assert isinstance(model, torch.nn.Module)
-    collate = compat.collator(trainer, "training")
+    collate = collator(trainer, "training")
     data: Any = trainer.train_dataset
 
     def make_batch(rows: int) -> Mapping[str, Any]:
-        return compat.prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
+        return prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
 
     largest = largest_batch(trainer)
     tokens = largest.length if largest is not None else 0

@@ -18,8 +18,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.compat.torch import tensor_bytes, tensors_in
+from optimum_memopt.compat.transformers import collator, train_batch_size
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import predicting_factory
@@ -156,7 +157,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
             with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
                 lengths = row_lengths(data, trainer.data_collator, trainer.args.length_column_name)
                 longest = np.argsort(-lengths, kind="stable")
-                return compat.collator(trainer, kind)([data[int(longest[place % len(data)])] for place in range(rows)])
+                return collator(trainer, kind)([data[int(longest[place % len(data)])] for place in range(rows)])
         return _longest_texts(next(iter(dataloader())), data)
     except MemOptError:
         raise
@@ -233,14 +234,14 @@ class FakeRun:
     def weights(self) -> int:
         """Bytes of the parameters and buffers of all models."""
         models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
-        return compat.tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        return tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
 
     @property
     def states(self) -> int:
         """Bytes of the optimizers' states."""
         optimizers = [holder for holder in self.holders if isinstance(holder, torch.optim.Optimizer)]
         found = (value for each in optimizers for state in each.state.values() for value in state.values())
-        return self.coming + compat.tensor_bytes(value for value in found if isinstance(value, torch.Tensor))
+        return self.coming + tensor_bytes(value for value in found if isinstance(value, torch.Tensor))
 
     def evaluate(self, data: EvaluationData) -> tuple[Evaluation, list[RunPhase]]:
         """A batch as in Trainer's loop over the data, and the phases of it."""
@@ -328,7 +329,7 @@ def _phase(name: str, peak: int, generation: compat_dry_run.Generation) -> RunPh
 
 
 def _bytes_in(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in compat.tensors_in(value))
+    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
 class PhaseCheckCallback(TrainerCallback):
@@ -480,7 +481,7 @@ def dry_run(
 
 def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     args = trainer.args
-    rows = compat.train_batch_size(trainer)
+    rows = train_batch_size(trainer)
     batch = largest_batch_of(trainer, trainer.train_dataset, rows, "training", trainer.get_train_dataloader)
     micro_batches = micro_batches_of(trainer)
     # Gradients of the first are there while a second one runs, and all later ones.
@@ -500,7 +501,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         others = [
             torch.empty(each.shape, dtype=each.dtype, device=each.device)
             for _ in range(micro_batches - 1)
-            for each in compat.tensors_in(inputs)
+            for each in tensors_in(inputs)
         ]
         run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer), others=others)
         step, phases = run.train(inputs, items, steps)
@@ -519,7 +520,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         phases += [*run.save_and_resume(), *run.merge()]
     lines = suggestions(phases, limit, flags)
     if trained > limit:
-        held = compat.tensor_bytes(compat.tensors_in(batch))
+        held = tensor_bytes(tensors_in(batch))
         lines = (train_suggestion(trained, step.given, limit, rows, micro_batches, held), *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
     accumulated = f", {micro_batches} micro-batches" if micro_batches > 1 else ""

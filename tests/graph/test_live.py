@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import RobertaConfig
 
-from optimum_memopt.compat import checkpoint_layers
+from optimum_memopt.compat.transformers import checkpoint_layers
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.costs.devices import DEVICES

@@ -11,7 +11,7 @@ import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification, TrainerCallback
 
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.logs import set_log_level
 from optimum_memopt.memory import peak_monitor
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory

@@ -7,7 +7,7 @@ import pytest
 
 from optimum_memopt import MemOptError, MemOptOptions, attach
 from optimum_memopt import distributed as launch
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.distributed import describe_difference, facts, failure
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.plans.plan_file import PlanFile

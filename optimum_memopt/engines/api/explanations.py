@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import is_mask
+from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Run
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import (
-    CHECKPOINTING_FIELDS,
-    attention_implementation,
-    fsdp_version,
-    installed_version,
-    writes_to,
-)
+from optimum_memopt.compat.accelerate import fsdp_version
+from optimum_memopt.compat.installed import installed_version
+from optimum_memopt.compat.torch import writes_to
+from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, attention_implementation
 from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import checks
 from optimum_memopt.engines.ort import options as ort_options

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
 from optimum_memopt.engines.api.run import EXPLAIN, Selection

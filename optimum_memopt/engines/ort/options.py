@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.api.run import EngineOptions
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt

@@ -1,0 +1,8 @@
+"""What all engines share.
+
+registry         engines by name, and `auto`
+in_place         the life cycle of an engine on a model
+forward_patch    a model's forward, checkpointing, key-value cache
+label_smoothing  the Trainer's label smoothing, in the forward
+optimizers       AdamW of other libraries
+"""

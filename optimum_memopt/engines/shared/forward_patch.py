@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from optimum_memopt import copies
-from optimum_memopt.compat import forward_hooks, give_compiled_calls, offloads_checkpoints, take_compiled_calls
+from optimum_memopt.compat.torch import forward_hooks, give_compiled_calls, take_compiled_calls
+from optimum_memopt.compat.transformers import offloads_checkpoints
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import extension_lock, installed_version
+from optimum_memopt.compat.installed import installed_version
+from optimum_memopt.compat.torch import extension_lock
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 

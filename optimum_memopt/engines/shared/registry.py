@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from optimum_memopt.compat import world_size
+from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.engine import Engine, Smoothing
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.api.run import AUTO, EngineOptions, Resolved, Selection

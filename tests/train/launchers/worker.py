@@ -31,7 +31,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 from transformers.distributed import DistributedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, attach
-from optimum_memopt.compat import of_all_ranks
+from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.engines.shared.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
 from tests.compiled import below_recompute

@@ -1,0 +1,11 @@
+"""A training forward as torch traces it.
+
+backend         AOTAutograd with the engine's partitioner
+traced_graph    dynamo's graphs, the choices for each, the forward while it runs
+traced_forward  a forward that is traced once for each kind of call
+regions         equal layers, compiled once
+layer_inputs    what passes between layers, offloaded or recomputed
+moved_state     state that changes between a forward and its backward
+standins        a device or ranks that are not there
+capture         a forward that is traced on fake tensors, and not run
+"""

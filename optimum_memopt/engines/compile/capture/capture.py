@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from optimum_memopt.compat import fsdp_version, parallelisms
+from optimum_memopt.compat.accelerate import fsdp_version, parallelisms
 from optimum_memopt.engines.compile.capture.traced_forward import (
     ForwardArgs,
     TracedCall,

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from optimum_memopt.compat import without_modes
+from optimum_memopt.compat.torch import without_modes
 from optimum_memopt.engines.compile.capture.moved_state import SavedState, StateArgs
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.host_copies import offload, reload

@@ -26,7 +26,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from optimum_memopt.compat import embeddings, full_shape, hooks_around_call, hooks_around_forward, writes_to
+from optimum_memopt.compat.deepspeed import full_shape
+from optimum_memopt.compat.torch import hooks_around_call, hooks_around_forward, writes_to
+from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (

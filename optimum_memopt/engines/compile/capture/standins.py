@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from optimum_memopt.compat import embeddings, final_norm, layer_classes
+from optimum_memopt.compat.accelerate import final_norm
+from optimum_memopt.compat.transformers import embeddings, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.torch_compat import autocast, kernels

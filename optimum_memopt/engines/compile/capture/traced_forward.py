@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from optimum_memopt.compat import forward_hooks, next_hook_id, own_parameters, without_modes
+from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.layer_inputs import listed

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from torch import fx
 
 from optimum_memopt.cache_files import entry_bytes, written_whole
-from optimum_memopt.compat import store_of_ranks
+from optimum_memopt.compat.torch import store_of_ranks
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES, PredictedStep
 from optimum_memopt.engines.compile.costs.costs import (
     Costs,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.compile.costs.fusion import Moved
 from optimum_memopt.engines.compile.graph.joint import (
     MATRIX_PRODUCTS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optimum_memopt.compat import tensor_bytes
+from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
     BATCH,

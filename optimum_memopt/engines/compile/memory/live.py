@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,

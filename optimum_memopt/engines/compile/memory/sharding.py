@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from optimum_memopt.compat import embeddings
+from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.api.predictions import GRADIENTS, PARAMETERS, TEMPORARY
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.torch_compat import fully_shard

@@ -16,7 +16,9 @@ from unittest import mock
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from optimum_memopt.compat import full_shape, hooks_around_forward, is_mask
+from optimum_memopt.compat.deepspeed import full_shape
+from optimum_memopt.compat.torch import hooks_around_forward
+from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction

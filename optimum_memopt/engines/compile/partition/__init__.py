@@ -1,0 +1,11 @@
+"""Choices, and how they are carried out.
+
+producers          who makes a choice
+strategies         what recompute and offload do to a graph
+choice             Choice, and the nodes that it saves
+partitioned_graph  a joint graph split as a choice says
+dropout            masks that are recomputed
+host_copies        pinned memory for offload
+captured_graph     a graph that can be asked about other plans and batches
+captured_forward   the same of a forward, and its solver
+"""

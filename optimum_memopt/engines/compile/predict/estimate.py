@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.compat import attention_implementation, checkpointing_flag, is_encoder_decoder
+from optimum_memopt.compat.transformers import attention_implementation, checkpointing_flag, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import (
     COMPUTE,
     COPIES,

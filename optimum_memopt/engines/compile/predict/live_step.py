@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import checkpoint_layers, in_float32, is_mask
+from optimum_memopt.compat.accelerate import in_float32
+from optimum_memopt.compat.transformers import checkpoint_layers, is_mask
 from optimum_memopt.engines.api.predictions import (
     BATCH,
     GRADIENTS,

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.api.run import LossStep
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents

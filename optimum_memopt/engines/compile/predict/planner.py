@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from optimum_memopt.cache_files import entry_bytes, written_whole
-from optimum_memopt.compat import of_all_ranks, software, tensors_in
+from optimum_memopt.compat.installed import software
+from optimum_memopt.compat.torch import of_all_ranks, tensors_in
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.devices import Device

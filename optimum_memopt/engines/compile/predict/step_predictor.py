@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from optimum_memopt.compat import is_encoder_decoder, is_sharded_by_deepspeed
+from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
+from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from optimum_memopt.compat import attention_implementation, is_encoder_decoder, software
+from optimum_memopt.compat.installed import software
+from optimum_memopt.compat.transformers import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from optimum_memopt.compat import is_mask, of_all_ranks
+from optimum_memopt.compat.torch import of_all_ranks
+from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.compile.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY

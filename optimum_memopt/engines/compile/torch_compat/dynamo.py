@@ -44,7 +44,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from optimum_memopt.compat import backward_pass
+from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
 from optimum_memopt.engines.compile.torch_compat.recompiles import (

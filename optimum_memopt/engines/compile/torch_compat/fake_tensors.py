@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from optimum_memopt.compat import tensors_in
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.forward_patch import Attribute
 from optimum_memopt.logs import get_logger

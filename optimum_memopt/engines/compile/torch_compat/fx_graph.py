@@ -19,7 +19,7 @@ from torch.amp import autocast_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from optimum_memopt.compat import without_modes
+from optimum_memopt.compat.torch import without_modes
 
 LIBRARY = "optimum_memopt"
 # An `autograd.Function`, in what dynamo has traced.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import is_mask
+from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.compile.torch_compat.autograd import version_of
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch

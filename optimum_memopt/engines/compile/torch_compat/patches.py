@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 
 _MISSING = object()
 

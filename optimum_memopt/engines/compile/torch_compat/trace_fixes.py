@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import hooks_around_call
+from optimum_memopt.compat.torch import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.compile.torch_compat.dynamo import (

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import backward_pass, full_shape
+from optimum_memopt.compat.deepspeed import full_shape
+from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL

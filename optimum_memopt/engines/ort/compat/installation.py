@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 
 DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime-training-rocm")
 _INFERENCE_ONLY = ("onnxruntime", "onnxruntime-gpu")

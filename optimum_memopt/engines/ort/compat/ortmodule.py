@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.utils.checkpoint
 
-from optimum_memopt.compat import installed_version
+from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.ort.compat import extensions
 
 ORTMODULE = "onnxruntime.training.ortmodule"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimum_memopt.compat import own_parameters, writes_to
+from optimum_memopt.compat.torch import own_parameters, writes_to
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.shared.forward_patch import MODULE_FIELDS
 

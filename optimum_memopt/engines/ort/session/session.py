@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import installed_version, is_encoder_decoder
+from optimum_memopt.compat.installed import installed_version
+from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.checks import check_operators, refuse_side_effects
 from optimum_memopt.engines.ort.compat import internals, ortmodule
