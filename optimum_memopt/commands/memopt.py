@@ -30,13 +30,7 @@ class AdviseCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _ADVISE_DESCRIPTION
-        step.add_arguments(parser)
-        parser.add_argument(
-            "--global_batch",
-            type=int,
-            help="Rows of an optimizer step on one device, divided into equal micro-batches. Default: each "
-            "micro-batch is a step, of any size.",
-        )
+        step.add_model(parser)
         parser.add_argument(
             "--device",
             default=_HERE,
@@ -44,9 +38,20 @@ class AdviseCommand(BaseOptimumCLICommand):
             "Default: here, this machine.",
         )
         parser.add_argument(
-            "--budget", default="auto", help="As --memory_opt_budget takes it (default: auto, what is free)."
+            "--budget",
+            default="auto",
+            help="Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).",
         )
-        parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+        parser.add_argument(
+            "--global_batch",
+            type=int,
+            help="Rows of an optimizer step on one device, divided into equal micro-batches. Default: each "
+            "micro-batch is a step, of any size.",
+        )
+        step.add_arguments(parser)
+        parser.add_argument_group("output").add_argument(
+            "--json", action="store_true", help="Print JSON instead of a table."
+        )
 
     def run(self) -> None:
         from optimum_memopt.compat.installed import without_kernel_warning
@@ -178,8 +183,36 @@ class PlanCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _PLAN_DESCRIPTION
-        step.add_arguments(parser)
+        step.add_model(parser)
         parser.add_argument(
+            "--batch_size",
+            default="8",
+            help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
+            "trace of the largest.",
+        )
+        parser.add_argument(
+            "--device",
+            help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
+            "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
+        )
+        parser.add_argument(
+            "--budget", help="Bytes that the step must not pass, as 24GiB, 90%% or auto; the cheapest plan that fits."
+        )
+        plan = parser.add_argument_group("plan, instead of a budget")
+        plan.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
+        plan.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
+        plan.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
+        step.add_arguments(parser)
+        engine = parser.add_argument_group("engine")
+        engine.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
+        engine.add_argument("--loss", help="compile engine: as --memory_opt_loss takes it (default: auto).")
+        engine.add_argument(
+            "--gradient_accumulation_steps",
+            type=int,
+            help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
+        )
+        output = parser.add_argument_group("output")
+        output.add_argument(
             "--ways",
             choices=("all", "plain"),
             default="all",
@@ -187,34 +220,12 @@ class PlanCommand(BaseOptimumCLICommand):
             "seconds, and all: also the compile engine without a plan, under level 1 and under what is selected "
             "(default).",
         )
-        parser.add_argument("--loss", help="compile engine: as --memory_opt_loss takes it (default: auto).")
-        parser.add_argument(
-            "--batch_size",
-            default="8",
-            help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
-            "trace of the largest.",
-        )
-        parser.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
-        parser.add_argument(
+        output.add_argument(
             "--symbolic",
             action="store_true",
             help="compile engine: show savings as formulas in batch size and sequence length; several times slower.",
         )
-        parser.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
-        parser.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
-        parser.add_argument("--budget", help="As --memory_opt_budget takes it.")
-        parser.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
-        parser.add_argument(
-            "--device",
-            help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
-            "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
-        )
-        parser.add_argument(
-            "--gradient_accumulation_steps",
-            type=int,
-            help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
-        )
-        parser.add_argument(
+        output.add_argument(
             "--budget_curve",
             nargs="?",
             const="",
@@ -222,28 +233,29 @@ class PlanCommand(BaseOptimumCLICommand):
             help="Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg "
             "or .png file also as a picture (pip install optimum-memopt[report]).",
         )
-        parser.add_argument(
+        output.add_argument(
             "--html",
             metavar="FILE",
             help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "
             "plan table (pip install optimum-memopt[report]). Solves for ten budgets.",
         )
-        parser.add_argument(
+        output.add_argument(
+            "--output",
+            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
+            "with --budget a plan file for --memory_opt_plan.",
+        )
+        output.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+        measured = parser.add_argument_group("measured in fresh processes, and not predicted")
+        measured.add_argument(
             "--measure",
             action="store_true",
             help="Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows "
             "with the lowest peak. Takes minutes: 10 to 30 seconds per process.",
         )
-        parser.add_argument(
+        measured.add_argument(
             "--steps", type=int, help="Steps to measure, after a first one that compiles (default: 2)."
         )
-        parser.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
-        parser.add_argument(
-            "--output",
-            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
-            "with --budget a plan file for --memory_opt_plan.",
-        )
-        parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+        measured.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
 
     def run(self) -> None:
         from optimum_memopt.compat.installed import without_kernel_warning

@@ -16,56 +16,62 @@ MOST_COUNT = 2**31
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of the model, of its batch without the rows, and of how it trains."""
-    parser.add_argument(
-        "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
-    )
-    parser.add_argument(
+    """Add the flags of the model, of its batch without the rows, and of how it trains, in groups."""
+    model = parser.add_argument_group("model and batch")
+    model.add_argument(
         "--task",
         help="text-classification, fill-mask, text-generation, …. Default: by the name of the class in the config.",
     )
-    parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
-    parser.add_argument(
+    model.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+    model.add_argument(
+        "--no_padding",
+        action="store_true",
+        help="All rows are equally long, as packed ones: models leave their masks out.",
+    )
+    model.add_argument(
         "--dtype", help="Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it."
     )
-    parser.add_argument(
+    model.add_argument("--attention", help="transformers' attention: sdpa or eager. Default: transformers' choice.")
+    model.add_argument(
         "--peft",
         metavar="FIELD=VALUE,… or FILE",
         help="PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
         "adapter_config.json.",
     )
-    parser.add_argument("--attention", help="transformers' attention: sdpa or eager. Default: transformers' choice.")
-    parser.add_argument(
-        "--no_padding",
-        action="store_true",
-        help="All rows are equally long, as packed ones: models leave their masks out.",
-    )
-    parser.add_argument(
+    model.add_argument(
         "--trainable",
         metavar="PATTERN[,PATTERN]",
         help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
         "globs or regular expressions. Default: all that the model trains.",
     )
-    precision = parser.add_mutually_exclusive_group()
+    training = parser.add_argument_group("training")
+    precision = training.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
     precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
-    parser.add_argument(
-        "--compiler",
-        help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
-    )
-    parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
-    parser.add_argument(
-        "--keep_outputs",
-        action="store_true",
-        help="plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, "
-        "as loops of one's own often do. Trainer drops them.",
-    )
-    parser.add_argument(
+    training.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+    training.add_argument(
         "--fsdp",
         type=int,
         metavar="RANKS",
         help="Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer "
         "under FSDP2 shards them (default: 1, not sharded).",
+    )
+    training.add_argument(
+        "--compiler",
+        help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+    )
+    training.add_argument(
+        "--keep_outputs",
+        action="store_true",
+        help="plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, "
+        "as loops of one's own often do. Trainer drops them.",
+    )
+
+
+def add_model(parser: ArgumentParser) -> None:
+    """Add the flag of the model, which each command has first."""
+    parser.add_argument(
+        "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
     )
 
 
