@@ -67,6 +67,15 @@ class Footprint:
     constant: int = 0
 
     @property
+    def accumulates(self) -> bool:
+        """True where gradients of earlier micro-batches are there when the forward begins."""
+        return self.accumulated > 0
+
+    def of_later_micro_batch(self) -> "Footprint":
+        """That of a micro-batch which begins with the gradients of earlier ones."""
+        return replace(self, accumulated=self.gradients)
+
+    @property
     def peak(self) -> int:
         """The higher one of the forward with its backward, and the optimizer's step."""
         always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer

@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
-from optimum_memopt.engines.compile.memory.footprint import StepContext
+from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
@@ -20,7 +21,7 @@ from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.blocks import no_plans
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import Link, segments_within
-from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, points_of, solved
 
 # Budgets for which one run of a tape is solved alone.
 _PLANS_OF_RUN = 12
@@ -127,6 +128,10 @@ class ForwardSolver:
                     break
                 plan, runs = min(fitting, key=lambda pair: pair[0].extra_seconds)
         return plan
+
+    def curve(self, outside: Footprint) -> tuple[CurvePoint, ...]:
+        """Plans of budgets from the lowest peak to everything saved, in the step around them."""
+        return points_of(solved(self.lowest, self.everything, self.cheapest), outside)
 
     def fits(self, allowed: int) -> bool:
         """True where `cheapest` finds a plan."""
@@ -267,7 +272,7 @@ class CapturedForward:
 
     def solver_at(self, step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
         """The solver for a batch of these sizes; see `problems`."""
-        forward = self.problem(sizes, step.fixed.accumulated > 0)
+        forward = self.problem(sizes, step.fixed.accumulates)
         return ForwardSolver(forward, self.host(forward, step), gather_rate=step.gather_rate)
 
     def solver_for_rows(self, step: StepContext, rows: int) -> ForwardSolver:

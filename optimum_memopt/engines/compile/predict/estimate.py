@@ -33,7 +33,7 @@ from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, Tra
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.solver.offload import stall_of
 from optimum_memopt.engines.compile.solver.segments import seconds_again
-from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.logs import watched
@@ -105,7 +105,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
     def way(index: int, plan: Technique) -> Way:
         forward = traced.forward.planned_by(index)
-        events = forward.step_events(accumulates=context.fixed.accumulated > 0)
+        events = forward.step_events(accumulates=context.fixed.accumulates)
         around = context.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
         return Way(
@@ -120,7 +120,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
 def _seconds(captured: CapturedForward, context: StepContext) -> dict[str, float]:
     """Seconds of a forward and its backward: of operators, recompute among them, and of waiting for copies."""
-    forward = captured.problem(accumulates=context.fixed.accumulated > 0)
+    forward = captured.problem(accumulates=context.fixed.accumulates)
     plans = [captured.graphs[graph].plans[0] for graph in forward.graphs]
     simulation = simulate(forward.problem, forward.of_all([plan.saved for plan in plans]))
     calls, places = captured.tape.calls, enumerate(forward.places)
@@ -211,7 +211,7 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     forward, budget = traced.forward, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
     solver = forward.solver(context)
-    points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
+    points = solver.curve(context.fixed)
     place = None
     if budget is not None:
         with contextlib.suppress(Infeasible):

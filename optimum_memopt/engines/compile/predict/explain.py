@@ -134,7 +134,7 @@ class Search:
     def _smaller(self) -> Iterator[Suggestion]:
         for times in self._parts(self.ran.rows):
             activations = self.ran.activations(times)
-            peak = _micro(self.plain, activations).peak
+            peak = replace(self.plain.of_later_micro_batch(), activations=activations).peak
             if peak + self.waste * activations <= self.allowed:
                 yield Suggestion(self._micro_flags(times), peak, None, "as many rows in an optimizer step")
                 return
@@ -144,7 +144,7 @@ class Search:
         if self.ran.chunks_loss or not forward.chunks_loss:
             return
         # Without a plan it is torch's own partition that runs.
-        accumulates = self.step.fixed.accumulated > 0
+        accumulates = self.step.fixed.accumulates
         activations = forward.step_events(largest=self.step.largest, accumulates=accumulates).peak()
         peak = self.step.footprint(activations).peak
         if peak <= self.allowed:
@@ -162,7 +162,7 @@ class Search:
         forward = self.forward()
         for times in self._parts(forward.rows_with(self.step.largest)):
             self.deadline.check()
-            micro = replace(self.step, fixed=_micro(self.step.fixed, 0))
+            micro = replace(self.step, fixed=self.step.fixed.of_later_micro_batch())
             solver = forward.solver(micro, times, micro.largest)
             if (plan := self._within(solver, micro.fixed.activations_within(self.budget << 20))) is None:
                 continue
@@ -219,11 +219,6 @@ def _words(plan: Plan) -> str:
 def _share(plan: Plan) -> float | None:
     """Time for recompute and copies, as a share of the rest; None where it is not known."""
     return plan.extra_seconds / plan.seconds if plan.seconds else None
-
-
-def _micro(outside: Footprint, activations: int) -> Footprint:
-    """The footprint of a micro-batch, beside the gradients of earlier ones and the rows of all."""
-    return replace(outside, activations=activations, accumulated=outside.gradients)
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ class StepMemoryPredictor:
         """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        step = self._step(sizes, around.accumulated > 0)
+        step = self._step(sizes, around.accumulates)
         gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(graph.programs.both for graph in self.graphs) and not self._programs_caveat
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")

@@ -18,15 +18,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, 
 from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.solver.solver import (
-    ExtraByLength,
-    Infeasible,
-    Plan,
-    extra_by_length,
-    point_of,
-    points_of,
-    solved,
-)
+from optimum_memopt.engines.compile.solver.solver import ExtraByLength, Infeasible, Plan, extra_by_length, point_of
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
@@ -69,11 +61,12 @@ class FromBudget(Producer):
             suggestion = _suggestion(forward, step, lowest)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
         why, saved = self._chosen(forward, step, solver, plan)
+        chosen = point_of(plan, step.fixed, step.limit)
         return SolvedForward(
             why,
             saved,
             plan.segments,
-            _frontier(forward, solver, plan, step) if with_curve else None,
+            Frontier(solver.curve(step.fixed), forward.costs, chosen) if with_curve else None,
             _by_length(forward, plan, step) if with_lengths else None,
         )
 
@@ -183,18 +176,12 @@ def smaller_batch(forward: CapturedForward, step: StepContext) -> tuple[int, int
         # Gradients of the earlier micro-batches are there while a later one runs.
         # Trainer holds as many rows, in more micro-batches.
         batch = step.fixed.batch if step.micro_batches else step.fixed.batch // times
-        fixed = replace(step.fixed, batch=batch, accumulated=step.fixed.gradients)
+        fixed = replace(step.fixed.of_later_micro_batch(), batch=batch)
         micro = replace(step, fixed=fixed)
         if forward.solver(micro, times, step.largest).fits(fixed.activations_within(step.limit)):
             return whole // times, times
         times *= 2
     return None
-
-
-def _frontier(forward: CapturedForward, solver: ForwardSolver, plan: Plan, step: StepContext) -> Frontier:
-    curve = solved(solver.lowest, solver.everything, solver.cheapest)
-    chosen = point_of(plan, step.fixed, step.limit)
-    return Frontier(points_of(curve, step.fixed), forward.costs, chosen)
 
 
 def _by_length(forward: CapturedForward, plan: Plan, step: StepContext) -> ExtraByLength:
@@ -209,7 +196,7 @@ def _by_length(forward: CapturedForward, plan: Plan, step: StepContext) -> Extra
             {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
             for sizes, tokens in zip(largest, lengths, strict=True)
         ]
-        return forward.problem(shortened, step.fixed.accumulated > 0).problem
+        return forward.problem(shortened, step.fixed.accumulates).problem
 
     longest = max((size for tokens in lengths for size in tokens.values()), default=0)
     batches = step.largest.lengths if step.largest is not None else ()
@@ -228,7 +215,7 @@ def _torchs_own_peak(forward: CapturedForward, step: StepContext) -> float:
         own.append(timeline_of(graph.analyzed, modules))
     tape, sizes = forward.sizes_of_runs(forward.sizes_for(largest=step.largest))
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-    return compose(tape.with_all_held(), runs, step.fixed.accumulated > 0).peak()
+    return compose(tape.with_all_held(), runs, step.fixed.accumulates).peak()
 
 
 def _gain(plan: Plan, costs: str) -> str:
