@@ -335,6 +335,7 @@ def test_a_device_by_name_or_file(tmp_path: Path) -> None:
             device_of(name)
 
 
+CUDA = {"capability": "8.6", "multiprocessors": 72, "threads": 1536}
 FIELDS = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
 
 
@@ -358,6 +359,13 @@ FIELDS = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32"
                 ({"link": ""}, "link is '', not a number"),
                 ({"name": ["own"]}, r"name is \['own'\], not a text"),
                 ({"name": "own\nline"}, "not a text"),
+                ({"cuda": True}, "cuda is True, not an object"),
+                ({"cuda": {}}, "there is no 'capability'"),
+                *(
+                    ({"cuda": {**CUDA, "capability": no}}, f"cuda.capability is {no}, not a number as 8.6")
+                    for no in (8, "sm_86", "8.-6")
+                ),
+                *(({"cuda": {**CUDA, "threads": no}}, "cuda.threads is") for no in (0, 1.5, 10**9, "1536")),
             )
         ),
     ],

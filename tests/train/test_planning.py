@@ -270,6 +270,19 @@ def test_a_device_file_may_be_a_path(folder, tmp_path) -> None:
     assert header.startswith("GPT2LMHeadModel in float32 on own")
 
 
+def test_a_device_file_may_be_one_of_cuda(folder, tmp_path) -> None:
+    """With the numbers of a T4 its step is that of the T4, with attention's kernel, workspaces and allocator."""
+    path = tmp_path / "device.json"
+    rates = {"memory": 2**34, "bandwidth": 3.2e11, "flops": {"float32": 8.1e12, "float16": 6.5e13}, "link": 1.6e10}
+    cuda = {"capability": "7.5", "multiprocessors": 40, "threads": 1024}
+    found = []
+    for device in (path, "T4"):
+        path.write_text(json.dumps({"name": "own", **rates, "cuda": cuda}))
+        estimate = plan(folder, seq_len=64, device=device, fp16=True, compiler="aot_eager")
+        found.append((estimate.peak, estimate.reserved, estimate.table.header[0].replace("T4", "own")))
+    assert found[0] == found[1] and found[0][1] is not None
+
+
 def test_the_task_is_that_of_the_class(tmp_path, config) -> None:
     unnamed = copy.deepcopy(config)
     unnamed.architectures = None

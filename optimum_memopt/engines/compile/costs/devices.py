@@ -4,7 +4,8 @@ Dense rates, without sparsity, from the makers' data sheets:
 
 - H100 SXM, H200 SXM: resources.nvidia.com/en-us-tensor-core (H100 and H200 data sheets)
 - A100 80GB SXM: nvidia.com, NVIDIA A100 Tensor Core GPU data sheet (2021)
-- L40S, L4, T4: nvidia.com, data sheets of these products (L40S and L4 give sparse rates, here halved)
+- L40S, L4, T4, A10, V100 SXM2, RTX A6000, RTX 6000 Ada: nvidia.com, data sheets of these products; sparse rates are
+  halved
 - RTX 4090: NVIDIA Ada GPU architecture white paper, appendix A (bf16 with fp32 accumulation)
 - RTX 3090: NVIDIA Ampere GA102 white paper, appendix A (bf16 with fp32 accumulation)
 - MI300X: amd.com, AMD Instinct MI300X data sheet
@@ -31,12 +32,14 @@ _GIB = 2**30
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHAPE = (
     "needed are name, memory (bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among "
-    "them)"
+    "them); for CUDA also cuda (capability as 8.6, multiprocessors, threads of each)"
 )
 _LARGEST_FILE = 2**20
 # A megabyte, or as much a second, up to what a rack of devices has.
 _LEAST, _MOST = 1e6, 1e18
 _LONGEST_NAME = 80
+# Multiprocessors, and threads of one.
+_MOST_PARTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Device:
 
     @property
     def kind(self) -> torch.device:
-        """Returns torch's device type; a CPU for devices from a file."""
+        """Returns torch's device type; a CPU for a device that is not CUDA's."""
         return torch.device("cpu" if self.cuda is None else "cuda")
 
     @property
@@ -157,10 +160,14 @@ DEVICES = {
         _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0), _AMPERE, peers=300),
         _device("L40S", 48, 864, 91.6, 362, 362, 32, (142, 1536), (8, 9)),
         _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
+        _device("A10", 24, 600, 31.2, 125, 125, 32, (72, 1536), (8, 6)),
+        _device("RTX A6000", 48, 768, 38.7, 154.8, 154.8, 32, (84, 1536), (8, 6)),
+        _device("RTX 6000 Ada", 48, 960, 91.1, 364.2, 364.2, 32, (142, 1536), (8, 9)),
         _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9), _GEFORCE),
         _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6), _GEFORCE),
-        # Turing has no bfloat16: torch computes it in float32.
+        # Turing and Volta have no bfloat16: torch computes it in float32.
         _device("T4", 16, 320, 8.1, None, 65, 16, (40, 1024), (7, 5)),
+        _device("V100", 32, 900, 15.7, None, 125, 16, (80, 2048), (7, 0), peers=150),
         _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64, peers=448),
     )
 }
@@ -201,11 +208,28 @@ def device_of(name: str) -> Device:
             _number("bandwidth", entry["bandwidth"]),
             rates,
             _number("link", entry["link"]),
+            *_cuda(entry.get("cuda")),
         )
     except KeyError as error:
         raise MemOptError(f"device file {path_excerpt(name)}: there is no {error}; {_SHAPE}") from None
     except (ValueError, AttributeError) as error:
         raise MemOptError(f"device file {path_excerpt(name)}: {excerpt(str(error))}; {_SHAPE}") from None
+
+
+def _cuda(entry: Any) -> tuple[Multiprocessors | None, tuple[int, int]]:
+    """Multiprocessors and compute capability of a CUDA device; of None for another device."""
+    if entry is None:
+        return None, (0, 0)
+    if not isinstance(entry, dict):
+        raise ValueError(f"cuda is {excerpt(entry) or repr(entry)}, not an object")
+    major, point, minor = str(entry["capability"]).partition(".")
+    if not (point and major.isdecimal() and minor.isdecimal() and len(major) < 3 and len(minor) < 3):
+        raise ValueError(f"cuda.capability is {excerpt(entry['capability'])}, not a number as 8.6")
+    count, threads = (entry[name] for name in ("multiprocessors", "threads"))
+    for name, number in (("multiprocessors", count), ("threads", threads)):
+        if type(number) is not int or not 1 <= number <= _MOST_PARTS:
+            raise ValueError(f"cuda.{name} is {excerpt(number) or repr(number)}, not a whole number from 1 on")
+    return Multiprocessors(count, threads), (int(major), int(minor))
 
 
 def _number(name: str, given: Any) -> float:
