@@ -28,8 +28,18 @@ from optimum_memopt.report import charts
 from optimum_memopt.sizes import gib_text
 
 # What only a prediction has.
-_VALUES = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss", "fsdp")
-_PREDICTED = ("bf16", "fp16", *_VALUES, "no_padding", "keep_outputs")
+_VALUES = (
+    "optim",
+    "gradient_accumulation_steps",
+    "trainable",
+    "dtype",
+    "peft",
+    "quantize",
+    "attention",
+    "loss",
+    "fsdp",
+)
+_PREDICTED = ("bf16", "fp16", *_VALUES, "fsdp", "no_padding", "keep_outputs")
 _OF_DEVICE = ("device", "budget_curve", "html")
 PLAIN_WAYS = "plain"
 _NUMBER = re.compile(r"[1-9][0-9]*")
@@ -224,15 +234,17 @@ def _header(workload: Workload, spec: StepSpec) -> str:
     padding = "" if workload.has_padding or not tokens else " without padding"
     autocast = f", autocast to {spec.autocast}" if spec.autocast else ""
     adapter = f", adapter {workload.adapter}" if workload.adapter else ""
+    quantized = f" quantized to {workload.quantization}" if workload.quantization else ""
     sharded = f", one of {spec.fsdp} ranks under FSDP2" if spec.fsdp > 1 else ""
     if sharded and autocast:
         sharded += ", which holds in float32 what trains"
     micro_batches = (
         f", {spec.gradient_accumulation_steps} micro-batches" if spec.gradient_accumulation_steps > 1 else ""
     )
+    weights = f"weights in {workload.weights_dtype}{quantized}{adapter}{autocast}{sharded}"
     return (
-        f"{workload.task}, {workload.batch_size} rows{tokens}{padding}{micro_batches}, weights in "
-        f"{workload.weights_dtype}{adapter}{autocast}{sharded}, {spec.optim}, on {spec.device or 'this machine'}:"
+        f"{workload.task}, {workload.batch_size} rows{tokens}{padding}{micro_batches}, {weights}, {spec.optim}, on "
+        f"{spec.device or 'this machine'}:"
     )
 
 

@@ -39,6 +39,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "adapter_config.json.",
     )
     model.add_argument(
+        "--quantize",
+        metavar="KIND[,FIELD=VALUE]",
+        help="Weights of 4 bits, as bitsandbytes loads them for QLoRA: nf4 or fp4; with fields as "
+        "nf4,double=false,compute=float32,prepare=false (default: double quantization, products in bfloat16, PEFT's "
+        "prepare_model_for_kbit_training). Needs --peft.",
+    )
+    model.add_argument(
         "--trainable",
         metavar="PATTERN[,PATTERN]",
         help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
@@ -93,6 +100,7 @@ def workload_of(args: Any, rows: int = 8) -> "Workload":
         dtype=args.dtype or "",
         attention=args.attention or "",
         adapter=args.peft or "",
+        quantization=args.quantize or "",
     )
     return workload.checked(finds_task=args.task is None)
 
@@ -108,6 +116,8 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
     from optimum_memopt.memory import optimizers
 
     check_counts(args, "fsdp")
+    if args.quantize and (args.fsdp or 1) > 1:
+        raise MemOptError("--quantize with --fsdp: shares of quantized weights are not predicted; leave one out")
     for flag in ("keep_outputs", "no_padding"):
         if getattr(args, flag) and (args.fsdp or 1) > 1:
             raise MemOptError(f"--{flag} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")

@@ -58,6 +58,7 @@ def plan(
     dtype: str | None = None,
     attention: str | None = None,
     peft: str | None = None,
+    quantize: str | None = None,
     padding: bool = True,
     keep_outputs: bool = False,
     fsdp: int = 1,
@@ -83,6 +84,8 @@ def plan(
         dtype: of the weights, as `bfloat16`; None: that of the config, as transformers 5 loads it.
         attention: `sdpa` or `eager`; None: transformers' choice.
         peft: PEFT's adapter as `r=16,target=all-linear`, or the path of an adapter_config.json; None: none.
+        quantize: weights of 4 bits, as bitsandbytes loads them for QLoRA: `nf4` or `fp4`, with fields as
+            `nf4,double=false,compute=float32,prepare=false`, see `Quantization`; needs `peft`. None: none.
         padding: rows are of different lengths, so that models have masks.
         keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the
@@ -103,6 +106,7 @@ def plan(
         "dtype": checked("dtype", dtype, str | None) or "",
         "attention": checked("attention", attention, str | None) or "",
         "adapter": checked("peft", peft, str | None) or "",
+        "quantization": checked("quantize", quantize, str | None) or "",
         "has_padding": checked("padding", padding, bool),
     }
     workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable), given)
@@ -119,6 +123,8 @@ def plan(
     options.check()
     device = None if device is None else fspath(device)
     ranks = checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)])
+    if quantize and ranks > 1:
+        raise MemOptError("quantize with fsdp: shares of quantized weights are not predicted; leave one out")
     autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
     keeps_outputs = checked("keep_outputs", keep_outputs, bool)
     spec = StepSpec(device, compiler, autocast, optim, steps, loss, keeps_outputs=keeps_outputs, fsdp=ranks)

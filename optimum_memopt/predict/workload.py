@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.compat.bitsandbytes import copy_state, is_4bit, quantize_4bit, statistics_of
 from optimum_memopt.compat.torch import tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
@@ -148,6 +149,7 @@ class Workload:
         dtype: of the weights, as `bfloat16`; empty: the config's, else float32.
         attention: transformers' name of the implementation, as `eager`; empty: transformers' choice.
         adapter: PEFT's, see `parse_adapter`; empty: none.
+        quantization: of the weights, see `parse_quantization`; empty: none.
     """
 
     model: "str | PretrainedConfig"
@@ -159,6 +161,7 @@ class Workload:
     dtype: str = ""
     attention: str = ""
     adapter: str = ""
+    quantization: str = ""
 
     def with_rows(self, rows: int) -> "Workload":
         return replace(self, batch_size=rows)
@@ -236,6 +239,13 @@ class Workload:
             raise MemOptError(f"--attention {excerpt(self.attention)}: allowed are {', '.join(ATTENTIONS)}")
         if self.adapter:
             parse_adapter(self.adapter)
+        if self.quantization:
+            parse_quantization(self.quantization)
+            if not self.adapter:
+                raise MemOptError(
+                    f"--quantize {excerpt(self.quantization)}: quantized weights do not train; add an adapter, as "
+                    "--peft r=16,target=all-linear"
+                )
         if not isinstance(self.model, str):
             return
         # Not `pathlib`, which raises for a name that is too long.
@@ -310,6 +320,8 @@ class Workload:
         with without_modes(), torch.device("meta"):
             model = kind.from_config(config, **given)
             model.tie_weights()
+            if self.quantization:
+                model = quantized(model, parse_quantization(self.quantization))
             with torch_init():
                 model = with_adapter(model, parse_adapter(self.adapter))
         return _without_data(model)
@@ -439,7 +451,7 @@ class ModuleWorkload:
         if engine_of(module) is not None:
             raise MemOptError(f"{name} is being trained by an engine; detach() it, or ask trainer.memopt")
         for path, tensor in _tensors(module):
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in _PLAIN and not is_4bit(tensor):
                 raise MemOptError(f"{name}: {path} is a {type(tensor).__name__}; only plain tensors can be planned")
         keywords = _keywords(module, inputs)
         first = next((value for value in keywords.values() if isinstance(value, torch.Tensor) and value.dim()), None)
@@ -507,8 +519,13 @@ def _without_data(module: torch.nn.Module) -> torch.nn.Module:
     Raises:
         MemOptError: it cannot be copied.
     """
+    tensors = [tensor for _, tensor in _tensors(module)]
     try:
-        return copy.deepcopy(module, {id(tensor): _fake(tensor) for _, tensor in _tensors(module)})
+        held = (each for tensor in tensors for each in (tensor, *statistics_of(tensor)))
+        memo: dict[int, Any] = {id(each): _fake(each) for each in held}
+        for tensor in tensors:
+            copy_state(tensor, memo[id(tensor)], memo)
+        return copy.deepcopy(module, memo)
     # Whatever the module holds may refuse.
     except Exception as error:
         raise MemOptError(
@@ -560,6 +577,63 @@ def _resized(inputs: Mapping[str, Any], before: int, rows: int) -> dict[str, Any
         )
 
     return {name: resized(value) for name, value in inputs.items()}
+
+
+_QUANTIZATION = "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are quantized, as transformers' `BitsAndBytesConfig` with `load_in_4bit`.
+
+    Attributes:
+        kind: `nf4` or `fp4`.
+        double: scales are quantized, too.
+        compute: the dtype of products, `bnb_4bit_compute_dtype`.
+        prepare: PEFT's `prepare_model_for_kbit_training` leaves what is not quantized in float32.
+    """
+
+    kind: str
+    double: bool = True
+    compute: str = "bfloat16"
+    prepare: bool = True
+
+
+def parse_quantization(text: str) -> Quantization:
+    """
+    Args:
+        text: a kind, and fields of `Quantization` separated by commas.
+
+    Raises:
+        MemOptError: it is none.
+    """
+    kind, *parts = (part.strip() for part in text.split(","))
+    given: dict[str, Any] = {}
+    for part in parts:
+        name, _, value = part.partition("=")
+        given[name] = {"true": True, "false": False}.get(value, value)
+    is_known = kind in ("nf4", "fp4") and given.keys() <= {"double", "compute", "prepare"}
+    are_switches = all(isinstance(given.get(name, True), bool) for name in ("double", "prepare"))
+    if not (is_known and are_switches and given.get("compute", DTYPES[0]) in DTYPES):
+        raise MemOptError(f"--quantize {excerpt(text) or repr(text)}: {_QUANTIZATION}")
+    return Quantization(kind, **given)
+
+
+def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Module:
+    """A model on the meta device with quantized weights, ready for an adapter.
+
+    Raises:
+        MemOptError: bitsandbytes or PEFT is missing.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+        import peft
+    except ImportError as error:
+        raise MemOptError(f"--quantize needs {error.name}; pip install bitsandbytes peft") from error
+    quantize_4bit(model, quantization.kind, quantization.double, getattr(torch, quantization.compute))
+    if quantization.prepare:
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
 
 
 # Short names of LoRA's fields.

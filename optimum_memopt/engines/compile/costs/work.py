@@ -35,6 +35,8 @@ from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# bitsandbytes' product with a weight of 4 bits.
+_QUANTIZED_PRODUCT = "gemm_4bit"
 # Slower than element-wise kernels: several passes over the input, or sums across threads.
 _REDUCTIONS = frozenset(
     (
@@ -188,6 +190,10 @@ def work_of(
     else:
         # The widest operand's: a mask or an index is beside it.
         dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""
+        if name == _QUANTIZED_PRODUCT:
+            # Which writes and reads the weight in the input's dtype.
+            dtype = positional[0].dtype
+            moved += 2 * math.prod(positional[2]) * dtype.itemsize
         if (lookup := _LOOKUPS.get(name)) is not None:
             place, reads = lookup
             moved += (sum(tensor.nbytes for tensor in results) if reads else 0) - positional[place].nbytes
@@ -222,6 +228,8 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
         hidden, weight, needs = positional[0], positional[1], positional[-1]
         return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
     name, share = dynamo.operator_name(operator), 1.0
+    if name == _QUANTIZED_PRODUCT:
+        return float(2 * positional[0].numel() * positional[2][0])
     count = flop_registry.get(getattr(operator, "overloadpacket", None))
     if name.startswith(_ATTENTION):
         # Its backward has the gradient first.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from optimum_memopt.compat.bitsandbytes import statistics_of
 from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
@@ -139,7 +140,7 @@ def footprint_of(
     return Footprint(
         activations=activations,
         parameters=local_bytes(parameters_of(model).values()),
-        buffers=local_bytes(model.buffers()),
+        buffers=local_bytes(buffers_of(model)),
         batch=batch,
         optimizer=sum(state_sizes(optimizer, trainable)) + _states_to_come(model, optimizer, trained),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
@@ -202,9 +203,14 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
     parameters = parameters_of(model).values()
-    there = local_bytes([*parameters, *model.buffers()]) + batch + saved_bytes
+    there = local_bytes([*parameters, *buffers_of(model)]) + batch + saved_bytes
     there += local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
     return max(0, resident - there)
+
+
+def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """A model's buffers, and the scales of its quantized weights."""
+    return [*model.buffers(), *(scale for parameter in model.parameters() for scale in statistics_of(parameter))]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:

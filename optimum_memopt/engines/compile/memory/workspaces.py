@@ -6,6 +6,7 @@ take less than a percent of what they return.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,17 @@ def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
         # A comparison computes in what its operands are promoted to.
         dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
+
+
+def _dequantized(arguments: Sequence[Any]) -> sympy.Expr:
+    """A weight of 4 bits in the dtype of the input, and its scales in float32, where those are quantized too
+    (bitsandbytes 0.50, `_dequant_linear_fallback` in `backends/cuda/ops.py`, for more rows than its own kernel takes).
+    """
+    given, _, shape, scales, block = arguments[:5]
+    count = math.prod(shape)
+    blocks = -(-count // block)
+    is_double = bool(elements(scales) != blocks)
+    return sympy.Integer(count * given.dtype.itemsize + is_double * blocks * _FLOAT_BYTES)
 
 
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
@@ -384,4 +396,5 @@ _CUDA_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "label_log_probs": functools.partial(_label_log_probs, by_kernel=True),
     "label_log_probs_backward": functools.partial(_label_log_probs_backward, by_kernel=True),
+    "gemm_4bit": _dequantized,
 }

@@ -12,6 +12,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     StepContext,
+    buffers_of,
     footprint_of,
     link_of,
     local_bytes,
@@ -351,4 +352,4 @@ def _tensors_of(failed: FailedStep) -> int:
     if isinstance(run.optimizer, torch.optim.Optimizer) and run.optimizer.state:
         states = footprint_of(model, run.optimizer).optimizer
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
-    return local_bytes([*model.parameters(), *model.buffers()]) + states + batch
+    return local_bytes([*model.parameters(), *buffers_of(model)]) + states + batch

@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
+    buffers_of,
     constant_of,
     footprint_of,
     local_bytes,
@@ -367,7 +368,7 @@ class StepMemoryPredictor:
         if not self._is_on_cuda:
             return None
         model = self._living_model()
-        tensors = [*map(local, parameters_of(model).values()), *model.buffers()]
+        tensors = [*map(local, parameters_of(model).values()), *buffers_of(model)]
         return allocator_peak(
             [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
             step.events,

@@ -44,6 +44,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
+from optimum_memopt.compat.bitsandbytes import is_4bit
 from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
@@ -341,7 +342,7 @@ class Trace:
         assert mode is not None
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if is_without_parts(tensor):
+            if is_without_parts(tensor) or is_4bit(tensor):
                 return fake_copy(tensor, mode)
             if not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)

@@ -1,0 +1,126 @@
+"""QLoRA planned from a config: as the quantized model itself, and as an H100 has measured it."""
+
+import copy
+from typing import Any
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import transformers
+
+from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.predict.plan import plan
+from optimum_memopt.predict.workload import Quantization, Workload, parse_quantization
+from tests.rotation import nightly
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = transformers.LlamaConfig(
+    **SIZES, vocab_size=500, num_hidden_layers=4, tie_word_embeddings=False, dtype="bfloat16", use_cache=False
+)
+ADAPTER = "r=4,target=all-linear,task_type=CAUSAL_LM"
+ROWS, LENGTH = 4, 32
+
+
+def loaded(double: bool, prepare: bool) -> torch.nn.Module:
+    """With data, as transformers and PEFT load it."""
+    model = transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16)
+    for name, module in list(model.model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            product = bitsandbytes.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=False,
+                quant_type="nf4",
+                compress_statistics=double,
+                compute_dtype=torch.bfloat16,
+            )
+            product.load_state_dict(module.state_dict())
+            model.model.set_submodule(name, product.to("cpu"))
+    model.is_loaded_in_4bit = True
+    if prepare:
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    ("double", "prepare", "chosen"),
+    nightly(
+        [(True, True, {"level": 1}), (False, False, {}), (True, False, {"budget": "100MiB"})],
+        but=[(True, True, {"level": 1})],
+    ),
+)
+def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, chosen: dict[str, Any]) -> None:
+    ids = torch.randint(0, 500, (ROWS, LENGTH))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    common = {"device": "h100", "bf16": True, "compiler": "aot_eager", **chosen}
+    real = plan(loaded(double, prepare), example_inputs=inputs, **common)
+    quantize = f"nf4,double={str(double).lower()},prepare={str(prepare).lower()}"
+    sizes = {"batch_size": ROWS, "seq_len": LENGTH, "padding": False}
+    planned = plan(copy.deepcopy(CONFIG), "text-generation", quantize=quantize, peft=ADAPTER, **sizes, **common)
+    assert planned.peak == real.peak
+    # A rotary embedding's two buffers are one, or not.
+    assert planned.breakdown == pytest.approx(real.breakdown, abs=64)
+    # Four bits, and eight or 32 for 64 weights.
+    weights = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+    others = sum(each.nbytes for name, each in loaded(double, prepare).named_parameters() if each.dtype != torch.uint8)
+    scales = weights / 64 * (1 + 4 / 256 if double else 4)
+    codes = 4 * 7 * 4 * (16 + (256 + 1 if double else 0))
+    expected = others + weights / 2 + scales + codes
+    assert planned.breakdown["parameters"] == pytest.approx(expected, rel=0.01)
+
+
+def test_plain_pytorch_takes_what_an_h100_has_measured() -> None:
+    """Llama-1B's shape with 8 layers, 4 x 1,024 tokens, fused AdamW, torch 2.11.0, transformers 5.17.0, 2026-11-26:
+    10,040 MiB, and 7,074 with Trainer's checkpointing."""
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    targets = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+    workload = Workload(
+        config,
+        "text-generation",
+        4,
+        1024,
+        has_padding=False,
+        dtype="bfloat16",
+        adapter=f"r=16,dropout=0.0,target={targets}",
+        quantization="nf4,prepare=false",
+    )
+    ways = factory("compile").plain_ways(workload, StepSpec("h100", autocast="bfloat16"))
+    assert [way.peak / MIB for way in ways] == pytest.approx([10040, 7074], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "nf4,double=maybe", "nf4,compute=int8", "nf4,blocks=64", "", "fp4,prepare", "nf4,double=0"]
+)
+def test_what_is_no_quantization_is_one_line(text: str) -> None:
+    with pytest.raises(MemOptError, match="allowed are nf4 and fp4, with fields as nf4,double=false") as refused:
+        parse_quantization(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_fields_of_a_quantization() -> None:
+    assert parse_quantization("nf4") == Quantization("nf4")
+    found = parse_quantization("fp4, double=false, compute=float32, prepare=false")
+    assert found == Quantization("fp4", double=False, compute="float32", prepare=False)
+
+
+def test_quantized_weights_need_an_adapter_and_one_device() -> None:
+    with pytest.raises(
+        MemOptError, match="--quantize nf4: quantized weights do not train; add an adapter, as --peft r"
+    ):
+        plan(CONFIG, "text-generation", quantize="nf4")
+    with pytest.raises(MemOptError, match="quantize with fsdp: shares of quantized weights are not predicted"):
+        plan(CONFIG, "text-generation", quantize="nf4", peft=ADAPTER, fsdp=2)
