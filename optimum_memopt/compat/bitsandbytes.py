@@ -1,6 +1,7 @@
 """bitsandbytes' weights of 4 bits (0.50): those of a model without data, and what they hold beside their codes."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) 
     if is_4bit(tensor):
         for name, value in vars(tensor).items():
             setattr(other, name, copy.deepcopy(value, memo))
+
+
+def packing_of(config: Any) -> tuple[str, bool, torch.dtype] | None:
+    """The kind, whether scales are quantized, and the dtype of products of a `BitsAndBytesConfig`, or of a model's
+    config with one (a dict); None for what does not load weights of 4 bits."""
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
+        config = BitsAndBytesConfig.from_dict(dict(config))
+    if not isinstance(config, BitsAndBytesConfig) or not config.load_in_4bit:
+        return None
+    return config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_compute_dtype
 
 
 def quantize_4bit(model: torch.nn.Module, kind: str, double: bool, compute: torch.dtype) -> None:

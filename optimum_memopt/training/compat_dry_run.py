@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from optimum_memopt.compat.bitsandbytes import packing_of, quantize_4bit
 from optimum_memopt.errors import MemOptError
 
 # Arguments of a model's forward that grow with the text.
@@ -278,7 +279,7 @@ def models_without_weights() -> Iterator[None]:
     arguments for bfloat16 need no GPU (transformers 5.23).
 
     Raises:
-        MemOptError: from within, for a model with quantized weights.
+        MemOptError: from within, for a model with quantized weights, but for those of 4 bits.
     """
     from transformers import PretrainedConfig, PreTrainedModel, training_args
     from transformers.initialization import no_init_weights
@@ -300,13 +301,19 @@ def models_without_weights() -> Iterator[None]:
         if not isinstance(config, PretrainedConfig):
             own = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
             config = kind.config_class.from_pretrained(name if config is None else config, **own)
-        if quantization is not None or getattr(config, "quantization_config", None) is not None:
-            raise MemOptError(f"{name}: weights are quantized, which a dry run cannot make without them")
+        quantization = getattr(config, "quantization_config", None) if quantization is None else quantization
+        packing = None if quantization is None else packing_of(quantization)
+        if quantization is not None and packing is None:
+            raise MemOptError(
+                f"{name}: weights are quantized, which a dry run makes for BitsAndBytesConfig(load_in_4bit=True) alone"
+            )
         dtype = dtype or older or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
         config = copy.deepcopy(config)
         config.name_or_path = str(name)
         model = from_config(kind, config, dtype=dtype, **given).eval()
+        if packing is not None:
+            quantize_4bit(model, *packing)
         return (model, {}) if info else model
 
     def stays(self: Any, *args: Any, **kwargs: Any) -> Any:

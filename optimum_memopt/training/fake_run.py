@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import SaveStrategy
 
 from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.compat.bitsandbytes import is_4bit, statistics_of
 from optimum_memopt.compat.torch import tensor_bytes, tensors_in
 from optimum_memopt.compat.transformers import collator, train_batch_size
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
@@ -232,9 +233,11 @@ class FakeRun:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters and buffers of all models."""
+        """Bytes of the parameters and buffers of all models, and of the scales of quantized weights."""
         models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
-        return tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        scales = (scale for parameter in parameters for scale in statistics_of(parameter))
+        return tensor_bytes((*parameters, *(buffer for model in models for buffer in model.buffers()), *scales))
 
     @property
     def states(self) -> int:
@@ -307,10 +310,13 @@ class FakeRun:
         yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
 
     def merge(self) -> Iterator[RunPhase]:
-        """The phase that merges adapters into the weights; none without adapters."""
+        """The phase that merges adapters into the weights; none without adapters, and none for weights of 4 bits,
+        which bitsandbytes quantizes again by their values."""
         trainer = self.trainer
         base: Any = getattr(trainer.model, "base_model", None)
         if not hasattr(trainer.model, "peft_config") or not hasattr(base, "merge_adapter"):
+            return
+        if any(map(is_4bit, trainer.model.parameters())):
             return
 
         def merged() -> None:

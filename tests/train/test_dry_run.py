@@ -237,6 +237,15 @@ adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 trainer = SFTTrainer("llama", args=args, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
 trainer.train()
 """
+QLORA = SFT.replace(
+    'SFTTrainer("llama", ', "SFTTrainer(AutoModelForCausalLM.from_pretrained('llama', quantization_config=four_bits), "
+).replace(
+    "from peft",
+    """
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+from peft""",
+)
 DPO = """
 from trl import DPOConfig, DPOTrainer
 
@@ -265,6 +274,7 @@ CACHE = "the key-value cache of 8 x 518 tokens"
     nightly(
         [
             (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
+            (QLORA, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nbackward ")),
             (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
             (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE)),
             (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE, "\nno-grad ")),
