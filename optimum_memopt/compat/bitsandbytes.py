@@ -2,9 +2,12 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 # Weights of a block with one scale, and of a block of scales, which are quantized too (double quantization).
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
@@ -34,49 +37,44 @@ def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) 
             setattr(other, name, copy.deepcopy(value, memo))
 
 
-def packing_of(config: Any) -> tuple[str, bool, torch.dtype] | None:
-    """The kind, whether scales are quantized, and the dtype of products of a `BitsAndBytesConfig`, or of a model's
-    config with one (a dict); None for what does not load weights of 4 bits."""
+def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":
+    """The `BitsAndBytesConfig` that is given to `from_pretrained` or in a model's config; None where it does not load
+    weights of 4 bits."""
     from transformers import BitsAndBytesConfig
 
     if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
         config = BitsAndBytesConfig.from_dict(dict(config))
-    if not isinstance(config, BitsAndBytesConfig) or not config.load_in_4bit:
-        return None
-    return config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_compute_dtype
+    return config if isinstance(config, BitsAndBytesConfig) and config.load_in_4bit else None
 
 
-def quantize_4bit(model: torch.nn.Module, kind: str, double: bool, compute: torch.dtype) -> None:
-    """Give the products of a model on the meta device weights of 4 bits, as transformers loads them
-    (`replace_with_bnb_linear`, 5.23): all but those of its output embeddings.
+def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
+    """Give a model on the meta device weights of 4 bits where transformers loads such (5.0 to 5.24): all products but
+    those of its head, and what the config leaves out."""
+    from bitsandbytes.nn import Linear4bit
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import HfQuantizer
 
-    Args:
-        kind: `nf4` or `fp4`.
-        double: scales are quantized, too.
-        compute: the dtype of products.
-    """
-    import bitsandbytes
-
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in list(model.named_modules()):
-        if type(module) is not torch.nn.Linear or module is head:
-            continue
-        product = bitsandbytes.nn.Linear4bit(
-            module.in_features,
-            module.out_features,
-            bias=module.bias is not None,
-            compute_dtype=compute,
-            compress_statistics=double,
-            quant_type=kind,
-            device="meta",
-        )
-        if module.bias is not None:
-            product.bias = module.bias
-        product.weight = _packed(module.weight, kind, double)
-        product.quant_state = getattr(product.weight, _STATE)
-        model.set_submodule(name, product.requires_grad_(False))
+    before = dict(model.named_modules())
+    in_float32 = getattr(model, "_keep_in_fp32_modules", None)
+    left_out = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, in_float32)
+    replace_with_bnb_linear(model, modules_to_not_convert=left_out, quantization_config=config)
+    for name, product in model.named_modules():
+        if isinstance(product, Linear4bit):
+            weight, bias = before[name].weight, before[name].bias
+            product.weight = _packed(weight, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
+            product.quant_state = getattr(product.weight, _STATE)
+            product.bias = bias
     # As the quantizer of transformers does; PEFT asks for it.
     vars(model)["is_loaded_in_4bit"] = True
+
+
+def cast_biases(model: torch.nn.Module) -> None:
+    """Give the biases beside weights of 4 bits the dtype of their products, as the first forward does."""
+    from bitsandbytes.nn import Linear4bit
+
+    for product in model.modules():
+        if isinstance(product, Linear4bit) and product.bias is not None:
+            product.bias.data = product.bias.data.to(product.compute_dtype)
 
 
 def _packed(weight: torch.Tensor, kind: str, double: bool) -> torch.nn.Parameter:

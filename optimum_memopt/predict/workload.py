@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import copy_state, is_4bit, quantize_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import cast_biases, copy_state, is_4bit, quantize_4bit, statistics_of
 from optimum_memopt.compat.torch import tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
@@ -630,9 +630,18 @@ def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Mo
         import peft
     except ImportError as error:
         raise MemOptError(f"--quantize needs {error.name}; pip install bitsandbytes peft") from error
-    quantize_4bit(model, quantization.kind, quantization.double, getattr(torch, quantization.compute))
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.kind,
+        bnb_4bit_use_double_quant=quantization.double,
+        bnb_4bit_compute_dtype=getattr(torch, quantization.compute),
+    )
+    quantize_4bit(model, config)
     if quantization.prepare:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    cast_biases(model)
     return model
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import packing_of, quantize_4bit
+from optimum_memopt.compat.bitsandbytes import loads_4bit, quantize_4bit
 from optimum_memopt.errors import MemOptError
 
 # Arguments of a model's forward that grow with the text.
@@ -302,8 +302,8 @@ def models_without_weights() -> Iterator[None]:
             own = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
             config = kind.config_class.from_pretrained(name if config is None else config, **own)
         quantization = getattr(config, "quantization_config", None) if quantization is None else quantization
-        packing = None if quantization is None else packing_of(quantization)
-        if quantization is not None and packing is None:
+        four_bits = None if quantization is None else loads_4bit(quantization)
+        if quantization is not None and four_bits is None:
             raise MemOptError(
                 f"{name}: weights are quantized, which a dry run makes for BitsAndBytesConfig(load_in_4bit=True) alone"
             )
@@ -312,8 +312,8 @@ def models_without_weights() -> Iterator[None]:
         config = copy.deepcopy(config)
         config.name_or_path = str(name)
         model = from_config(kind, config, dtype=dtype, **given).eval()
-        if packing is not None:
-            quantize_4bit(model, *packing)
+        if four_bits is not None:
+            quantize_4bit(model, four_bits)
         return (model, {}) if info else model
 
     def stays(self: Any, *args: Any, **kwargs: Any) -> Any:

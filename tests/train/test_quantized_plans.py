@@ -1,6 +1,7 @@
 """QLoRA planned from a config: as the quantized model itself, and as an H100 has measured it."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -8,7 +9,9 @@ import peft
 import pytest
 import torch
 import transformers
+from transformers import BitsAndBytesConfig
 
+from optimum_memopt.compat.bitsandbytes import quantize_4bit, statistics_of
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
@@ -71,6 +74,33 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
     codes = 4 * 7 * 4 * (16 + (256 + 1 if double else 0))
     expected = others + weights / 2 + scales + codes
     assert planned.breakdown["parameters"] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "RobertaForSequenceClassification"])
+def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
+    """Heads, convolutions of one position and biases among them."""
+    kind = getattr(transformers, name)
+    # GPT-2's config takes these names, too.
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = kind.config_class(**sizes, vocab_size=100)
+    kind(config).save_pretrained(tmp_path)
+    given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    loaded = kind.from_pretrained(tmp_path, quantization_config=given, dtype=torch.float32)
+    with torch.device("meta"):
+        planned = kind(config)
+        planned.tie_weights()
+        quantize_4bit(planned, given)
+
+    def described(model: torch.nn.Module) -> dict[str, list[object]]:
+        return {
+            name: [
+                *(each.shape, each.dtype, each.requires_grad),
+                *((scale.shape, scale.dtype) for scale in statistics_of(each)),
+            ]
+            for name, each in model.named_parameters()
+        }
+
+    assert described(planned) == described(loaded)
 
 
 def test_plain_pytorch_takes_what_an_h100_has_measured() -> None:
