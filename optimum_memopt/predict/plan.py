@@ -85,7 +85,7 @@ def plan(
         attention: `sdpa` or `eager`; None: transformers' choice.
         peft: PEFT's adapter as `r=16,target=all-linear`, or the path of an adapter_config.json; None: none.
         quantize: weights of 4 bits, as bitsandbytes loads them for QLoRA: `nf4` or `fp4`, with fields as
-            `nf4,double=false,compute=float32,prepare=false`, see `Quantization`; needs `peft`. None: none.
+            `nf4,double=false,compute=float32,prepare=false`, see `adapter.Quantization`; needs `peft`. None: none.
         padding: rows are of different lengths, so that models have masks.
         keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the

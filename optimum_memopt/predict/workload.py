@@ -7,24 +7,22 @@ import difflib
 import fnmatch
 import inspect
 import itertools
-import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import cast_biases, copy_state, is_4bit, quantize_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import copy_state, is_4bit, statistics_of
 from optimum_memopt.compat.torch import tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
+from optimum_memopt.predict.adapter import DTYPES, parse_adapter, parse_quantization, quantized, with_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -123,7 +121,6 @@ def task_of(classes: Sequence[str]) -> str:
     raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
 
 
-DTYPES = ("float32", "bfloat16", "float16")
 # Those of a batch that is no device's own: flash attention's package needs a GPU.
 ATTENTIONS = ("eager", "sdpa")
 
@@ -577,152 +574,3 @@ def _resized(inputs: Mapping[str, Any], before: int, rows: int) -> dict[str, Any
         )
 
     return {name: resized(value) for name, value in inputs.items()}
-
-
-_QUANTIZATION = "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false"
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How weights are quantized, as transformers' `BitsAndBytesConfig` with `load_in_4bit`.
-
-    Attributes:
-        kind: `nf4` or `fp4`.
-        double: scales are quantized, too.
-        compute: the dtype of products, `bnb_4bit_compute_dtype`.
-        prepare: PEFT's `prepare_model_for_kbit_training` leaves what is not quantized in float32.
-    """
-
-    kind: str
-    double: bool = True
-    compute: str = "bfloat16"
-    prepare: bool = True
-
-
-def parse_quantization(text: str) -> Quantization:
-    """
-    Args:
-        text: a kind, and fields of `Quantization` separated by commas.
-
-    Raises:
-        MemOptError: it is none.
-    """
-    kind, *parts = (part.strip() for part in text.split(","))
-    given: dict[str, Any] = {}
-    for part in parts:
-        name, _, value = part.partition("=")
-        given[name] = {"true": True, "false": False}.get(value, value)
-    is_known = kind in ("nf4", "fp4") and given.keys() <= {"double", "compute", "prepare"}
-    are_switches = all(isinstance(given.get(name, True), bool) for name in ("double", "prepare"))
-    if not (is_known and are_switches and given.get("compute", DTYPES[0]) in DTYPES):
-        raise MemOptError(f"--quantize {excerpt(text) or repr(text)}: {_QUANTIZATION}")
-    return Quantization(kind, **given)
-
-
-def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Module:
-    """A model on the meta device with quantized weights, ready for an adapter.
-
-    Raises:
-        MemOptError: bitsandbytes or PEFT is missing.
-    """
-    try:
-        import bitsandbytes  # noqa: F401
-        import peft
-    except ImportError as error:
-        raise MemOptError(f"--quantize needs {error.name}; pip install bitsandbytes peft") from error
-    from transformers import BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.kind,
-        bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=getattr(torch, quantization.compute),
-    )
-    quantize_4bit(model, config)
-    if quantization.prepare:
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    cast_biases(model)
-    return model
-
-
-# Short names of LoRA's fields.
-_FIELDS = {"target": "target_modules", "alpha": "lora_alpha", "dropout": "lora_dropout", "type": "peft_type"}
-_ALLOWED = "allowed are fields of PEFT's config as r=16,target=q_proj+v_proj, and an adapter_config.json"
-_FILE = "adapter_config.json"
-
-
-def parse_adapter(text: str) -> dict[str, Any]:
-    """The fields of PEFT's config; LoRA's, where none says of which kind.
-
-    Args:
-        text: fields separated by commas, where several values are joined by a plus; or the path of an
-            adapter_config.json or of its folder.
-
-    Raises:
-        MemOptError: neither.
-    """
-    path = os.path.join(text, _FILE) if os.path.isdir(text) else text
-    if "=" not in text:
-        return _read(path)
-    config: dict[str, Any] = {"peft_type": "LORA"}
-    for part in text.split(","):
-        name, sign, value = part.partition("=")
-        if not (sign and name.strip() and value.strip()):
-            raise MemOptError(f"--peft {excerpt(text)}: {excerpt(part) or repr(part)} is no field; {_ALLOWED}")
-        config[_FIELDS.get(name.strip(), name.strip())] = _value(value.strip())
-    config["peft_type"] = str(config["peft_type"]).upper()
-    target = config.get("target_modules")
-    # PEFT takes a text for a regular expression of the whole path.
-    if isinstance(target, str) and target.replace(".", "").isidentifier():
-        config["target_modules"] = [target]
-    return config
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise MemOptError(f"--peft {path_excerpt(path)}: {excerpt(reason)}; {_ALLOWED}") from error
-    if not isinstance(config, dict) or "peft_type" not in config:
-        raise MemOptError(f"--peft {path_excerpt(path)}: no peft_type in it; {_ALLOWED}")
-    return config
-
-
-def _value(text: str) -> Any:
-    if "+" in text:
-        return [_value(part) for part in text.split("+")]
-    try:
-        return json.loads(text.lower() if text in ("True", "False", "None") else text)
-    except ValueError:
-        return text
-
-
-def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
-    """The model as PEFT's `get_peft_model` returns it.
-
-    Raises:
-        MemOptError: PEFT is missing, or refuses the config.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise MemOptError("--peft needs PEFT; pip install peft") from error
-    kinds = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    kind = kinds.get(str(config["peft_type"]))
-    if kind is None:
-        raise MemOptError(f"--peft peft_type={excerpt(config['peft_type'])}: allowed are {', '.join(sorted(kinds))}")
-    given = {name: value for name, value in config.items() if name != "peft_type" and value is not None}
-    known = {field.name for field in fields(kind) if field.init}
-    for name in given.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise MemOptError(f"--peft {excerpt(name)}: {kind.__name__} has no such field{hint}")
-    try:
-        with warnings.catch_warnings():
-            # It calls transformers' deprecated names (0.21).
-            warnings.simplefilter("ignore", FutureWarning)
-            return peft.get_peft_model(model, kind(**given))
-    # Whatever a config of a user's brings up in PEFT.
-    except Exception as error:
-        raise MemOptError(f"--peft: PEFT refuses it: {excerpt(' '.join(str(error).split()), longest=300)}") from error

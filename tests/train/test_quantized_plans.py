@@ -16,8 +16,9 @@ from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
-from optimum_memopt.predict.workload import Quantization, Workload, parse_quantization
+from optimum_memopt.predict.workload import Workload
 from tests.rotation import nightly
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,7 +9,8 @@ from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.predict.workload import Workload, parse_adapter
+from optimum_memopt.predict.adapter import parse_adapter
+from optimum_memopt.predict.workload import Workload
 
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
