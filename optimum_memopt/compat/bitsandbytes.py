@@ -1,7 +1,7 @@
 """bitsandbytes' weights of 4 bits (0.50): those of a model without data, and what they hold beside their codes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,19 @@ def statistics_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     state = getattr(tensor, _STATE)
     held = (*vars(state).values(), *(vars(state.state2).values() if state.nested else ()))
     return tuple(each for each in held if isinstance(each, torch.Tensor))
+
+
+def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's buffers, and the scales and codes of its weights of 4 bits, each once."""
+    yield from model.named_buffers()
+    for name, parameter in model.named_parameters():
+        for place, each in enumerate(statistics_of(parameter)):
+            yield f"{name}.{_STATE}.{place}", each
+
+
+def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those of `named_buffers`."""
+    return [buffer for _, buffer in named_buffers(model)]
 
 
 def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) -> None:

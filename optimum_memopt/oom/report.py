@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.compat.transformers import train_batch_size
 from optimum_memopt.engines.api.engine import Engine
@@ -82,7 +83,7 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     free again, it counts as there before.
     """
     model = model_of(trainer)
-    parameters = tensor_bytes([*model.parameters(), *model.buffers()])
+    parameters = tensor_bytes([*model.parameters(), *buffers_of(model)])
     states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
     values = (value for state in states for value in state.values())
     optimizer = tensor_bytes(value for value in values if isinstance(value, torch.Tensor))

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import SaveStrategy
 
 from optimum_memopt.callbacks.reporting import Reporter
-from optimum_memopt.compat.bitsandbytes import is_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import buffers_of, is_4bit
 from optimum_memopt.compat.torch import tensor_bytes, tensors_in
 from optimum_memopt.compat.transformers import collator, train_batch_size
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
@@ -235,9 +235,7 @@ class FakeRun:
     def weights(self) -> int:
         """Bytes of the parameters and buffers of all models, and of the scales of quantized weights."""
         models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        scales = (scale for parameter in parameters for scale in statistics_of(parameter))
-        return tensor_bytes((*parameters, *(buffer for model in models for buffer in model.buffers()), *scales))
+        return tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *buffers_of(model)))
 
     @property
     def states(self) -> int:

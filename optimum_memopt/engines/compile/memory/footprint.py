@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import statistics_of
+from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
@@ -206,11 +206,6 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
     there = local_bytes([*parameters, *buffers_of(model)]) + batch + saved_bytes
     there += local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
     return max(0, resident - there)
-
-
-def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A model's buffers, and the scales of its quantized weights."""
-    return [*model.buffers(), *(scale for parameter in model.parameters() for scale in statistics_of(parameter))]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -7,12 +7,12 @@ from operator import itemgetter
 
 import torch
 
+from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Explanation, FailedStep, Moment, Part, Suggestion
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     StepContext,
-    buffers_of,
     footprint_of,
     link_of,
     local_bytes,

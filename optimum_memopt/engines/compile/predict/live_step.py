@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.accelerate import in_float32
-from optimum_memopt.compat.bitsandbytes import statistics_of
+from optimum_memopt.compat.bitsandbytes import named_buffers
 from optimum_memopt.compat.transformers import checkpoint_layers, is_mask
 from optimum_memopt.engines.api.predictions import (
     BATCH,
@@ -186,16 +186,11 @@ def run_micro_batches(
         if is_mask(name) and isinstance(value, torch.Tensor):
             fake_tensors.with_mask(value, has_padding=True)
     recorder = LiveRecorder(model, cuda, inspect_at)
-    scales = [
-        (f"{name}.scales.{place}", scale)
-        for name, parameter in model.named_parameters()
-        for place, scale in enumerate(statistics_of(parameter))
-    ]
     for name, parameter in model.named_parameters():
         parameter.grad = torch.empty_like(parameter) if name in accumulated else None
     try:
         with fake_tensors.run_as_eager(), recorder:
-            recorder.hold(PARAMETERS, dict(itertools.chain(model.named_parameters(), model.named_buffers(), scales)))
+            recorder.hold(PARAMETERS, dict(itertools.chain(model.named_parameters(), named_buffers(model))))
             recorder.hold(BATCH, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             recorder.hold(GRADIENTS, gradients)
@@ -358,7 +353,7 @@ def _hold(recorder: LiveRecorder, held: object) -> None:
         if isinstance(value, torch.Tensor)
     )
     given: Mapping[str, Mapping[str, torch.Tensor]] = {
-        PARAMETERS: {**parameters, **dict(model.named_buffers())},
+        PARAMETERS: {**parameters, **dict(named_buffers(model))},
         GRADIENTS: {name: value.grad for name, value in parameters.items() if value.grad is not None},
         OPTIMIZER: {f"state {place}": state for place, state in enumerate(states)},
         # Less the values that are followed.

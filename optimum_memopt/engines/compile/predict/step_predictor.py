@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
 from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
@@ -22,7 +23,6 @@ from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
-    buffers_of,
     constant_of,
     footprint_of,
     local_bytes,
