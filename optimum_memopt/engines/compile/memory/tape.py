@@ -143,6 +143,10 @@ class Tape:
         loss = None if self.loss is None else self.loss.at(sizes)
         return replace(self, sharding=self.sharding.at(sizes), loss=loss)
 
+    def run_keys(self, digests: Sequence[str]) -> tuple[tuple[str, str, int], ...]:
+        """Returns the digest, layer and call index of each call; `digests` are of the graphs."""
+        return tuple((digests[call.graph], call.layer, call.call_index) for call in self.calls)
+
     def with_all_held(self) -> "Tape":
         """The same where each argument that a backward reads is held until then."""
         calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)

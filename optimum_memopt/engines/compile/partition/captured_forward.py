@@ -179,8 +179,8 @@ class CapturedForward:
 
     @property
     def run_keys(self) -> tuple[tuple[str, str, int], ...]:
-        """For each run of a graph the graph's digest, the layer, and the index of the call."""
-        return tuple((self.graphs[call.graph].digest, call.layer, call.call_index) for call in self.tape.calls)
+        """See `Tape.run_keys`."""
+        return self.tape.run_keys([graph.digest for graph in self.graphs])
 
     def planned_by(self, index: int) -> "CapturedForward":
         """The forward under one of the choices that were noted; what passes between layers is recomputed or offloaded

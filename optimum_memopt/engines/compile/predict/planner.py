@@ -588,7 +588,7 @@ class Planner:
 
 def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
     """The keys of a tape's runs."""
-    return frozenset((graphs[call.graph].digest, call.layer, call.call_index) for call in tape.calls)
+    return frozenset(tape.run_keys([graph.digest for graph in graphs]))
 
 
 def _has_loss(outputs: Any) -> bool:
