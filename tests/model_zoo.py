@@ -200,23 +200,29 @@ def _class(name: Any) -> Any:
     return getattr(transformers, name) if isinstance(name, str) else name
 
 
-def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
-    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it."""
-    # For seconds, and nearly all tests import this file.
+def in_4_bits(model: transformers.PreTrainedModel, **settings: Any) -> None:
+    """Have the products of a model without biases, but for its head, be NF4; `settings` as of `Linear4bit`."""
     import bitsandbytes
-    import peft
 
-    base = transformers.LlamaForCausalLM(config)
-    for name, module in list(base.model.named_modules()):
+    for name, module in list(model.model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             product = bitsandbytes.nn.Linear4bit(
-                module.in_features, module.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
+                module.in_features, module.out_features, bias=False, quant_type="nf4", **settings
             )
             product.load_state_dict(module.state_dict())
             # In an evaluation some processors lay out its codes anew, where sizes are multiples of 32.
             product.support_avx512bf16_for_cpu = False
-            base.model.set_submodule(name, product.to("cpu"))
-    base.is_loaded_in_4bit = True
+            model.model.set_submodule(name, product.to("cpu"))
+    model.is_loaded_in_4bit = True
+
+
+def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
+    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it."""
+    # For seconds, and nearly all tests import this file.
+    import peft
+
+    base = transformers.LlamaForCausalLM(config)
+    in_4_bits(base, compute_dtype=torch.float32)
     lora = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
     return peft.get_peft_model(base, peft.LoraConfig(lora_dropout=config.lora_dropout, **lora))
 

@@ -15,7 +15,8 @@ import optimum_memopt
 from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
-from optimum_memopt.predict.workload import ModuleWorkload
+from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from tests.rotation import nightly
 
 MIB = 2**20
@@ -68,8 +69,8 @@ def seq2seq(rows: int, length: int) -> Batch:
     return {**padded(rows, length), "labels": ids(rows, length // 4)}
 
 
-def llama(layers: int = 16) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
+def llama_config(layers: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,
         num_hidden_layers=layers,
@@ -79,7 +80,10 @@ def llama(layers: int = 16) -> torch.nn.Module:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    return transformers.LlamaForCausalLM(config)
+
+
+def llama(layers: int = 16) -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(llama_config(layers))
 
 
 def lora() -> torch.nn.Module:
@@ -249,3 +253,20 @@ def test_step_takes_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch
     found = plain_step(workload, spec, EagerSettings())
     assert found.seconds is not None
     assert found.seconds * 1000 == pytest.approx(run.milliseconds, rel=0.15)
+
+
+def test_qlora_takes_what_was_measured() -> None:
+    """4 x 1,024 tokens: 10,040 MiB, and 7,074 with Trainer's checkpointing."""
+    targets = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+    workload = Workload(
+        llama_config(8),
+        "text-generation",
+        4,
+        1024,
+        has_padding=False,
+        dtype="bfloat16",
+        adapter=f"r=16,dropout=0.0,target={targets}",
+        quantization="nf4,prepare=false",
+    )
+    ways = factory("compile").plain_ways(workload, StepSpec("h100", autocast="bfloat16"))
+    assert [way.peak / MIB for way in ways] == pytest.approx([10040, 7074], rel=0.01)

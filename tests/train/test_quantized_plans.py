@@ -1,10 +1,9 @@
-"""QLoRA planned from a config: as the quantized model itself, and as an H100 has measured it."""
+"""QLoRA planned from a config, as the quantized model itself."""
 
 import copy
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import peft
 import pytest
 import torch
@@ -12,13 +11,10 @@ import transformers
 from transformers import BitsAndBytesConfig
 
 from optimum_memopt.compat.bitsandbytes import quantize_4bit, statistics_of
-from optimum_memopt.engines.api.run import StepSpec
-from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
-from optimum_memopt.predict.workload import Workload
+from tests.model_zoo import in_4_bits
 from tests.rotation import nightly
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -32,19 +28,7 @@ ROWS, LENGTH = 4, 32
 def loaded(double: bool, prepare: bool) -> torch.nn.Module:
     """With data, as transformers and PEFT load it."""
     model = transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16)
-    for name, module in list(model.model.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            product = bitsandbytes.nn.Linear4bit(
-                module.in_features,
-                module.out_features,
-                bias=False,
-                quant_type="nf4",
-                compress_statistics=double,
-                compute_dtype=torch.bfloat16,
-            )
-            product.load_state_dict(module.state_dict())
-            model.model.set_submodule(name, product.to("cpu"))
-    model.is_loaded_in_4bit = True
+    in_4_bits(model, compress_statistics=double, compute_dtype=torch.bfloat16)
     if prepare:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -102,35 +86,6 @@ def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) ->
         }
 
     assert described(planned) == described(loaded)
-
-
-def test_plain_pytorch_takes_what_an_h100_has_measured() -> None:
-    """Llama-1B's shape with 8 layers, 4 x 1,024 tokens, fused AdamW, torch 2.11.0, transformers 5.17.0, 2026-11-26:
-    10,040 MiB, and 7,074 with Trainer's checkpointing."""
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    targets = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
-    workload = Workload(
-        config,
-        "text-generation",
-        4,
-        1024,
-        has_padding=False,
-        dtype="bfloat16",
-        adapter=f"r=16,dropout=0.0,target={targets}",
-        quantization="nf4,prepare=false",
-    )
-    ways = factory("compile").plain_ways(workload, StepSpec("h100", autocast="bfloat16"))
-    assert [way.peak / MIB for way in ways] == pytest.approx([10040, 7074], rel=0.01)
 
 
 @pytest.mark.parametrize(
