@@ -165,8 +165,12 @@ def compile_without_compiler(
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import config
 
-    run = fx_graph.run_operators
-    backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
+    backend = aot_autograd(
+        fw_compiler=fx_graph.run_operators,
+        bw_compiler=fx_graph.run_backward_operators,
+        partition_fn=partitioner,
+        decompositions=decompositions,
+    )
     draws_all = config.patch(fallback_random=True)
     with draws_all, mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
         return backend(module, inputs)

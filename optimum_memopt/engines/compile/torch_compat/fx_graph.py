@@ -308,6 +308,28 @@ def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return boxed_nop(graph, inputs)
 
 
+def run_backward_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """`run_operators`, whose results are no views, as inductor's are not.
+
+    A view keeps its base, so that autograd would make a third tensor of two gradients of one parameter that it adds
+    up, instead of adding in place (`can_accumulate_inplace` in `torch/csrc/autograd/input_buffer.cpp`, 2.13).
+    """
+    run = run_operators(graph, inputs)
+
+    def without_bases(args: Any) -> list[Any]:
+        return [_without_base(result) for result in run(args)]
+
+    without_bases._boxed_call = True
+    return without_bases
+
+
+def _without_base(result: Any) -> Any:
+    """The same tensor, which is the view of none (`_reinterpret_tensor` of inductor's programs, torch 2.9 to 2.15)."""
+    if type(result) is not torch.Tensor or not result._is_view():
+        return result
+    return torch._C._dynamo.guards._reinterpret_tensor(result, result.shape, result.stride(), 0)
+
+
 @contextlib.contextmanager
 def without_modes_and_autocast() -> Iterator[None]:
     """Operators run as they are called, also while a graph is traced: on real tensors, without autocast."""
