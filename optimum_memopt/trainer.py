@@ -219,6 +219,8 @@ def _put_on(
             patches.add_callback(trainer, callback)
         if part.wrap_loss is not None:
             patches.put(trainer, Patch.SMOOTHED_LOSS, part.wrap_loss)
+        if part.wrap_norm is not None and hasattr(trainer, Patch.RELEASED_NORM.method):
+            patches.put(trainer, Patch.RELEASED_NORM, part.wrap_norm)
     for callback in callbacks.values():
         patches.add_callback(trainer, callback)
         callback.reporter.belongs_to(trainer)

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import copies
-from optimum_memopt.compat.transformers import TRAIN_SAMPLER
+from optimum_memopt.compat.transformers import GRADIENT_NORM, TRAIN_SAMPLER
 from optimum_memopt.logs import get_logger
 
 # The method as it is before, to the method with the wrapper around it.
@@ -35,6 +35,7 @@ class Patch(Enum):
     GUARDED_STEP = "training_step", "a step that runs out of memory is explained, or runs again"
     COUNTED_TOKENS = "training_step", "padding is counted before label smoothing takes the labels out"
     GUARDED_OPTIMIZER = "step", "an optimizer's step that runs out of memory is explained"
+    RELEASED_NORM = GRADIENT_NORM, "gradients that were released in the backward count in the norm that is logged"
     ATTACHED_ENGINE = "create_optimizer", "the model is loaded, and neither DDP, DeepSpeed nor autocast wraps it yet"
     GROUPED_ROWS = TRAIN_SAMPLER, "all ranks get rows of like length"
     CHOSEN_MICRO_BATCH = "train", "micro-batch and accumulation are chosen for a run, and restored after it"

@@ -84,6 +84,15 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """A step by the method of an optimizer's class, without the hooks around a step, and without what was put on the
+    object (`Optimizer.profile_hook_step`, which marks what it returns as hooked; torch 2.13)."""
+    step: Callable[..., Any] = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
+
+
 def world_size() -> int:
     """Processes in torch's process group; 1 without one."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -22,6 +22,10 @@ CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 # The method from which a Trainer takes its training sampler, given a data set (transformers 5.23).
 TRAIN_SAMPLER = "_get_train_sampler"
 
+# The method that returns the norm of a step's gradients where none is clipped, given the model (transformers 5.12 to
+# 5.24; older ones log no norm then).
+GRADIENT_NORM = "_get_grad_norm"
+
 
 def train_batch_size(trainer: Any) -> int:
     """Rows of a batch of a Trainer's data loader, as `auto_find_batch_size` has left them."""

@@ -62,6 +62,7 @@ def plan(
     padding: bool = True,
     keep_outputs: bool = False,
     fsdp: int = 1,
+    release_gradients: bool = False,
 ) -> "Estimate":
     """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
 
@@ -90,6 +91,7 @@ def plan(
         keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the
             step is that of one of them. 1: not sharded.
+        release_gradients: the optimizer steps in the backward, as `--memory_opt_release_gradients` has it.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
@@ -127,7 +129,17 @@ def plan(
         raise MemOptError("quantize with fsdp: shares of quantized weights are not predicted; leave one out")
     autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
     keeps_outputs = checked("keep_outputs", keep_outputs, bool)
-    spec = StepSpec(device, compiler, autocast, optim, steps, loss, keeps_outputs=keeps_outputs, fsdp=ranks)
+    spec = StepSpec(
+        device,
+        compiler,
+        autocast,
+        optim,
+        steps,
+        loss,
+        keeps_outputs=keeps_outputs,
+        fsdp=ranks,
+        releases_gradients=checked("release_gradients", release_gradients, bool),
+    )
     warn_of_precision(factory(engine).planned_device(device), autocast, workload)
     with without_kernel_warning():
         return Estimate(engine, workload, resolve(options).selection, spec)

@@ -142,7 +142,7 @@ def test_gradients_that_are_added_come_layer_by_layer(name: str) -> None:
         forward, saved, loss = allocated(lambda: model(**batch).loss)
         backward, _, _ = allocated(loss.backward)
         added[unit] = max(forward, saved + backward)
-        assert engine.predictor.activations(accumulates=True) == pytest.approx(added[unit], **EXACT)
+        assert engine.predictor.activations(frees_gradients=True) == pytest.approx(added[unit], **EXACT)
         engine.detach()
     assert added[LAYER] < 0.8 * added[MODEL]
 

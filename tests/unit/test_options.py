@@ -212,8 +212,8 @@ def test_help_has_our_flags_first_and_those_of_an_engine_last():
     assert names[:2] == ["memory_opt_engine", "memory_opt_config"]
     of_ort = [name for name in names if name.startswith("ort_")]
     assert names[-len(of_ort) :] == of_ort and names[-len(of_ort) - 2 : -len(of_ort)] == [
-        "memory_opt_compiler",
         "memory_opt_loss",
+        "memory_opt_release_gradients",
     ]
     assert issubclass(MemOptTrainingArguments, (OrtOptions, CompileOptions, TrainingArguments))
     assert [field.name for field in fields(MemOptTrainingArguments)][-len(names) :] == names

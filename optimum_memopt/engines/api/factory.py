@@ -58,10 +58,12 @@ class TrainerParts:
     Attributes:
         wrap_loss: given `compute_loss`, returns what goes around it; None: nothing does.
         callbacks: beside those that the Trainer has.
+        wrap_norm: given the method that returns the norm of gradients to log, returns what goes around it.
     """
 
     wrap_loss: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     callbacks: "tuple[TrainerCallback, ...]" = ()
+    wrap_norm: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 class EngineFactory(Generic[Options]):

@@ -34,6 +34,7 @@ class StepSpec:
         keeps_outputs: plain PyTorch's loop holds the model's outputs, see `EagerSettings`.
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; 1: not
             sharded.
+        releases_gradients: see `Run`.
     """
 
     device: str | None = None
@@ -45,6 +46,7 @@ class StepSpec:
     unit: str = AUTO
     keeps_outputs: bool = False
     fsdp: int = 1
+    releases_gradients: bool = False
 
 
 THIS_MACHINE = StepSpec()
@@ -114,6 +116,7 @@ class Run:
             the one that runs is alone.
         loss: asked in a training forward; None where the loss is the forward's own.
         has_trainer: False: a training loop, which may compute its loss from the outputs.
+        releases_gradients: the optimizer steps in the backward, layer by layer, and frees the gradients.
     """
 
     optimizer: Optimizer | None = None
@@ -123,6 +126,7 @@ class Run:
     micro_batches: int = 0
     loss: Callable[[], LossStep | None] = lambda: None
     has_trainer: bool = True
+    releases_gradients: bool = False
 
     @property
     def batches_held(self) -> int:

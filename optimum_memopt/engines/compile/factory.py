@@ -25,8 +25,8 @@ from optimum_memopt.engines.api.predictions import (
     Way,
     Workload,
 )
-from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
+from optimum_memopt.engines.api.run import REPLAN, Selection, StepSpec
+from optimum_memopt.engines.compile.options import MODEL, PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
@@ -61,10 +61,12 @@ class CompileFactory(EngineFactory[CompileOptions]):
             variants=options.memory_opt_variants,
             with_frontier=options.memory_opt_report is not None,
             unit=options.memory_opt_unit,
+            releases_gradients=options.memory_opt_release_gradients,
         )
 
     def check_options(self, options: CompileOptions) -> None:
-        """Variants are of a budget's plan, a micro-batch is chosen within a budget, and one flag names the loss."""
+        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, and a
+        step whose gradients are released can neither accumulate nor run again."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
@@ -75,23 +77,32 @@ class CompileFactory(EngineFactory[CompileOptions]):
                 f"--memory_opt_variants {options.memory_opt_variants} without --memory_opt_budget: variants are plans "
                 "within a budget; give one, or leave the flag out"
             )
+        if options.memory_opt_release_gradients:
+            _check_released(options)
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
         from optimum_memopt.engines.compile.loss.decide import loss_mode
 
         loss_mode(plans, options.memory_opt_loss)
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> TrainerParts:
-        """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
-        if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
+        """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does; the
+        norm of released gradients is that of the engine."""
+        if engine.name != "compile":
             return TrainerParts()
+        from optimum_memopt.engines.compile.train.engine import CompileEngine
+
+        assert isinstance(engine, CompileEngine)
+        wrap_norm = engine.norm_with if options.memory_opt_release_gradients else None
+        if trainer.label_smoother is None or options.memory_opt_loss == PLAIN:
+            return TrainerParts(wrap_norm=wrap_norm)
         from transformers import Trainer
 
         from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
-            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine))
-        return TrainerParts()
+            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine), wrap_norm=wrap_norm)
+        return TrainerParts(wrap_norm=wrap_norm)
 
     def environment_report(self) -> Report:
         if why := self.missing():
@@ -138,6 +149,25 @@ class CompileFactory(EngineFactory[CompileOptions]):
         from optimum_memopt.engines.compile.predict.estimate import largest_batch
 
         return largest_batch(workload, selection, spec, budget)
+
+
+def _check_released(options: CompileOptions) -> None:
+    """Raise a MemOptError for flags that need the gradients of a whole step, or a step that can run again."""
+    flag = "--memory_opt_release_gradients"
+    if options.memory_opt_unit == MODEL:
+        raise MemOptError(
+            f"{flag} with --memory_opt_unit {MODEL}: one graph returns all gradients at once; leave it out"
+        )
+    if options.memory_opt_on_oom == REPLAN:
+        raise MemOptError(
+            f"{flag} with --memory_opt_on_oom {REPLAN}: a step that has begun to change parameters cannot be run "
+            "again; leave one of the two out"
+        )
+    if options.memory_opt_batch is not None:
+        raise MemOptError(
+            f"{flag} with --memory_opt_batch {options.memory_opt_batch}, which may choose gradient accumulation; "
+            "leave one of the two out"
+        )
 
 
 def _report() -> Report:

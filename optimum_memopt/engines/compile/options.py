@@ -64,6 +64,12 @@ class CompileOptions(EngineOptions):
         "memory and nobody reads the logits. Gradients are those of plain up to the order of sums.",
         choices=LOSSES,
     )
+    memory_opt_release_gradients: bool = flag(
+        False,
+        "Let the optimizer step in the backward, as soon as a layer's gradients are complete, and free these: a step "
+        "holds the gradients of one layer at a time. Weights are the same to the last bit. One device, no gradient "
+        "accumulation, --max_grad_norm 0, no --fp16; compile engine.",
+    )
 
     @property
     def budget(self) -> Budget | None:

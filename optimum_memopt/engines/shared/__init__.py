@@ -1,8 +1,9 @@
 """What all engines share.
 
-registry         engines by name, and `auto`
-in_place         the life cycle of an engine on a model
-forward_patch    a model's forward, checkpointing, key-value cache
-label_smoothing  the Trainer's label smoothing, in the forward
-optimizers       AdamW of other libraries
+registry            engines by name, and `auto`
+in_place            the life cycle of an engine on a model
+forward_patch       a model's forward, checkpointing, key-value cache
+label_smoothing     the Trainer's label smoothing, in the forward
+released_gradients  the optimizer in the backward
+optimizers          AdamW of other libraries
 """

@@ -69,14 +69,14 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
     return StepEvents(tuple(itertools.starmap(event, pairs)), low.dropped_at)
 
 
-def compose(tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> StepEvents:
+def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> StepEvents:
     """The events of a step whose forward is the tape.
 
     Args:
         runs: those of each call.
-        accumulates: gradients of parameters are added to others as soon as a graph's backward returns them.
+        frees_gradients: gradients of parameters are added to earlier ones, or released, once a backward returns them.
     """
-    composition = _Composition(tape, runs, accumulates)
+    composition = _Composition(tape, runs, frees_gradients)
     count, collectives = len(tape.calls), composition.collectives
     forward = [event for index in range(count) for event in composition.forward(index)]
     events = [*forward, *collectives.end_of_forward, composition.drop_results()]
@@ -101,9 +101,9 @@ def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
 class _Composition:
     """The names of storages in a step, and who holds those that pass between graphs."""
 
-    def __init__(self, tape: Tape, runs: Sequence[GraphEvents], accumulates: bool = False) -> None:
+    def __init__(self, tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> None:
         self._tape, self._calls, self._given = tape, tape.calls, tape.given
-        self._graphs, self._accumulates = runs, accumulates
+        self._graphs, self._frees_gradients = runs, frees_gradients
         # By run: names in the step of what its forward is given, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
@@ -344,7 +344,7 @@ class _Composition:
             name = names.get(local, f"{index} {local}")
             self._layouts.setdefault(name, graph.layouts.gradients.get(position))
             owner = None if position is None else self._around[index].owners.get(position)
-            if number is None and self._accumulates and owner is None:
+            if number is None and self._frees_gradients and owner is None:
                 yield name
             if number is None:
                 continue
@@ -353,7 +353,7 @@ class _Composition:
                     self._sharded[name] = owner
                 else:
                     yield name
-            elif self._accumulates and number in self._given:
+            elif self._frees_gradients and number in self._given:
                 # autograd adds up those of all graphs before it adds them to what is there.
                 first = self._gradients.setdefault(number, name)
                 if first != name:

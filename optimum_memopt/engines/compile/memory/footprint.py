@@ -54,6 +54,7 @@ class Footprint:
         step: temporary tensors of the optimizer's step.
         constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the
             CPU the interpreter, libraries and compiled code.
+        releases: the optimizer steps in the backward, so that `step` is held there, and `gradients` are none.
     """
 
     activations: int
@@ -66,11 +67,13 @@ class Footprint:
     gradients: int = 0
     step: int = 0
     constant: int = 0
+    releases: bool = False
 
     @property
-    def accumulates(self) -> bool:
-        """True where gradients of earlier micro-batches are there when the forward begins."""
-        return self.accumulated > 0
+    def frees_gradients(self) -> bool:
+        """True where no gradient of a parameter is held once a graph's backward has returned it: it is added to that
+        of earlier micro-batches, or released."""
+        return self.releases or self.accumulated > 0
 
     def of_later_micro_batch(self) -> "Footprint":
         """That of a micro-batch which begins with the gradients of earlier ones."""
@@ -88,7 +91,7 @@ class Footprint:
 
     @property
     def _in_backward(self) -> int:
-        return self.accumulated + self.other_forwards + self.activations
+        return self.accumulated + self.other_forwards + self.activations + self.step * self.releases
 
     def text(self, weights: str, batches: int = 1) -> str:
         """The parts, in MiB.
@@ -126,17 +129,20 @@ def footprint_of(
     other_forwards: int = 0,
     untrained: Collection[str] = (),
     trained: Collection[str] = (),
+    releases_gradients: bool = False,
 ) -> Footprint:
     """A step of a model.
 
     Args:
         optimizer: None before there is one: AdamW.
         trained: names of parameters that certainly get a gradient.
+        releases_gradients: see `Run`; what is temporary then is at most that of the largest parameter.
     """
     trainable = trainable_of(model, untrained)
     # ZeRO 3 updates its flat tensors one after the other.
     flat = zero3.updated(model)
     updated = [max(flat, key=lambda tensor: tensor.nbytes)] if flat else trainable
+    largest = max(([each] for each in trainable), key=local_bytes, default=[])
     return Footprint(
         activations=activations,
         parameters=local_bytes(parameters_of(model).values()),
@@ -145,9 +151,10 @@ def footprint_of(
         optimizer=sum(state_sizes(optimizer, trainable)) + _states_to_come(model, optimizer, trained),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
-        gradients=local_bytes(updated),
-        step=step_bytes(optimizer, updated),
+        gradients=0 if releases_gradients else local_bytes(updated),
+        step=step_bytes(optimizer, largest if releases_gradients else updated),
         constant=constant,
+        releases=releases_gradients,
     )
 
 
@@ -283,7 +290,11 @@ def step_timeline(
     }
     in_graphs = {**always, GRADIENTS: around.accumulated, SAVED: around.other_forwards}
     in_optimizer = {**always, GRADIENTS: around.gradients, TEMPORARY: around.step}
-    in_backward = {**in_graphs, GRADIENTS: around.accumulated + gradients}
+    in_backward = {
+        **in_graphs,
+        GRADIENTS: around.accumulated + gradients,
+        TEMPORARY: around.step if around.releases else 0,
+    }
     # What is held during each event, those between operators included.
     first = step.dropped_at
     during = [
@@ -409,6 +420,7 @@ def step_around(
         constant=constant,
         untrained=untrained,
         trained=trained,
+        releases_gradients=run.releases_gradients,
     )
     link, host = link_of(device, target)
     known = device_at(device) if target is None and device.type == "cuda" else target

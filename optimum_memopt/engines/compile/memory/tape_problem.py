@@ -37,7 +37,7 @@ class TapeProblem:
 
     Attributes:
         tape: whose calls the runs are.
-        accumulates: see `compose`.
+        frees_gradients: see `compose`.
         places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
     """
 
@@ -45,7 +45,7 @@ class TapeProblem:
     runs: tuple[Problem, ...]
     tape: Tape
     places: tuple[tuple[int, int], ...]
-    accumulates: bool = False
+    frees_gradients: bool = False
 
     @property
     def graphs(self) -> tuple[int, ...]:
@@ -148,29 +148,29 @@ def _name_in(problem: Problem, node: int, run: int) -> str:
     return f"{problem.names[node]}.{run}" if run else problem.names[node]
 
 
-def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = False) -> TapeProblem:
+def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool = False) -> TapeProblem:
     """The graphs of a tape as one problem.
 
     Args:
         runs: the problem of each call, for its sizes.
-        accumulates: see `compose`.
+        frees_gradients: see `compose`.
     """
     if len(runs) == 1 and not tape.outside and (tape.loss is None or tape.loss.unknown):
         places = tuple((0, node) for node in range(len(runs[0].names)))
-        return TapeProblem(runs[0], (runs[0],), tape, places, accumulates)
-    linked = _LinkedRuns(tape, runs, accumulates)
+        return TapeProblem(runs[0], (runs[0],), tape, places, frees_gradients)
+    linked = _LinkedRuns(tape, runs, frees_gradients)
     for run in range(len(runs)):
         linked.forward(run)
     for run in reversed(range(len(runs))):
         linked.backward(run)
-    return TapeProblem(linked.problem(), tuple(runs), tape, tuple(linked.built.places), accumulates)
+    return TapeProblem(linked.problem(), tuple(runs), tape, tuple(linked.built.places), frees_gradients)
 
 
 class _LinkedRuns:
     """The nodes of all runs, and of what is between them."""
 
-    def __init__(self, tape: Tape, runs: Sequence[Problem], accumulates: bool) -> None:
-        self._tape, self._runs, self._accumulates = tape, runs, accumulates
+    def __init__(self, tape: Tape, runs: Sequence[Problem], frees_gradients: bool) -> None:
+        self._tape, self._runs, self._frees_gradients = tape, runs, frees_gradients
         self._collectives = tape.collectives([run.positions.gradients for run in runs])
         self.built = _Builder()
         self._moved = _Moved(self.built)
@@ -315,7 +315,7 @@ class _LinkedRuns:
         owner = None if at is None else self._collectives.runs[run].owners.get(at)
         if owner is not None:
             self._sharded.append((owner, gradient))
-        elif self._accumulates and (storage is None or storage in self._tape.given):
+        elif self._frees_gradients and (storage is None or storage in self._tape.given):
             if storage is not None and storage in gradients:
                 gradient = self._sum(run, gradients.pop(storage), gradient)
             if storage is not None and any(storage in earlier.inputs.values() for earlier in calls[:run]):

@@ -236,18 +236,18 @@ class CapturedForward:
             runs.append(problems[key])
         return tape, tuple(runs)
 
-    def problem(self, sizes: Sequence[SymbolValues] | None = None, accumulates: bool = False) -> TapeProblem:
+    def problem(self, sizes: Sequence[SymbolValues] | None = None, frees_gradients: bool = False) -> TapeProblem:
         """Its graphs as one problem, for any plan.
 
         Args:
             sizes: see `problems`; None: of the batch that was captured.
-            accumulates: see `compose`.
+            frees_gradients: see `compose`.
         """
         tape, runs = self.problems([graph.sizes for graph in self.graphs] if sizes is None else sizes)
-        return problem_of_tape(tape.with_all_held(), runs, accumulates)
+        return problem_of_tape(tape.with_all_held(), runs, frees_gradients)
 
     def step_events(
-        self, times: int = 1, largest: LargestBatch | None = None, accumulates: bool = False
+        self, times: int = 1, largest: LargestBatch | None = None, frees_gradients: bool = False
     ) -> StepEvents:
         """The events of a step under the plans that were applied; arguments as in `solver` and `compose`."""
         tape, problems = self.problems(self.sizes_for(times, largest))
@@ -259,7 +259,7 @@ class CapturedForward:
                 saved = graph.simulated(problem).saved
                 events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
             runs.append(events[key])
-        return compose(tape, runs, accumulates)
+        return compose(tape, runs, frees_gradients)
 
     def solver(self, step: StepContext, times: int = 1, largest: LargestBatch | None = None) -> ForwardSolver:
         """The solver for its batch.
@@ -272,7 +272,7 @@ class CapturedForward:
 
     def solver_at(self, step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
         """The solver for a batch of these sizes; see `problems`."""
-        forward = self.problem(sizes, step.fixed.accumulates)
+        forward = self.problem(sizes, step.fixed.frees_gradients)
         return ForwardSolver(forward, self.host(forward, step), gather_rate=step.gather_rate)
 
     def solver_for_rows(self, step: StepContext, rows: int) -> ForwardSolver:

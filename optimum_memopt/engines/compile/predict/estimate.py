@@ -105,7 +105,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
     def way(index: int, plan: Technique) -> Way:
         forward = traced.forward.planned_by(index)
-        events = forward.step_events(accumulates=context.fixed.accumulates)
+        events = forward.step_events(frees_gradients=context.fixed.frees_gradients)
         around = context.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
         return Way(
@@ -120,7 +120,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
 def _seconds(captured: CapturedForward, context: StepContext) -> dict[str, float]:
     """Seconds of a forward and its backward: of operators, recompute among them, and of waiting for copies."""
-    forward = captured.problem(accumulates=context.fixed.accumulates)
+    forward = captured.problem(frees_gradients=context.fixed.frees_gradients)
     plans = [captured.graphs[graph].plans[0] for graph in forward.graphs]
     simulation = simulate(forward.problem, forward.of_all([plan.saved for plan in plans]))
     calls, places = captured.tape.calls, enumerate(forward.places)

@@ -145,8 +145,8 @@ class Search:
         if self.ran.chunks_loss or not forward.chunks_loss:
             return
         # Without a plan it is torch's own partition that runs.
-        accumulates = self.step.fixed.accumulates
-        activations = forward.step_events(largest=self.step.largest, accumulates=accumulates).peak()
+        frees = self.step.fixed.frees_gradients
+        activations = forward.step_events(largest=self.step.largest, frees_gradients=frees).peak()
         peak = self.step.footprint(activations).peak
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_loss chunked"
@@ -310,7 +310,15 @@ def _suggestions(
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
     accumulates, outside = run.gradient_accumulation, failed.outside
-    plain = footprint_of(model, run.optimizer, accumulates, batch=batch, constant=outside, untrained=ran.untrained)
+    plain = footprint_of(
+        model,
+        run.optimizer,
+        accumulates,
+        batch=batch,
+        constant=outside,
+        untrained=ran.untrained,
+        releases_gradients=run.releases_gradients,
+    )
     link, host = link_of(device)
     fixed, largest = replace(plain, constant=constant), run.largest_batch()
     search = Search(

@@ -83,12 +83,23 @@ def planned_device(name: str | None) -> PlannedDevice:
     return PlannedDevice(here.type, capacity(here), lacks)
 
 
+def _unreleasable(spec: StepSpec) -> str:
+    """What keeps a step from releasing its gradients; empty: nothing does."""
+    if (steps := spec.gradient_accumulation_steps) > 1:
+        return f"gradient_accumulation_steps {steps}: gradients are held until the last micro-batch"
+    if spec.fsdp > 1:
+        return f"fsdp {spec.fsdp}: ranks exchange gradients before the optimizer's step"
+    if spec.autocast == "float16":
+        return "fp16: its loss scaler reads all gradients before the optimizer's step"
+    return ""
+
+
 @dataclass(frozen=True)
 class PlannedStep:
     """A step that is planned for.
 
     Raises:
-        MemOptError: an unknown device or optimizer.
+        MemOptError: an unknown device or optimizer, or a step whose gradients cannot be released.
     """
 
     workload: Workload
@@ -97,6 +108,8 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         check(self.spec.optim)
+        if self.spec.releases_gradients and (why := _unreleasable(self.spec)):
+            raise MemOptError(f"release_gradients with {why}; leave one of the two out")
         if self.target is None and self.here.type == "cpu":
             # A CPU's process that trains holds what Trainer imports, too: datasets, PEFT and bitsandbytes, 270 MiB.
             importlib.import_module("transformers.trainer")
@@ -173,7 +186,8 @@ class PlannedStep:
             spec = TraceSpec(
                 self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
             )
-            run = Run(self.optimizer_of(model), self.spec.gradient_accumulation_steps > 1)
+            accumulates, releases = self.spec.gradient_accumulation_steps > 1, self.spec.releases_gradients
+            run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases)
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose)
             if file is not None:

@@ -312,7 +312,7 @@ class Planner:
         bound, run, model = self._spec.producer.bound, self._spec.run(), self._model
         if bound is None or bound.text == AUTO or not self._spec.options or os.environ.get(SWITCH) == "0":
             return None
-        optimizer = type(run.optimizer).__name__
+        optimizer = f"{type(run.optimizer).__name__} {run.releases_gradients}"
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         facts = [
             f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}",

@@ -117,11 +117,12 @@ def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
 
     def activations(times: int) -> int:
         # Of several micro-batches all but the first have gradients before them.
-        return forward.step_events(times, largest, times > 1 or failed.run.gradient_accumulation).peak()
+        frees = times > 1 or failed.run.gradient_accumulation or failed.run.releases_gradients
+        return forward.step_events(times, largest, frees).peak()
 
     tape = forward.tape
     return Reconstruction(
-        forward.step_events(accumulates=failed.accumulated > 0),
+        forward.step_events(frees_gradients=failed.accumulated > 0 or failed.run.releases_gradients),
         {node: module for graph in forward.graphs for node, module in graph.modules.items()},
         cache(activations),
         forward.rows_with(largest),

@@ -272,9 +272,9 @@ class StepMemoryPredictor:
         tape, runs = self._runs(self._all_sizes(sizes), compiled=False)
         return compose(replace(tape, loss=None), runs).saved_bytes
 
-    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, accumulates: bool = False) -> int:
-        """The peak of a forward and its backward, in bytes."""
-        return self._step(self._all_sizes(sizes), accumulates).peak(gradients)
+    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, frees_gradients: bool = False) -> int:
+        """The peak of a forward and its backward, in bytes; see `compose`."""
+        return self._step(self._all_sizes(sizes), frees_gradients).peak(gradients)
 
     def footprint(
         self,
@@ -307,16 +307,18 @@ class StepMemoryPredictor:
         weights = local_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
+        releases = self.run.releases_gradients
         return footprint_of(
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            activations=self.activations(wanted, weights if is_followed else 0, accumulates),
+            activations=self.activations(wanted, weights if is_followed else 0, accumulates or releases),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
             untrained=self.untrained,
             trained=self.trained,
+            releases_gradients=releases,
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
@@ -327,7 +329,7 @@ class StepMemoryPredictor:
         """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        step = self._step(sizes, around.accumulates)
+        step = self._step(sizes, around.frees_gradients)
         gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(graph.programs.both for graph in self.graphs) and not self._programs_caveat
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
@@ -355,7 +357,7 @@ class StepMemoryPredictor:
         wanted = self._all_sizes(sizes, batch_size, seq_len)
         around = self.footprint(wanted, optimizer, gradient_accumulation)
         later = self._step(wanted, True) if around.accumulated and self._is_on_cuda else None
-        return self.blocks_of(self._step(wanted), around, optimizer, later)
+        return self.blocks_of(self._step(wanted, around.releases), around, optimizer, later)
 
     def blocks_of(
         self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None, later: StepEvents | None = None
@@ -387,11 +389,11 @@ class StepMemoryPredictor:
             raise ReferenceError("the model whose steps are predicted was deleted")
         return model
 
-    def _step(self, sizes: BatchSizes, accumulates: bool = False) -> StepEvents:
-        key = frozenset(sizes.items()), accumulates, tuple(graph.programs.both is None for graph in self.graphs)
+    def _step(self, sizes: BatchSizes, frees_gradients: bool = False) -> StepEvents:
+        key = frozenset(sizes.items()), frees_gradients, tuple(graph.programs.both is None for graph in self.graphs)
         if key not in self._last:
             # That of a first micro-batch, and of later ones.
-            self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), accumulates)}
+            self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), frees_gradients)}
         return self._last[key]
 
     def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:

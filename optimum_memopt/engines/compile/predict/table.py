@@ -110,6 +110,7 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
     caveat = predictor.caveat and f" ({predictor.caveat})"
     optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else planned_like(run.optimizer)
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
+    accumulation += " and released gradients" if run.releases_gradients else ""
     by_dtype = weights_by_dtype(model)
     sizes = (f"{dtype} {size / MIB:.1f}" for dtype, size in by_dtype.items())
     parts = footprint.text(", ".join(by_dtype if len(by_dtype) == 1 else sizes), run.batches_held)

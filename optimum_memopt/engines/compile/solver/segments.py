@@ -100,7 +100,7 @@ def segments_within(
 
     def of(chosen: tuple[Link, ...]) -> Segments:
         tape = with_recomputed(forward.tape, chosen)
-        peak = compose(tape, runs, forward.accumulates).peak()
+        peak = compose(tape, runs, forward.frees_gradients).peak()
         return Segments(chosen, peak, seconds_again(forward, tape, gather_rate))
 
     if fixed or not links:

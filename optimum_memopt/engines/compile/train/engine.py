@@ -1,17 +1,19 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
+from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
+from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TracedForward, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
@@ -28,10 +30,11 @@ from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.compile.train.zero3 import Zero3Layers
-from optimum_memopt.engines.shared import in_place
+from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.errors import DoesNotFitError, line_of
+from optimum_memopt.engines.shared.released_gradients import ReleasedGradients
+from optimum_memopt.errors import DoesNotFitError, MemOptError, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
 from optimum_memopt.memory.capacity import host_available
@@ -54,6 +57,7 @@ class CompileEngine(in_place.InPlaceEngine):
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
         unit: one of `options.UNITS`.
+        releases_gradients: see `ReleasedGradients`.
     """
 
     name = "compile"
@@ -67,6 +71,7 @@ class CompileEngine(in_place.InPlaceEngine):
         variants: int = 1,
         with_frontier: bool = False,
         unit: str = AUTO,
+        releases_gradients: bool = False,
     ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
@@ -74,6 +79,9 @@ class CompileEngine(in_place.InPlaceEngine):
         self._most_variants = variants
         self._with_frontier = with_frontier
         self._unit = unit
+        self._releases_gradients = releases_gradients
+        # None until the first training forward.
+        self._released: ReleasedGradients | None = None
         self._smoothing: LabelSmoothing | None = None
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
@@ -82,12 +90,16 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         check_trainer_arguments(args)
+        if self._releases_gradients:
+            released_gradients.check_arguments(args)
         self._leafs = Zero3Layers.of(args, self._unit, self._asked.budget is not None, self._loss.must_chunk)
 
     def _check(self, model: torch.nn.Module) -> None:
         check_model(model)
         if self._compiler_asked is not None:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
+        if self._releases_gradients and not (run := self._run_now()).has_trainer:
+            released_gradients.check_run(run)
 
     def _enter(self) -> None:
         for line in releases.what_is_less():
@@ -101,6 +113,9 @@ class CompileEngine(in_place.InPlaceEngine):
             host_masks.watch_masks()
 
     def _leave(self) -> None:
+        if self._released is not None:
+            self._released.stop()
+            self._released = None
         if self._leafs is not None:
             self._leafs.stop()
         if self._is_on_cpu:
@@ -109,6 +124,15 @@ class CompileEngine(in_place.InPlaceEngine):
         else:
             host_masks.leave_masks()
             host_copies.release_pinned()
+
+    def norm_with(self, norm: Callable[..., Any]) -> Callable[..., Any]:
+        """`norm`, which returns that of the gradients that are there, with that of those that were released."""
+
+        def norm_of_all(*args: Any, **kwargs: Any) -> Any:
+            others = norm(*args, **kwargs)
+            return others if self._released is None else self._released.norm(torch.as_tensor(others))
+
+        return norm_of_all
 
     def smooth_labels(self, smoothing: Any) -> bool:
         """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked."""
@@ -184,6 +208,8 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         is_first = self._buckets is None
+        if self._releases_gradients and self._released is None:
+            self._released = self._release_gradients()
         if self._buckets is None:
             # It may have been sharded since the engine was put on it.
             check_model(self._model)
@@ -222,6 +248,27 @@ class CompileEngine(in_place.InPlaceEngine):
             # What malloc keeps of one step may be in no place that the next one can use.
             self._keep_freed(host_available() >= peak)
         return outputs
+
+    def _release_gradients(self) -> ReleasedGradients:
+        """Have the run's optimizer step in the backward.
+
+        Raises:
+            MemOptError: it cannot, or the run needs all gradients at once.
+        """
+        optimizer = released_gradients.check_run(self._run_now())
+        device = next(self._model.parameters()).device.type
+        if self._is_sharded:
+            raise MemOptError(
+                f"{released_gradients.FLAG} under FSDP2 and ZeRO 3, which reduce gradients; leave it out"
+            )
+        released_gradients.check_processes(world_size())
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise MemOptError(
+                f"{released_gradients.FLAG} in float16: a loss scaler reads all gradients before the optimizer's "
+                "step; train in bfloat16"
+            )
+        layers = (layer for group in layer_groups(self._model) for layer in group.values())
+        return ReleasedGradients(optimizer, (layer.parameters() for layer in layers))
 
     @property
     def _is_sharded(self) -> bool:
@@ -287,4 +334,5 @@ class CompileEngine(in_place.InPlaceEngine):
         return ForwardArgs.of(self._model, args, kwargs, loss_only, reader)
 
     def _run_now(self) -> Run:
-        return self.run() if self.run is not None else Run(has_trainer=False)
+        run = self.run() if self.run is not None else Run(has_trainer=False)
+        return replace(run, releases_gradients=self._releases_gradients)

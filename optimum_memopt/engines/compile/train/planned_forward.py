@@ -376,7 +376,8 @@ class PlannedForward:
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
-        run = Run(micro_batches=self.planner.run.micro_batches)
+        now = self.planner.run
+        run = Run(micro_batches=now.micro_batches, releases_gradients=now.releases_gradients)
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, run, earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:

@@ -196,7 +196,7 @@ def _by_length(forward: CapturedForward, plan: Plan, step: StepContext) -> Extra
             {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
             for sizes, tokens in zip(largest, lengths, strict=True)
         ]
-        return forward.problem(shortened, step.fixed.accumulates).problem
+        return forward.problem(shortened, step.fixed.frees_gradients).problem
 
     longest = max((size for tokens in lengths for size in tokens.values()), default=0)
     batches = step.largest.lengths if step.largest is not None else ()
@@ -215,7 +215,7 @@ def _torchs_own_peak(forward: CapturedForward, step: StepContext) -> float:
         own.append(timeline_of(graph.analyzed, modules))
     tape, sizes = forward.sizes_of_runs(forward.sizes_for(largest=step.largest))
     runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-    return compose(tape.with_all_held(), runs, step.fixed.accumulates).peak()
+    return compose(tape.with_all_held(), runs, step.fixed.frees_gradients).peak()
 
 
 def _gain(plan: Plan, costs: str) -> str:

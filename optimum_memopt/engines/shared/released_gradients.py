@@ -1,0 +1,230 @@
+"""Released gradients: the optimizer steps in the backward, as soon as a layer's gradients are complete.
+
+A backward computes the gradients of the last layer first, and nothing but the optimizer reads them. So the parameters
+of a layer are stepped when the last of its gradients is there, and these are freed before the layer in front of it
+begins its backward. A step then holds the gradients of one layer, instead of those of the model. The update is the
+optimizer's own, with its states, its groups and their learning rates of that moment: each parameter is stepped once in
+a step, as it would be afterwards, so that the weights are the same to the last bit. What is left when the optimizer's
+own `step` is called, as of a layer that was skipped, is stepped there.
+
+After "How to save memory by fusing the optimizer step into the backward pass"
+(https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html), which gives each parameter
+an optimizer of its own; here the one optimizer stays, with its schedule and its checkpoints and steps a layer at once.
+"""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.compat.torch import step_without_hooks
+from optimum_memopt.engines.api.run import Run
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.logs import get_logger
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+FLAG = "--memory_opt_release_gradients"
+# Optimizers that step each parameter by its own gradient and states.
+_OF_TORCH = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
+)
+_OF_OTHERS = ("transformers.optimization.Adafactor",)
+
+
+def check_arguments(args: "TrainingArguments") -> None:
+    """Refuse arguments of a Trainer that need all gradients at once.
+
+    Raises:
+        MemOptError: gradient accumulation, clipping, fp16, several processes.
+    """
+    if args.gradient_accumulation_steps > 1:
+        raise MemOptError(
+            f"{FLAG} with --gradient_accumulation_steps {args.gradient_accumulation_steps}: the gradients of all "
+            "micro-batches are held until the last one; give 1, and the rows to --per_device_train_batch_size"
+        )
+    if args.max_grad_norm:
+        raise MemOptError(
+            f"{FLAG} with --max_grad_norm {args.max_grad_norm} (Trainer's default is 1.0): gradients can be clipped "
+            "when all of them are there; give --max_grad_norm 0"
+        )
+    if args.fp16:
+        raise MemOptError(
+            f"{FLAG} with --fp16: its loss scaler reads all gradients before the optimizer's step; give --bf16"
+        )
+    check_processes(args.world_size)
+
+
+def check_processes(count: int) -> None:
+    """Raise a MemOptError for several processes, which exchange gradients."""
+    if count > 1:
+        raise MemOptError(
+            f"{FLAG} with {count} processes, which exchange gradients before the optimizer's step; train on one "
+            "device, or leave it out"
+        )
+
+
+def check_run(run: Run) -> torch.optim.Optimizer:
+    """Returns the optimizer of a run, without what accelerate wraps around it.
+
+    Raises:
+        MemOptError: it has none, one that may look at several parameters together, or accumulates gradients.
+    """
+    optimizer: Any = getattr(run.optimizer, "optimizer", run.optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MemOptError(f"{FLAG} without an optimizer, which steps in the backward: optimize(…, optimizer=…)")
+    if run.gradient_accumulation:
+        raise MemOptError(f"{FLAG} with gradient_accumulation=True: gradients are held until the last micro-batch")
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_TORCH
+    is_known = is_torchs or kind.__module__.startswith("bitsandbytes.optim.")
+    if not is_known and f"{kind.__module__}.{kind.__qualname__}" not in _OF_OTHERS:
+        raise MemOptError(
+            f"{FLAG} with {excerpt(kind.__qualname__)}, which may look at several parameters together; allowed are "
+            f"torch.optim's {', '.join(_OF_TORCH)}, transformers' Adafactor, and bitsandbytes' optimizers"
+        )
+    return optimizer
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters that are stepped together.
+
+    Attributes:
+        params: of each of the optimizer's groups, with the parameters of other units replaced by one without a
+            gradient, since bitsandbytes knows parameters by their places.
+        expected: gradients in a step, as far as is known.
+        complete: parameters whose gradients are complete, and not yet stepped.
+        count: of those that were stepped in this step.
+    """
+
+    params: Sequence[list[torch.Tensor]]
+    expected: int
+    complete: list[torch.Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+class ReleasedGradients:
+    """Steps an optimizer in the backward, from now until `stop`.
+
+    Args:
+        optimizer: as of `check_run`, held weakly.
+        layers: the parameters of each layer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[Iterable[torch.Tensor]]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._units: dict[torch.Tensor, _Unit] = {}
+        # Those with gradients that are complete and not stepped yet.
+        self._begun: dict[_Unit, None] = {}
+        self._norms: list[torch.Tensor] = []
+        self._stepped: set[torch.Tensor] = set()
+        # Devices of a model that is split have threads of their own in a backward.
+        self._lock = threading.RLock()
+        trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        for parameters in _units(trained, layers):
+            unit = _unit(optimizer, parameters)
+            self._units.update(dict.fromkeys(parameters, unit))
+        if not any(parameter.grad is not None for parameter in self._units):
+            # bitsandbytes reads the places of all parameters in its first step.
+            step_without_hooks(optimizer)
+        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in self._units]
+        self._handles.append(optimizer.register_step_pre_hook(self._finish))
+        get_logger().info(
+            "gradients are released: the optimizer steps in the backward, and whatever reads or clips gradients after "
+            "it finds none"
+        )
+
+    def stop(self) -> None:
+        """Step what is left in the optimizer's own step again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def norm(self, others: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of all gradients of the backward before, with that of the others, which are still there."""
+        self._release_all()
+        norms = [norm.to(others.device, torch.float32) for norm in (*self._norms, others)]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        with self._lock:
+            unit = self._units[parameter]
+            if parameter in self._stepped or any(parameter is each for each in unit.complete):
+                raise MemOptError(
+                    f"{FLAG}: a gradient of shape {tuple(parameter.shape)} came twice before the optimizer's step, by "
+                    "several backwards or by a reentrant checkpoint; call optimizer.step() after each backward, or "
+                    "leave it out"
+                )
+            # The backward of the layer behind is over.
+            for other in [each for each in self._begun if each is not unit]:
+                self._release(other)
+            unit.complete.append(parameter)
+            self._begun[unit] = None
+            if len(unit.complete) >= unit.expected:
+                self._release(unit)
+
+    def _release(self, unit: _Unit) -> None:
+        """Step a unit's parameters whose gradients are complete, and free these."""
+        optimizer, parameters = self._optimizer(), unit.complete
+        unit.complete = []
+        del self._begun[unit]
+        if optimizer is None:
+            return
+        self._norms.append(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+        groups = optimizer.param_groups
+        try:
+            optimizer.param_groups = [
+                {**group, "params": own} for group, own in zip(groups, unit.params, strict=False)
+            ]
+            step_without_hooks(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        for parameter in parameters:
+            parameter.grad = None
+        self._stepped.update(parameters)
+        unit.count += len(parameters)
+
+    def _release_all(self) -> None:
+        with self._lock:
+            for unit in list(self._begun):
+                self._release(unit)
+
+    def _finish(self, *_: Any) -> None:
+        """The optimizer's own step begins."""
+        self._release_all()
+        for unit in dict.fromkeys(self._units.values()):
+            unit.expected, unit.count = unit.count or unit.expected, 0
+        self._stepped.clear()
+        self._norms.clear()
+
+
+def _units(
+    trained: Sequence[torch.Tensor], layers: Iterable[Iterable[torch.Tensor]]
+) -> Iterator[Collection[torch.Tensor]]:
+    """The trained parameters of each layer; each other one, as one that several layers share, by itself."""
+    left = dict.fromkeys(trained)
+    owned = [dict.fromkeys(each for each in layer if each in left) for layer in layers]
+    counts: dict[torch.Tensor, int] = {}
+    for parameter in (each for layer in owned for each in layer):
+        counts[parameter] = counts.get(parameter, 0) + 1
+    for layer in owned:
+        own = [parameter for parameter in layer if counts[parameter] == 1]
+        for parameter in own:
+            del left[parameter]
+        if own:
+            yield own
+    yield from ([parameter] for parameter in left)
+
+
+def _unit(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> _Unit:
+    own = set(parameters)
+    absent = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    groups = [[each if each in own else absent for each in group["params"]] for group in optimizer.param_groups]
+    return _Unit(groups, len(own))

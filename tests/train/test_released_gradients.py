@@ -1,0 +1,251 @@
+"""The optimizer steps in the backward: the same weights, fewer gradients at once."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from optimum_memopt import MemOptError, optimize
+from optimum_memopt.compat.transformers import GRADIENT_NORM
+from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.compile.options import LAYER
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.shared import released_gradients
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.sizes import Budget
+from tests.compiled import hold_still
+from tests.gradients import Batch
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.train.test_step_memory import EXACT
+from tests.trainer_runs import arguments, build, make, weights
+
+LAYERS, STEPS = 4, 4
+COMPILED = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
+RELEASED = {**COMPILED, "memory_opt_level": 1, "memory_opt_release_gradients": True}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "foreach": partial(torch.optim.AdamW, foreach=True),
+    "loop": partial(torch.optim.AdamW, foreach=False),
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def deep(name: str, **changes: Any) -> torch.nn.Module:
+    return ZOO[name].build(**ZOO[name].deep(LAYERS), **changes)
+
+
+def grouped(model: torch.nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Biases and norms do not decay, and the embeddings learn slowly."""
+    named = dict(model.named_parameters())
+    slow = [name for name in named if "embed" in name]
+    flat = [name for name, each in named.items() if each.dim() < 2 and name not in slow]
+    rest = [name for name in named if name not in (*slow, *flat)]
+    groups = [
+        {"params": [named[name] for name in rest], "weight_decay": 0.1},
+        {"params": [named[name] for name in flat], "weight_decay": 0.0},
+        {"params": [named[name] for name in slow], "lr": 1e-4},
+    ]
+    return make_optimizer([group for group in groups if group["params"]], lr=1e-3)
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> list[torch.Tensor]:
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+CASES = [
+    *(("llama", kind) for kind in OPTIMIZERS),
+    *((name, "fused") for name in ("roberta-mlm", "t5", "gpt2", "vit")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), nightly(CASES, but=[("llama", "fused"), ("llama", "momentum")]))
+def test_weights_are_those_of_a_step_behind_the_backward(name: str, kind: str) -> None:
+    model, batches = deep(name), [ZOO[name].batch(seed=seed) for seed in range(STEPS)]
+    plain = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expecting = grouped(plain, OPTIMIZERS[kind])
+    if name != "llama":
+        # By layers sums round in another order.
+        optimize(plain, optimizer=expecting, **{**RELEASED, "memory_opt_release_gradients": False})
+    expected = trained(plain, expecting, batches)
+    torch.manual_seed(0)
+    optimizer = grouped(model, OPTIMIZERS[kind])
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    found = trained(model, optimizer, batches)
+    assert all(map(torch.equal, found, expected))
+    theirs = plain.state_dict()
+    assert [key for key, value in model.state_dict().items() if not torch.equal(value, theirs[key])] == []
+    engine.detach()
+
+
+def test_a_model_with_tied_weights_that_some_steps_skip_a_layer_of() -> None:
+    """What a step did not reach is stepped, or not, as behind the backward."""
+    name = "llama"
+
+    def run(is_released: bool) -> dict[str, torch.Tensor]:
+        model = deep(name, tie_word_embeddings=True)
+        optimizer = grouped(model, OPTIMIZERS["fused"])
+        engine = optimize(model, optimizer=optimizer, **{**RELEASED, "memory_opt_release_gradients": is_released})
+        for step in range(STEPS):
+            model.model.layers[2].requires_grad_(step % 2 == 0)
+            trained(model, optimizer, [ZOO[name].batch(seed=step)])
+        engine.detach()
+        return weights(model)
+
+    expected = run(False)
+    assert [key for key, value in run(True).items() if not torch.equal(value, expected[key])] == []
+
+
+@pytest.mark.parametrize("name", nightly(["llama", "roberta-mlm", "t5"], but=["llama"]))
+def test_the_peak_has_the_gradients_of_one_layer(name: str) -> None:
+    peaks = {}
+    for is_released in (False, True):
+        model, batch = deep(name), ZOO[name].batch(2, 8)
+        optimizer = OPTIMIZERS["fused"](model.parameters())
+        options = {**RELEASED, "memory_opt_release_gradients": is_released}
+        engine = optimize(model, optimizer=optimizer, **options)
+        trained(model, optimizer, [batch, batch])
+        forward, saved, loss = allocated(lambda model=model, batch=batch: model(**batch).loss)
+        backward, _, _ = allocated(loss.backward)
+        peaks[is_released] = max(forward, saved + backward)
+        footprint = engine.predictor.footprint()
+        assert footprint.activations == pytest.approx(peaks[is_released], **EXACT)
+        assert (footprint.gradients > 0) != is_released
+        engine.detach()
+    # A T5 of this size has its peak in the forward.
+    assert name == "t5" or peaks[True] < 0.8 * peaks[False]
+
+
+def test_a_budget_counts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that nothing fits where all gradients are held at the end of the backward."""
+    hold_still(monkeypatch)
+    model, batch = deep("llama"), ZOO["llama"].batch(2, 8)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    trained(model, optimizer, [batch])
+    footprint = engine.predictor.footprint()
+    engine.detach()
+    budget = footprint.peak + footprint.activations // 10
+    for is_released in (True, False):
+        selection = Selection(budget=Budget(f"{budget} bytes", budget))
+        engine = CompileEngine(selection, "aot_eager", loss="plain", unit=LAYER, releases_gradients=is_released)
+        engine.run = lambda: Run(optimizer, has_trainer=False)
+        engine.attach(model)
+        if is_released:
+            trained(model, optimizer, [batch])
+            assert engine.predictor.footprint().peak <= budget
+        else:
+            with pytest.raises(DoesNotFitError):
+                trained(model, optimizer, [batch])
+        engine.detach()
+
+
+class Half(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = state.global_step == 2
+        return control
+
+
+NAME = "roberta-classification"
+CLIPS_NOTHING = {"max_grad_norm": 0.0, "weight_decay": 0.1, "warmup_steps": 2, "max_steps": 6, "logging_steps": 1}
+
+
+def run_of(folder: Path, plain: bool, resume: str | None = None, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    trainer = make(folder, NAME, plain, **CLIPS_NOTHING, **({} if plain else RELEASED), **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_trainer_resumes_and_loads_its_best_model(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    best = {**saving, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    expected = run_of(tmp_path / "plain", True, **best)
+    whole = run_of(tmp_path / "whole", False, **best)
+    run_of(tmp_path / "half", False, callbacks=[Half()], **best)
+    resumed = run_of(tmp_path / "half", False, str(tmp_path / "half" / "checkpoint-2"), **best)
+    for trainer in (whole, resumed):
+        theirs = weights(expected.model)
+        assert [key for key, value in weights(trainer.model).items() if not torch.equal(value, theirs[key])] == []
+        norms, plain = (
+            [entry["grad_norm"] for entry in each.state.log_history if "grad_norm" in entry]
+            for each in (trainer, expected)
+        )
+        assert norms == pytest.approx(plain, rel=1e-5)
+        if hasattr(trainer, GRADIENT_NORM):
+            assert len(norms) == 6 and min(norms) > 0
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+        assert type(trainer)._get_grad_norm is getattr(Trainer, GRADIENT_NORM, None)
+    assert whole.state.best_metric == expected.state.best_metric
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, r"--max_grad_norm 1.0 \(Trainer's default is 1.0\)"),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, "--gradient_accumulation_steps 2"),
+        ({"max_grad_norm": 0.0, "memory_opt_unit": "model"}, "--memory_opt_unit model"),
+        ({"max_grad_norm": 0.0, "memory_opt_on_oom": "replan"}, "--memory_opt_on_oom replan"),
+        ({"max_grad_norm": 0.0, "memory_opt_engine": "ort"}, "compile engine"),
+    ],
+)
+def test_a_trainer_that_needs_all_gradients_is_refused(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(MemOptError, match=line):
+        make(tmp_path, NAME, **{**RELEASED, **changes})
+
+
+@pytest.mark.parametrize("scaling", [{"fp16": True}, {"world_size": 2}])
+def test_arguments_that_this_machine_cannot_make_are_refused(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    args = arguments(TrainingArguments, tmp_path, max_grad_norm=0.0)
+
+    class Given:
+        def __getattr__(self, name: str) -> Any:
+            return scaling.get(name, getattr(args, name))
+
+    with pytest.raises(MemOptError, match="fp16|2 processes"):
+        released_gradients.check_arguments(Given())
+
+
+class OfAll(torch.optim.AdamW):
+    """An optimizer of somebody else."""
+
+
+def test_a_loop_that_needs_all_gradients_is_refused() -> None:
+    model, batch = build("small"), ZOO["roberta-classification"].batch()
+    with pytest.raises(MemOptError, match="without an optimizer"):
+        optimize(model, **RELEASED)
+    with pytest.raises(MemOptError, match="gradient_accumulation"):
+        optimize(model, optimizer=torch.optim.SGD(model.parameters()), gradient_accumulation=True, **RELEASED)
+    with pytest.raises(MemOptError, match="OfAll, which may look at several parameters"):
+        optimize(model, optimizer=OfAll(model.parameters()), **RELEASED)
+    assert "loss" in model(**batch)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    model, batch = deep("llama"), ZOO["llama"].batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    model(**batch).loss.backward()
+    with pytest.raises(MemOptError, match=r"came twice before the optimizer's step"):
+        model(**batch).loss.backward()
+    engine.detach()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
