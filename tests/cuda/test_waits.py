@@ -78,6 +78,20 @@ def test_a_loop(plan: str) -> None:
     memopt.detach()
 
 
+def test_released_gradients() -> None:
+    model, batch = build("llama", SMALL), batch_of(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    plan = {**PLANS["layers"], "memory_opt_release_gradients": True}
+    memopt = optimum_memopt.optimize(model, optimizer=optimizer, **{**ENGINE, **plan})
+    for step in range(STEPS):
+        torch.cuda.set_sync_debug_mode("error" if step >= STEADY else "default")
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    memopt.detach()
+
+
 def test_a_mask_is_read_where_it_has_changed_since_it_was_moved() -> None:
     from accelerate import data_loader
 

@@ -115,14 +115,17 @@ class ReleasedGradients:
     Args:
         optimizer: as of `check_run`, held weakly.
         layers: the parameters of each layer.
+        with_norm: `norm` is called between backward and step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layers: Iterable[Iterable[torch.Tensor]], with_norm: bool = False
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._units: dict[torch.Tensor, _Unit] = {}
         # Those with gradients that are complete and not stepped yet.
         self._begun: dict[_Unit, None] = {}
-        self._norms: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] | None = [] if with_norm else None
         self._stepped: set[torch.Tensor] = set()
         # Devices of a model that is split have threads of their own in a backward.
         self._lock = threading.RLock()
@@ -149,7 +152,7 @@ class ReleasedGradients:
     def norm(self, others: torch.Tensor) -> torch.Tensor:
         """Returns the norm of all gradients of the backward before, with that of the others, which are still there."""
         self._release_all()
-        norms = [norm.to(others.device, torch.float32) for norm in (*self._norms, others)]
+        norms = [norm.to(others.device, torch.float32) for norm in (*(self._norms or ()), others)]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -177,7 +180,9 @@ class ReleasedGradients:
         del self._begun[unit]
         if optimizer is None:
             return
-        self._norms.append(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+        if self._norms is not None:
+            gradients = (each.grad for each in parameters)
+            self._norms.append(torch.nn.utils.get_total_norm([each for each in gradients if each is not None]))
         groups = optimizer.param_groups
         try:
             optimizer.param_groups = [
@@ -202,7 +207,8 @@ class ReleasedGradients:
         for unit in dict.fromkeys(self._units.values()):
             unit.expected, unit.count = unit.count or unit.expected, 0
         self._stepped.clear()
-        self._norms.clear()
+        if self._norms is not None:
+            self._norms.clear()
 
 
 def _units(

@@ -82,6 +82,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._releases_gradients = releases_gradients
         # None until the first training forward.
         self._released: ReleasedGradients | None = None
+        self._logs_norm = False
         self._smoothing: LabelSmoothing | None = None
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
@@ -127,6 +128,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def norm_with(self, norm: Callable[..., Any]) -> Callable[..., Any]:
         """`norm`, which returns that of the gradients that are there, with that of those that were released."""
+        self._logs_norm = True
 
         def norm_of_all(*args: Any, **kwargs: Any) -> Any:
             others = norm(*args, **kwargs)
@@ -268,7 +270,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 "step; train in bfloat16"
             )
         layers = (layer for group in layer_groups(self._model) for layer in group.values())
-        return ReleasedGradients(optimizer, (layer.parameters() for layer in layers))
+        return ReleasedGradients(optimizer, (layer.parameters() for layer in layers), self._logs_norm)
 
     @property
     def _is_sharded(self) -> bool:
