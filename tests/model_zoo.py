@@ -227,6 +227,15 @@ def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
     return peft.get_peft_model(base, peft.LoraConfig(lora_dropout=config.lora_dropout, **lora))
 
 
+def _lora_experts(config: transformers.MixtralConfig) -> torch.nn.Module:
+    """LoRA on the experts, their router and a product of a Mixtral."""
+    import peft
+
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": parameters, "init_lora_weights": False}
+    return peft.get_peft_model(transformers.MixtralForCausalLM(config), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+
+
 def _patchtst(config: transformers.PatchTSTConfig) -> torch.nn.Module:
     """Without the biases of keys, whose gradient is rounding noise alone."""
     model = transformers.PatchTSTForPrediction(config)
@@ -338,6 +347,7 @@ ZOO: dict[str, Case] = {
     ),
     # As many rows an expert as the router sends there.
     "mixtral": Case("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
+    "lora-experts": Case(_lora_experts, "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
     # A gated DeltaNet, whose backward of a softplus has other strides than are traced, and then attention.
     "qwen3.5": Case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_LLAMA, **_DELTA_NET, "head_dim": 8}, masked_lm),
     "olmo-hybrid": Case("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_LLAMA, **_DELTA_NET}, masked_lm),
@@ -411,7 +421,7 @@ SDPA += ("vit", "opt", "gemma", "patchtst", "qwen2-vl")
 # Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
 # whose running statistics it would not keep, and Swin, whose layers change the sizes of their windows.
 COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "qwen3-next", "olmo-hybrid", "jamba")
-COMPILE_ONLY += ("swin", "gemma3-vision", "qwen2-vl", "patchtst", "qlora")
+COMPILE_ONLY += ("swin", "gemma3-vision", "qwen2-vl", "patchtst", "qlora", "lora-experts")
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import dora
+from peft.tuners.lora.layer import ParamWrapper
 from transformers import (
     DebertaConfig,
     DebertaForSequenceClassification,
@@ -123,6 +124,51 @@ def test_dora_is_one_graph(quantized):
         assert_bitwise_same_step(model, plain, {"x": torch.randn(4, 5, 64)}, {"x": torch.randn(3, 7, 64)})
     assert not any("recompiled" in line or "graphs, planned" in line for line in lines), lines
     assert dora.dequantize_module_weight is theirs
+
+
+class Experts(torch.nn.Module):
+    """Two products of each expert with tokens of its own, [experts, tokens, units]."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(2, 16, 16) / 4) for _ in range(2))
+
+    def forward(self, x):
+        return torch.bmm(torch.nn.functional.gelu(torch.bmm(x, self.up)), self.down)
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.layers = torch.nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return CausalLMOutput(loss=x.square().sum())
+
+
+def test_adapters_of_experts_are_one_graph():
+    """Of one adapter and of two at once, which PEFT adds to a weight in other ways; and without any."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["up", "down"], init_lora_weights=False)
+    model = peft.get_peft_model(Mixture(), config)
+    model.add_adapter("other", config)
+    plain, theirs = copy.deepcopy(model), ParamWrapper.forward
+    engine = optimize(model, **ENGINE)
+    batches = [{"x": torch.randn(2, 5, 16)}, {"x": torch.randn(2, 7, 16)}]
+    for adapters in (["default"], ["default", "other"], []):
+        for one in (model, plain):
+            one.base_model.set_adapter(adapters)
+            # Without an adapter this trains, too.
+            one.base_model.model.norm.requires_grad_(True)
+        with log_lines() as lines:
+            assert_bitwise_same_step(model, plain, *batches)
+        assert not any("graphs, planned" in line for line in lines), lines
+        assert len(engine.plans().enabled) > 1
+    assert ParamWrapper.forward is theirs
 
 
 def test_layers_of_8_bits_are_compiled_once():

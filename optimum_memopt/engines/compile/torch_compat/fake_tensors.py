@@ -306,16 +306,23 @@ def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
     before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            held: Any = vars(owner)
-            before.append((held, name, held.get(name, _MISSING)))
-            held[name] = value
+            before.append((owner, name, vars(owner).get(name, _MISSING)))
+            _set(owner, name, value)
         yield
     finally:
-        for held, name, value in reversed(before):
-            if value is _MISSING:
-                held.pop(name, None)
-            else:
-                held[name] = value
+        for owner, name, value in reversed(before):
+            _set(owner, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    # What a class has is read-only there, and a module's `__setattr__` would register tensors.
+    held: Any = vars(owner)
+    if isinstance(owner, type):
+        delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+    elif value is _MISSING:
+        held.pop(name, None)
+    else:
+        held[name] = value
 
 
 @contextlib.contextmanager

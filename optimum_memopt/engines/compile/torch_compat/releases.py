@@ -1,9 +1,10 @@
-"""The patches that the installed releases of torch, transformers, TRL and DeepSpeed do not take."""
+"""The patches that the installed releases of torch, transformers, PEFT, TRL and DeepSpeed do not take."""
 
 import torch
 
 from optimum_memopt.engines.compile.torch_compat import fully_shard, liger
 from optimum_memopt.engines.compile.torch_compat.attention import MASKS
+from optimum_memopt.engines.compile.torch_compat.expert_adapters import EXPERTS
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import SIMULATED, VALUES
 from optimum_memopt.engines.compile.torch_compat.fused_lm_head import HEAD
 from optimum_memopt.engines.compile.torch_compat.host_masks import MOVED
@@ -13,7 +14,7 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import LINEAR, PARTITIONE
 from optimum_memopt.errors import UnsupportedModelError
 
 # Those without which a model trains all the same, with less of a plan.
-LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, LINEAR, liger.LIGER, liger.LOSS)
+LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, EXPERTS, LINEAR, liger.LIGER, liger.LOSS)
 PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
 
 

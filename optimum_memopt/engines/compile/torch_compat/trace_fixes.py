@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.torch import hooks_around_call
-from optimum_memopt.engines.compile.torch_compat import fused_lm_head, liger, zero3
+from optimum_memopt.engines.compile.torch_compat import expert_adapters, fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
     Trace,
@@ -121,7 +121,11 @@ class TraceFixes:
     ) -> None:
         self._config: Any = getattr(model, "config", None)
         # Functions of modules and in their files, by their names, and those that are called instead.
-        self._replaced: list[Replacement] = [*fused_lm_head.replacements(), *zero3.replacements()]
+        self._replaced: list[Replacement] = [
+            *fused_lm_head.replacements(),
+            *expert_adapters.replacements(),
+            *zero3.replacements(),
+        ]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._replaced += liger.replacements(device, chunks_loss)
         for file in filter(None, set(map(file_of, model.modules()))):
