@@ -1,7 +1,7 @@
 """bitsandbytes' weights of 4 bits (0.50): those of a model without data, and what they hold beside their codes."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ _BLOCK, _BLOCK_OF_SCALES = 64, 256
 # The values that four bits and eight bits stand for.
 _CODES, _CODES_OF_SCALES = 16, 256
 _STATE = "quant_state"
+_MAY_PACK = "support_avx512bf16_for_cpu"
 
 
 def is_4bit(tensor: torch.Tensor) -> bool:
@@ -88,6 +89,33 @@ def cast_biases(model: torch.nn.Module) -> None:
     for product in model.modules():
         if isinstance(product, Linear4bit) and product.bias is not None:
             product.bias.data = product.bias.data.to(product.compute_dtype)
+
+
+def keep_unpacked(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Keep evaluations on a CPU with AVX512-BF16 from packing weights of 4 bits, and unpack those that are packed.
+
+    They would stay packed, and products with packed weights have no backward: later steps get wrong gradients, with a
+    warning of torch's alone (0.50, `Linear4bit.forward` in `bitsandbytes/nn/modules.py`). Scales of unpacked weights
+    are rounded to bfloat16.
+
+    Returns:
+        The modules, for `allow_packing`.
+    """
+    held: list[Any] = [module for module in model.modules() if getattr(module, _MAY_PACK, False)]
+    for module in held:
+        setattr(module, _MAY_PACK, False)
+        if getattr(getattr(module.weight, _STATE, None), "packing_format_for_cpu", False):
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+            unpacked = _convert_weight_packed_for_cpu_inverse(module.weight.data, module.weight.quant_state)
+            module.weight.data, module.weight.quant_state = unpacked
+    return held
+
+
+def allow_packing(held: Iterable[torch.nn.Module]) -> None:
+    """Undo `keep_unpacked`."""
+    for module in held:
+        setattr(module, _MAY_PACK, True)
 
 
 def _packed(weight: torch.Tensor, kind: str, double: bool) -> torch.nn.Parameter:

@@ -8,12 +8,16 @@ import peft
 import pytest
 import torch
 import transformers
+from bitsandbytes.functional import has_avx512bf16
+from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig
 
+from optimum_memopt import optimize
 from optimum_memopt.compat.bitsandbytes import quantize_4bit, statistics_of
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
+from tests.gradients import accumulate, assert_same
 from tests.model_zoo import in_4_bits
 from tests.rotation import nightly
 
@@ -59,6 +63,41 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
     codes = 4 * 7 * 4 * (16 + (256 + 1 if double else 0))
     expected = others + weights / 2 + scales + codes
     assert planned.breakdown["parameters"] == pytest.approx(expected, rel=0.01)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 500, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_an_evaluation_leaves_gradients_as_they_were() -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes would compute wrong ones from then on."""
+    torch.manual_seed(0)
+    model = loaded(double=True, prepare=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    products = [each for each in model.modules() if isinstance(each, Linear4bit)]
+    assert products
+    for product in products:
+        product.support_avx512bf16_for_cpu = bool(has_avx512bf16())
+    expected = accumulate(model, [batch()])
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(**batch())
+        model.train()
+
+    assert_same(accumulate(model, [batch()]), expected)
+    evaluate()
+    assert_same(accumulate(model, [batch()]), expected)
+    engine.detach()
+    assert all(product.support_avx512bf16_for_cpu == bool(has_avx512bf16()) for product in products)
+    # Packed now, where the CPU has the instructions; the scales that unpacking leaves are those of bfloat16.
+    evaluate()
+    optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    assert_same(accumulate(model, [batch()]), expected, tolerance=0.05)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "RobertaForSequenceClassification"])

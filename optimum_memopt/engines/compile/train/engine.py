@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
+from optimum_memopt.compat import bitsandbytes
 from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
@@ -87,6 +88,8 @@ class CompileEngine(in_place.InPlaceEngine):
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
+        # Modules whose weights of 4 bits evaluations may not pack meanwhile.
+        self._unpacked: list[torch.nn.Module] = []
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
@@ -109,6 +112,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._leafs is not None:
             self._leafs.start(self._model)
         if self._is_on_cpu:
+            self._unpacked = bitsandbytes.keep_unpacked(self._model)
             process.return_freed_memory()
         else:
             host_masks.watch_masks()
@@ -121,6 +125,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._leafs.stop()
         if self._is_on_cpu:
             self._keep_freed(False)
+            bitsandbytes.allow_packing(self._unpacked)
             process.restore_malloc()
         else:
             host_masks.leave_masks()
