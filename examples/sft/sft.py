@@ -1,25 +1,29 @@
-"""Fine-tune a causal language model, all of it or LoRA adapters, with TRL's SFTTrainer under a memory plan: on a
+"""Fine-tune a causal language model, all of it, LoRA or QLoRA, with TRL's SFTTrainer under a memory plan: on a
 dataset, on your own rows, or on verses from a pip package. Trains and evaluates; with --do_train or --do_eval only
 that."""
 
 import math
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, prepare_model_for_kbit_training
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     set_seed,
 )
+from transformers.utils import is_bitsandbytes_available
 from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,16 +44,19 @@ class ModelArguments:
         metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: a new Llama of 8 layers."},
     )
     lora: bool = field(default=False, metadata={"help": "Train LoRA adapters on all linear layers, the rest stays."})
+    qlora: bool = field(default=False, metadata={"help": "As --lora, on a base model of 4 bits (NF4)."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
 
     def __post_init__(self) -> None:
         if self.lora_r < 1:
             raise MemOptError(f"--lora_r must be at least 1, not {self.lora_r}")
+        if self.qlora and not is_bitsandbytes_available():
+            raise MemOptError("--qlora needs bitsandbytes: pip install bitsandbytes")
 
     @property
     def adapters(self) -> LoraConfig | None:
         """The `peft_config` for SFTTrainer."""
-        if not self.lora:
+        if not (self.lora or self.qlora):
             return None
         return LoraConfig(
             r=self.lora_r, lora_alpha=2 * self.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -99,16 +106,38 @@ def texts_of(rows: Dataset) -> Iterator[str]:
     return (value for row in rows for value in row.values() if isinstance(value, str))
 
 
-def load(args: ModelArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the arguments name, or a new model with a tokenizer for `rows`."""
+def load_quantized(path: str, compute_dtype: torch.dtype) -> PreTrainedModel:
+    """A checkpoint whose products but the head have NF4 weights; all else is float32 and frozen."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+    # SFTTrainer turns on gradient checkpointing where it is asked for.
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def load(
+    args: ModelArguments, rows: Dataset, compute_dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the arguments name, or a new model with a tokenizer for `rows`; `compute_dtype` is that of the
+    products with quantized weights."""
     if args.model_name_or_path is None:
         tokenizer = new_tokenizer(texts_of(rows))
-        return new_llama(tokenizer), tokenizer
-    with loading("--model_name_or_path", args.model_name_or_path):
-        return (
-            AutoModelForCausalLM.from_pretrained(args.model_name_or_path),
-            AutoTokenizer.from_pretrained(args.model_name_or_path),
-        )
+        model = new_llama(tokenizer)
+        if args.qlora:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                model = load_quantized(folder, compute_dtype)
+            # Adapters note where their base model is; this folder is gone.
+            model.name_or_path = model.config.name_or_path = ""
+        return model, tokenizer
+    path = args.model_name_or_path
+    with loading("--model_name_or_path", path):
+        model = load_quantized(path, compute_dtype) if args.qlora else AutoModelForCausalLM.from_pretrained(path)
+        return model, AutoTokenizer.from_pretrained(path)
 
 
 def results(metrics: dict[str, float]) -> dict[str, str]:
@@ -128,7 +157,7 @@ def main() -> None:
     )
     set_seed(training_args.seed)
     splits = load_rows(row_args, retellings)
-    model, tokenizer = load(model_args, splits["train"])
+    model, tokenizer = load(model_args, splits["train"], torch.bfloat16 if training_args.bf16 else torch.float32)
     trainer = SFTTrainer(
         model=model,
         args=training_args,

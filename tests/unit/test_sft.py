@@ -44,8 +44,15 @@ def test_adapters_only_where_asked_for():
     assert sft.ModelArguments(lora_r=4).adapters is None
     adapters = sft.ModelArguments(lora=True, lora_r=4).adapters
     assert (adapters.r, adapters.lora_alpha, adapters.task_type) == (4, 8, "CAUSAL_LM")
+    assert sft.ModelArguments(qlora=True, lora_r=4).adapters.target_modules == adapters.target_modules
     with pytest.raises(MemOptError, match="--lora_r must be at least 1, not 0"):
         sft.ModelArguments(lora_r=0)
+
+
+def test_quantized_weights_need_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(sft, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(MemOptError, match="--qlora needs bitsandbytes: pip install bitsandbytes"):
+        sft.ModelArguments(qlora=True)
 
 
 def test_a_model_that_is_not_there_is_named():

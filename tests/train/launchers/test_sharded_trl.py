@@ -43,7 +43,7 @@ def test_accelerate_reads_the_configs(file: str, kind: str) -> None:
 def test_the_commands_of_the_readme_can_be_read() -> None:
     text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if "examples/sft/sft.py --" in line]
-    assert len(commands) == 4
+    assert len(commands) == 5
     kinds = (sft_script.ModelArguments, RowArguments, SFTConfig, MemOptOptions)
     for words in commands:
         place = words.index("examples/sft/sft.py")
