@@ -71,7 +71,7 @@ CASES = [
     (name, share)
     for name in ("gpt2", "llama", "roberta-mlm", "deberta-v2-classification", "t5", "vit")
     for share in (0.3, 0.6, 0.9, 0.98)
-]
+] + [("qlora", 0.9), ("lora-experts", 0.9)]
 
 
 # One layer is traced in half the time.
