@@ -316,6 +316,10 @@ def models_without_weights() -> Iterator[None]:
             quantize_4bit(model, four_bits)
         return (model, {}) if info else model
 
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        # There are no weights; the config is what a model is made from again.
+        self.config.save_pretrained(save_directory)
+
     def stays(self: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
         return self if dtype is None else moved(self, dtype)
@@ -323,6 +327,7 @@ def models_without_weights() -> Iterator[None]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "_from_config", classmethod(from_config)),
+        (PreTrainedModel, "save_pretrained", save_pretrained),
         (PreTrainedModel, "to", stays),
         (PreTrainedModel, "cuda", stays),
         (module, "to", stays),

@@ -292,10 +292,13 @@ def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_the_example(tmp_path: Path) -> None:
-    arguments = ["--output_dir", "out", "--max_train_samples", "64", "--max_eval_samples", "32"]
+@pytest.mark.parametrize("flags", [[], ["--qlora"]], ids=["all of it", "qlora"])
+def test_the_example(flags: list[str], tmp_path: Path) -> None:
+    """With `--qlora` it saves its model, and loads it quantized."""
+    arguments = ["--output_dir", "out", "--max_train_samples", "64", "--max_eval_samples", "32", *flags]
     done = run_command(str(EXAMPLES / "sft/sft.py"), *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert ("PeftModelForCausalLM" in done.stdout) == bool(flags)
     for name in ("load", "forward", "backward", "optimizer", "evaluation", "save"):
         assert f"\n{name} " in done.stdout
 
