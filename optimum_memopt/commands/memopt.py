@@ -239,6 +239,12 @@ class PlanCommand(BaseOptimumCLICommand):
             "or .png file also as a picture (pip install optimum-memopt[report]).",
         )
         output.add_argument(
+            "--at_peak",
+            action="store_true",
+            help="compile engine: list the tensors at the predicted peak, by category, row of the plan table or "
+            "operator, and module; their bytes add up to the peak.",
+        )
+        output.add_argument(
             "--html",
             metavar="FILE",
             help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from optimum_memopt.commands import step
-from optimum_memopt.engines.api.predictions import Way, fits_cell
+from optimum_memopt.engines.api.predictions import Group, Way, fits_cell
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
@@ -41,8 +41,13 @@ _VALUES = (
     "release_gradients",
 )
 _PREDICTED = ("bf16", "fp16", *_VALUES, "fsdp", "no_padding", "keep_outputs")
-_OF_DEVICE = ("device", "budget_curve", "html")
+_OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
 PLAIN_WAYS = "plain"
+# Why several batch sizes are refused.
+_OF_ONE_SIZE = {
+    **dict.fromkeys(("budget", "budget_curve", "html"), "a budget has a plan for each"),
+    "at_peak": "each has a peak of its own",
+}
 _NUMBER = re.compile(r"[1-9][0-9]*")
 # Digits up to which the error of a step of too many tokens has the number.
 _MOST_DIGITS = 19
@@ -120,17 +125,17 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
         optimizers.check(args.optim)
     if args.ways == PLAIN_WAYS:
         _check_plain(args)
-    if len(sizes) > 1 and (given := _given(args, "budget", "budget_curve", "html")):
+    if len(sizes) > 1 and (given := _given(args, "budget", "budget_curve", "html", "at_peak")):
         raise MemOptError(
-            f"--batch_size {args.batch_size} with --{given[0]}: a budget has a plan for each; give "
-            "one, or let optimum-cli memopt advise compare them"
+            f"--batch_size {args.batch_size} with --{given[0]}: {_OF_ONE_SIZE[given[0]]}; give one, or let "
+            "optimum-cli memopt advise compare them"
         )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     chosen = args.config or args.level or args.budget
     if args.output and not args.measure and not chosen:
         raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    if args.measure and (given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html")):
+    if args.measure and (given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html", "at_peak")):
         raise MemOptError(f"--{given[0]} with --measure: measured are rows and levels, on this machine; leave it out")
     if args.budget_curve is not None and (chosen or args.plan):
         raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
@@ -200,8 +205,12 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
     if args.ways == PLAIN_WAYS:
-        only = {"ways": _ways_dict(plain, device.memory)}
-        return PlanOutput(only, _ways_text(plain, header, device.memory), "", ways=plain)
+        only: dict[str, Any] = {"ways": _ways_dict(plain, device.memory)}
+        text = _ways_text(plain, header, device.memory)
+        if args.at_peak and plain[0].timeline is not None:
+            only["at_peak"] = groups_dict(plain[0].timeline.at_peak(plain[0].peak))
+            text += f"\n\n{plain[0].timeline.peak_text(plain[0].peak)}"
+        return PlanOutput(only, text, "", ways=plain)
     estimate = engine.estimate(
         workload,
         resolved.selection,
@@ -221,7 +230,16 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         twice = engine.estimate(workload, resolved.selection, replace(spec, fsdp=2 * spec.fsdp))
         shown += f"\n{ranks_text(spec.fsdp, estimate.peak, twice.peak)}"
         report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": twice.peak}
-    return PlanOutput(report, f"{shown}\n\n{estimate.to_text()}", config, estimate, ways)
+    text = f"{shown}\n\n{estimate.to_text()}"
+    if args.at_peak and estimate.timeline is not None:
+        report["at_peak"] = groups_dict(estimate.timeline.at_peak(estimate.peak))
+        text += f"\n\n{estimate.timeline.peak_text(estimate.peak)}"
+    return PlanOutput(report, text, config, estimate, ways)
+
+
+def groups_dict(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """For JSON; bytes."""
+    return [{**asdict(group), "where": group.where} for group in groups]
 
 
 def ranks_text(ranks: int, peak: int, of_twice: int) -> str:

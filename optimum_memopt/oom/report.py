@@ -29,7 +29,6 @@ from optimum_memopt.engines.api.explanations import (
     Place,
     Suggestion,
     TensorLike,
-    Tensors,
     place_of,
 )
 from optimum_memopt.engines.api.predictions import (
@@ -42,6 +41,7 @@ from optimum_memopt.engines.api.predictions import (
     RECOMPUTED,
     SAVED,
     TEMPORARY,
+    Group,
 )
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
@@ -204,9 +204,9 @@ class MemoryReport:
             f"  {'accounted for':<60}{self.accounted:>20.1%}",
         ]
         for part in self.parts:
-            if shown := _by_row(part.tensors)[:_SHOWN]:
+            if shown := part.tensors[:_SHOWN]:
                 lines += ["", f"largest {part.category}"]
-                lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
+                lines += [_row(_named(each), each.bytes, each.bytes / self.held) for each in shown]
         lines += ["", "suggestions"] + ([*map(_suggestion_line, self.suggestions)] or ["  none found"])
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
@@ -220,8 +220,9 @@ class MemoryReport:
         lines += [f"| accounted for | | {self.accounted:.1%} |", ""]
         for part in self.parts:
             if part.tensors:
-                lines += [f"## {part.category.capitalize()}", "", "| row | layer | bytes |", "|---|---|---:|"]
-                lines += [f"| {each.row} | {each.layer} | {gib_text(each.bytes)} |" for each in part.tensors] + [""]
+                lines += [f"## {part.category.capitalize()}", "", "| row | module | tensors | bytes |", "|---|---|---:|---:|"]
+                rows = ((each.name, each.where, each.count or "", gib_text(each.bytes)) for each in part.tensors)
+                lines += [*("| {} | {} | {} | {} |".format(*row) for row in rows), ""]
         lines += ["## Suggestions", ""]
         if self.suggestions:
             lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
@@ -270,17 +271,9 @@ def _time(suggestion: Suggestion) -> str:
     return "not known" if suggestion.extra_time is None else f"{suggestion.extra_time:+.1%}"
 
 
-def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
-    """Row, in how many layers, bytes; largest first."""
-    rows: dict[str, list[Tensors]] = {}
-    for each in tensors:
-        rows.setdefault(each.row, []).append(each)
-    sums = []
-    for row, members in rows.items():
-        layers = {each.layer for each in members if each.layer}
-        where = f" in {len(layers)} layers" if len(layers) > 1 else f" in {next(iter(layers))}" if layers else ""
-        sums.append((row, where, sum(each.bytes for each in members)))
-    return sorted(sums, key=lambda item: -item[2])
+def _named(tensors: Group) -> str:
+    """`Gelu+ in model.layers.*.mlp x 16`."""
+    return " in ".join(filter(None, (tensors.name, tensors.where)))
 
 
 def report_of(
@@ -364,7 +357,7 @@ def _parts(
     elif excess < 0 and engine is not None and not factory(engine.name).predicts:
         # Its runtime holds tensors that no graph of PyTorch's has.
         part = by_category.get(TEMPORARY, Part(TEMPORARY, 0))
-        own = Tensors(f"other tensors of the {engine.name} engine", "", -excess)
+        own = Group(TEMPORARY, f"other tensors of the {engine.name} engine", 0, -excess)
         by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (own, *part.tensors))
     else:
         outside += min(-excess, failure.kept)

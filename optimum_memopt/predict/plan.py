@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from optimum_memopt.compat.installed import without_kernel_warning
 from optimum_memopt.engines.api import predictions
-from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Way
+from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Group, Way
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.shared.registry import factory, predicting_engine
@@ -252,6 +252,14 @@ class Estimate:
         assert timeline is not None
         held = {_NAMES.get(category, category): sizes[timeline.peak_at] for category, sizes in timeline.held.items()}
         return {**held, "allocator": self.peak - round(self._found.peak_mib * MIB)}
+
+    @property
+    def at_peak(self) -> tuple[Group, ...]:
+        """The tensors at the peak by category, row of the plan table or operator, and module, largest first; their
+        bytes add up to `peak`."""
+        timeline = self._found.timeline
+        assert timeline is not None
+        return timeline.at_peak(self.peak)
 
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:

@@ -15,8 +15,8 @@ from optimum_memopt.engines.api.predictions import (
     SAVED,
     TEMPORARY,
 )
-from optimum_memopt.engines.compile.memory.composition import compose
-from optimum_memopt.engines.compile.memory.events import prediction_of
+from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
+from optimum_memopt.engines.compile.memory.events import Event, Storage, prediction_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint, step_timeline
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 
@@ -63,6 +63,29 @@ def test_an_optimizers_step_may_be_the_peak(roberta):
     assert found.peak == around.peak == ALWAYS + 1000 + 2 * prediction.peak
     assert (found.peak_phase, found.peak_at) == ("optimizer", found.optimizer_at)
     assert {group.category: group.bytes for group in found.alive}[TEMPORARY] == 2 * prediction.peak
+
+
+def test_the_peak_may_be_between_two_operators():
+    events = (
+        Event("mm", "mm", allocates=(Storage("mm", 100),)),
+        Event("", allocates=(Storage("tangent", 50, kind="tangent"),), frees=("mm",)),
+        Event("backward mm", "mm", frees=("tangent",)),
+    )
+    step = StepEvents(events, 0)
+    around = replace(AROUND, gradients=0, activations=step.peak())
+    found = step_timeline(step, around, {})
+    assert found.peak == around.peak == ALWAYS + 150
+    assert sum(group.bytes for group in found.alive) == found.peak
+
+
+def test_tensors_of_the_model_are_named_where_they_add_up(roberta):
+    prediction, step = predicted(roberta, "")
+    sizes = {PARAMETERS: (600, 424), OPTIMIZER: (1000, 999)}
+    tensors = [Storage(f"{name} {n}", size, name, "float32") for name, own in sizes.items() for n, size in enumerate(own)]
+    found = step_timeline(step, replace(AROUND, activations=prediction.peak), {}, tensors=tensors)
+    given = {group.category: group for group in found.alive if group.category in sizes}
+    assert (given[PARAMETERS].name, given[PARAMETERS].count) == ("float32", 2)
+    assert (given[OPTIMIZER].name, given[OPTIMIZER].count, given[OPTIMIZER].bytes) == ("", 0, 2000)
 
 
 def test_between_the_graphs_is_what_is_saved(roberta_step):

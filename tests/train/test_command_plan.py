@@ -103,6 +103,9 @@ def refused(capsys, *arguments: str) -> str:
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
         (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
         (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
+        (["--at_peak"], "error: --at_peak: the ort engine is measured, on this machine; leave it out"),
+        (["--at_peak", "--measure"], "error: --at_peak with --measure: measured are rows and levels"),
+        (["--batch_size", "1,2", "--at_peak"], "error: --batch_size 1,2 with --at_peak: each has a peak of its own"),
         (["--batch_size", "1,2", "--budget", "1GiB"], "error: --batch_size 1,2 with --budget: a budget has a plan"),
         (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
         (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
@@ -314,6 +317,21 @@ def test_what_budgets_cost(folder, tmp_path, capsys):
     assert picture.read_text().startswith("<?xml")
     page = check_alone(file.read_text())
     assert page.by_id("frontier") and "this plan" not in page.root.text
+
+
+@pytest.mark.parametrize("ways", [[], ["--ways", "plain"]], ids=["engine", "plain"])
+def test_tensors_at_the_peak(folder, capsys, ways):
+    arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "60", "--device", "h100", "--at_peak", *ways]
+    run(*arguments, "--json")
+    found = json.loads(capsys.readouterr().out)
+    peak = found["ways"][0]["peak"] if ways else max(round(found["peak_mib"] * 2**20), found["allocated"])
+    assert sum(group["bytes"] for group in found["at_peak"]) == peak
+    run(*arguments)
+    *rows, last = capsys.readouterr().out.partition("Tensors at the predicted peak, in the ")[2].splitlines()[3:]
+    assert last.startswith("predicted peak") and f"{peak:,}" in last
+    assert len(rows) == len(found["at_peak"])
+    for row, group in zip(rows, found["at_peak"], strict=True):
+        assert row.startswith(group["category"]) and f" {group['bytes']:,} " in row and group["where"] in row
 
 
 @pytest.mark.nightly

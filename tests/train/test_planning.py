@@ -64,6 +64,43 @@ def test_what_is_held_adds_up_to_the_peak(found: Estimate) -> None:
     assert 0 <= found.breakdown["allocator"] < 0.1 * found.peak < found.peak <= found.reserved
 
 
+def of_llama(layers: int, **how) -> Estimate:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=512)
+    return plan(config, "text-generation", batch_size=8, seq_len=64, **how)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", [{}, {"level": 1}, {"config": "QuickGelu+:1:-1"}, {"budget": "100%"}], ids=str)
+def test_tensors_at_the_peak_add_up_to_it(how, compiler: str) -> None:
+    estimate = of_llama(2, device="h100", bf16=True, compiler=compiler, loss="plain", **how)
+    held = estimate.at_peak
+    assert sum(group.bytes for group in held) == estimate.peak
+    assert [group.bytes for group in held] == sorted((group.bytes for group in held), reverse=True)
+    by_category = {"parameters": "parameters", "optimizer states": "optimizer", "saved activations": "activations"}
+    for category, part in by_category.items():
+        of_category = [group for group in held if group.category == category]
+        assert sum(group.bytes for group in of_category) == estimate.breakdown[part]
+        assert all(group.count > 0 for group in of_category)
+
+
+def test_tensors_at_the_peak_here_and_with_gradients_of_earlier_micro_batches() -> None:
+    estimate = of_llama(2, gradient_accumulation_steps=2)
+    assert sum(group.bytes for group in estimate.at_peak) == estimate.peak
+    assert sum(group.count for group in estimate.at_peak if group.category == "gradients") >= 20
+
+
+def test_equal_layers_have_one_row_of_their_tensors_at_the_peak() -> None:
+    """Each layer has saved the output of its attention when the loss is computed, where the peak is."""
+    attention = {}
+    for layers in (2, 3):
+        groups = of_llama(layers, device="h100", compiler="aot_eager", loss="plain").at_peak
+        (attention[layers],) = (group for group in groups if group.name == "Attention+")
+    assert attention[2].where == "model.layers.*.self_attn x 2"
+    assert attention[3].layers == tuple(f"model.layers.{number}" for number in range(3))
+    assert 3 * attention[2].bytes == 2 * attention[3].bytes and attention[3].count == 3
+
+
 def test_it_fits_what_it_takes(found: Estimate) -> None:
     assert found.fits(found.peak) and not found.fits(found.peak - 1)
     assert found.fits("1GiB") and found.fits("1%") and found.fits() and not found.fits("1MiB")

@@ -13,23 +13,10 @@ import torch
 
 from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.predictions import Group
 from optimum_memopt.engines.api.run import Run
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Tensors of one kind that were held.
-
-    Attributes:
-        row: of the plan table, as `Gelu+:1:-1`, where they have one; else the operator that makes them.
-        layer: path of the transformer layer; empty outside of layers.
-    """
-
-    row: str
-    layer: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Part:
 
     category: str
     bytes: int
-    tensors: tuple[Tensors, ...] = ()
+    tensors: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)

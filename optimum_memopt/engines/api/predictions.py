@@ -2,6 +2,8 @@
 
 import itertools
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -46,6 +48,13 @@ PHASES = PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_
 
 # Groups of tensors that are shown of each category, and bytes of the smallest.
 _GROUPS, _SHOWN = 3, 2**20
+# The number of a layer in its list, before that of a repeated call: `layer.0@1`.
+_NUMBER = re.compile(r"\d+(?:@\d+)?$")
+
+
+def equal_layers(layer: str) -> str:
+    """`model.layers.*` of `model.layers.3`: the path that all layers of a list share."""
+    return _NUMBER.sub("*", layer)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,8 @@ class Group:
         category: one of `CATEGORIES`.
         name: cluster id of saved activations that have one, `Gelu+`, else an operator; empty for a whole category.
         count: of tensors; 0 where they were not counted.
-        layers: paths of the transformer layers that they were computed in.
+        layers: paths of the transformer layers that they were computed in, all of one list.
+        module: path of the module that computes them, within its layer; outside of layers in the model.
     """
 
     category: str
@@ -64,6 +74,14 @@ class Group:
     count: int
     bytes: int
     layers: tuple[str, ...] = ()
+    module: str = ""
+
+    @property
+    def where(self) -> str:
+        """`model.layers.3.mlp`; of several layers `model.layers.*.mlp x 16`."""
+        layer = self.layers[0] if len(self.layers) == 1 else "".join(map(equal_layers, self.layers[:1]))
+        path = ".".join(filter(None, (layer, self.module)))
+        return f"{path} x {len(self.layers)}" if len(self.layers) > 1 else path
 
 
 @dataclass(frozen=True)
@@ -139,13 +157,36 @@ class StepTimeline:
         """The largest groups of tensors at the peak of what has this name."""
         rows = []
         for category in dict.fromkeys(group.category for group in self.alive):
-            groups = [group for group in self.alive if group.category == category]
-            named = (f"{each.name} {gib_text(each.bytes)}" for each in groups if each.name and each.bytes >= _SHOWN)
-            if (total := sum(group.bytes for group in groups)) >= _SHOWN:
+            names: Counter[str] = Counter()
+            for group in self.alive:
+                names[group.name] += group.bytes * (group.category == category)
+            named = (f"{name} {gib_text(size)}" for name, size in names.most_common() if name and size >= _SHOWN)
+            if (total := names.total()) >= _SHOWN:
                 rows.append((total, category, gib_text(total), ", ".join(itertools.islice(named, _GROUPS))))
         rows.sort(key=operator.itemgetter(0), reverse=True)
         grid = tabulate([row for _, *row in rows], tablefmt="plain", disable_numparse=True)
         return f"{name} holds at its peak, {self.peak_place}:\n{grid}"
+
+    def at_peak(self, peak: int) -> tuple[Group, ...]:
+        """The tensors at the peak, largest first, whose bytes add up to `peak`.
+
+        Args:
+            peak: of the blocks that tensors get from torch's allocator on CUDA, elsewhere `self.peak`.
+        """
+        rest = Group(OTHER, "blocks of the allocator beyond their tensors", 0, peak - self.peak)
+        return tuple(sorted((*self.alive, *([rest] if rest.bytes else [])), key=lambda group: -group.bytes))
+
+    def peak_text(self, peak: int) -> str:
+        """A table of `at_peak`."""
+        rows = [
+            (each.category, each.name, each.where, each.count or "", f"{each.bytes:,}", gib_text(each.bytes))
+            for each in self.at_peak(peak)
+        ]
+        rows.append(("predicted peak", "", "", "", f"{peak:,}", gib_text(peak)))
+        headers = ("held", "row or operator", "module", "tensors", "bytes", "size")
+        align = ("left", "left", "left", "right", "right", "right")
+        grid = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
+        return f"Tensors at the predicted peak, {self.peak_place}:\n{grid}"
 
 
 class Workload(Protocol):

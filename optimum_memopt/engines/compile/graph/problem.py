@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     storage_bytes,
 )
 from optimum_memopt.engines.compile.graph.layouts import Layouts, layouts_of
-from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
+from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of, module_in_layer
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
@@ -54,6 +54,7 @@ class Problem:
         bytes: of the storage of a root that is a tensor, else 0.
         workspaces: bytes that an operator holds beside its results while it runs.
         layers: path of the transformer layer, "" outside of all.
+        modules: path of the module in its layer, outside of layers in the model; empty for the problem of a tape.
         runs: which run of a tape's graphs it is in; 0 in one graph.
         is_input: placeholders of the joint graph, gradients among them.
         is_operator: `call_function`; a view and the pick of an output too.
@@ -96,6 +97,7 @@ class Problem:
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
     writes: bool = False
+    modules: tuple[str, ...] = ()
     positions: Positions = field(default_factory=Positions)
 
     @cached_property
@@ -260,6 +262,7 @@ def problems_of(
         boundaries=frozenset(all_of(layer_boundaries(graph))),
         constants=frozenset(all_of(roots_to_save & graph.constants)),
         writes=bool(joint.mutated_inputs),
+        modules=tuple(module_in_layer(node) if node.op == "call_function" else "" for node in nodes),
         positions=_positions(graph, number, tangents),
     )
 

@@ -66,6 +66,16 @@ def layer_of(node: fx.Node) -> str:
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
+def within_layer(path: str, layer: str) -> str:
+    """The path of a module within its layer; `path` itself outside of all layers."""
+    return path.removeprefix(layer.partition("@")[0]).removeprefix(".")
+
+
+def module_in_layer(node: fx.Node) -> str:
+    """The path of the module that calls the operator, within its layer; in the model outside of all layers."""
+    return within_layer(module_path(node), layer_of(node))
+
+
 @cache
 def layer_in(path: str) -> str:
     """The path of the transformer layer in the path of a module or parameter, "" outside of all."""

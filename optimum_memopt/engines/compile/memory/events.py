@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     value,
 )
 from optimum_memopt.engines.compile.graph.layouts import Layouts, layouts_of
-from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
+from optimum_memopt.engines.compile.graph.saved_activations import layer_of, module_in_layer, operator_name
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
@@ -46,6 +46,7 @@ class Storage(NamedTuple):
         category: one of `predictions.CATEGORIES`.
         kind: cluster id of a saved activation that has one, else the operator that allocates it, `gelu`.
         layer: path of the transformer layer, empty outside of all.
+        module: path of the module that allocates it, within its layer; outside of layers in the model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Storage(NamedTuple):
     category: str = TEMPORARY
     kind: str = ""
     layer: str = ""
+    module: str = ""
 
 
 class Event(NamedTuple):
@@ -88,7 +90,8 @@ def held_before(events: Iterable[Event]) -> dict[str, Storage]:
 def held_during(events: Sequence[Event], index: int) -> tuple[Storage, ...]:
     """The storages held during an event, its workspace as a storage of its own."""
     event = events[index]
-    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
+    module = event.allocates[0].module if event.allocates else ""
+    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer, module)
     held = held_before(events[:index])
     held.update((storage.name, storage) for storage in event.allocates)
     return (*held.values(), *([workspace] if event.workspace else []))
@@ -342,14 +345,14 @@ def schedule(
 
     def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
         category, kind = (SAVED, rows.get(node.name, kind)) if node in saved_roots else (TEMPORARY, kind)
-        return Storage(node.name, sizes.storage(node), category, kind, layer)
+        return Storage(node.name, sizes.storage(node), category, kind, layer, module_in_layer(node))
 
     last_uses = _last_uses(backward.graph, inlined)
 
     def in_backward(node: fx.Node, kind: str, layer: str) -> Storage:
         is_returned = node in last_uses and last_uses[node].op == "output"
         category = RECOMPUTED if node.name in of_forward else GRADIENTS if is_returned else TEMPORARY
-        return Storage(f"{BACKWARD}{node.name}", sizes.storage(node), category, kind, layer)
+        return Storage(f"{BACKWARD}{node.name}", sizes.storage(node), category, kind, layer, module_in_layer(node))
 
     def name_in_backward(node: fx.Node) -> str:
         if node.op != "placeholder":
@@ -364,7 +367,7 @@ def schedule(
     results = list(zip(fx_graph.output_positions(forward.graph), returned, strict=False))
     gradients = list(zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True))
     inputs = {
-        position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
+        position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY, "input")
         for position, node in tensors.items()
         if node.name not in static_inputs
     }

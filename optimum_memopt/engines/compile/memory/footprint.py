@@ -2,12 +2,12 @@
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import buffers_of
+from optimum_memopt.compat.bitsandbytes import buffers_of, named_buffers
 from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
@@ -15,14 +15,17 @@ from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
+    PARAMETERS,
     SAVED,
     TEMPORARY,
     Group,
     Phase,
     StepTimeline,
+    equal_layers,
 )
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.costs.devices import Device, device_at
+from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
@@ -273,14 +276,41 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
     return 2 * max(tensor.nbytes for tensor in parameters)
 
 
+def tensors_around(
+    model: torch.nn.Module, optimizer: Optimizer | None = None, untrained: Collection[str] = ()
+) -> tuple[Storage, ...]:
+    """The parameters and buffers of a model, the gradients that they get, and the states of an optimizer, each once."""
+    trainable = trainable_of(model, untrained)
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*parameters_of(model).items(), *named_buffers(model)):
+        local = fully_shard.local(tensor)
+        named.setdefault(id(local), (name, local))
+    weights = (
+        Storage(name, tensor.nbytes, PARAMETERS, dtype_name(tensor.dtype), layer_in(name))
+        for name, tensor in named.values()
+    )
+    once = {id(each): each.nbytes for each in trainable}.values()
+    gradients = (Storage(f"gradient {number}", size, GRADIENTS) for number, size in enumerate(once))
+    states = (
+        Storage(f"state {number}", size, OPTIMIZER) for number, size in enumerate(state_sizes(optimizer, trainable))
+    )
+    return (*weights, *gradients, *states)
+
+
 def step_timeline(
-    step: StepEvents, around: Footprint, sizes: Mapping[str, int], gradients: int = 0, counts: str = "operators"
+    step: StepEvents,
+    around: Footprint,
+    sizes: Mapping[str, int],
+    gradients: int = 0,
+    counts: str = "operators",
+    tensors: Sequence[Storage] = (),
 ) -> StepTimeline:
     """A step by category, operator by operator; its peak is that of `around`.
 
     Args:
         around: the parts of the step, with the activations of its events.
         gradients: there when the backward begins, and not yet in the forward.
+        tensors: those of `tensors_around`, which name the parts of `around` that they add up to.
     """
     always = {
         predictions.OTHER: around.constant,
@@ -301,14 +331,16 @@ def step_timeline(
         {name: size + (in_graphs if index <= first else in_backward).get(name, 0) for name, size in held.items()}
         for index, held in enumerate(bytes_by_category(step.events))
     ]
-    operators = [index for index, event in enumerate(step.events) if event.operator]
     totals = [sum(now.values()) for now in during]
+    most = totals.index(max(totals)) if totals else -1
+    # Tensors may be there between two operators alone.
+    operators = [index for index, event in enumerate(step.events) if event.operator or index == most]
     shown = [*(during[index] for index in operators), {name: in_optimizer.get(name, 0) for name in CATEGORIES}]
     peaks = [sum(now.values()) for now in shown]
     at = peaks.index(max(peaks))
     base = in_optimizer if at == len(operators) else in_graphs if operators[at] <= first else in_backward
     held_at_peak = held_during(step.events, operators[at]) if at < len(operators) else ()
-    alive = [*(Group(name, "", 0, size) for name, size in base.items() if size), *groups(held_at_peak)]
+    alive = [*_parts(base, tensors), *groups(held_at_peak)]
     before, count = sum(in_graphs.values()), sum(index < first for index in operators)
     # Gradients are added to those of earlier micro-batches, whose memory is theirs.
     after = before - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS]
@@ -332,20 +364,32 @@ def step_timeline(
     )
 
 
+def _parts(sizes: Mapping[str, int], tensors: Iterable[Storage]) -> Iterator[Group]:
+    """What is there beside the events, by category: the tensors that add up to it, where they are known."""
+    for category, size in sizes.items():
+        known = [storage for storage in tensors if storage.category == category]
+        if size and sum(storage.bytes for storage in known) == size:
+            yield from groups(known)
+        elif size:
+            yield Group(category, "", 0, size)
+
+
 _OF_THE_MODEL = (OPTIMIZER, BATCH, GRADIENTS)
 
 
 def groups(storages: Iterable[Storage]) -> list[Group]:
-    """Tensors of one kind together; what there is of each parameter is all of one."""
-    kinds: dict[tuple[str, str], list[Storage]] = {}
+    """Tensors of one kind together, in equal layers too; what there is of each parameter is all of one."""
+    kinds: dict[tuple[str, ...], list[Storage]] = {}
     for storage in storages:
-        kind = storage.kind if storage.category not in _OF_THE_MODEL else ""
-        kinds.setdefault((storage.category, kind), []).append(storage)
+        key = (storage.kind, equal_layers(storage.layer), storage.module)
+        key = key if storage.category not in _OF_THE_MODEL else ("", "", "")
+        kinds.setdefault((storage.category, *key), []).append(storage)
     groups = []
-    for (category, kind), of_kind in kinds.items():
-        if size := sum(storage.bytes for storage in of_kind):
-            layers = dict.fromkeys(storage.layer for storage in of_kind if storage.layer)
-            groups.append(Group(category, kind, len(of_kind), size, tuple(layers)))
+    for (category, kind, _, module), of_kind in kinds.items():
+        if held := [storage for storage in of_kind if storage.bytes]:
+            layers = () if category in _OF_THE_MODEL else dict.fromkeys(each.layer for each in held if each.layer)
+            size = sum(storage.bytes for storage in held)
+            groups.append(Group(category, kind, len(held), size, tuple(layers), module))
     return groups
 
 

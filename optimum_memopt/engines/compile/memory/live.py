@@ -37,7 +37,7 @@ from optimum_memopt.engines.api.predictions import (
     StepTimeline,
 )
 from optimum_memopt.engines.compile.costs.work import Work, work_of
-from optimum_memopt.engines.compile.graph.saved_activations import layer_in
+from optimum_memopt.engines.compile.graph.saved_activations import layer_in, within_layer
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import (
     Event,
@@ -153,7 +153,7 @@ class LiveRun:
         shown = [
             at
             for at, (event, phase) in enumerate(zip(self.events, self.phases, strict=True))
-            if event.operator and phase != OPTIMIZER_STEP
+            if (event.operator or at == self.peak_at) and phase != OPTIMIZER_STEP
         ]
         updates = [at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP] or [len(self.events) - 1]
         update = max(updates, key=lambda at: self.during[at])
@@ -191,12 +191,13 @@ class _Allocation:
     """A storage while it is followed.
 
     Attributes:
+        module: path of the module that allocates it; of a parameter that of its layer.
         place: where a variable of Python holds it.
     """
 
     bytes: int
     kind: str
-    layer: str
+    module: str
     in_backward: bool
     category: str = ""
     is_recomputed: bool = False
@@ -368,7 +369,8 @@ class LiveRecorder(TorchDispatchMode):
                 category = SAVED if is_saved else RECOMPUTED if held.is_recomputed else TEMPORARY
                 if held.place is not None and not is_saved:
                     category, kind = OUTPUTS, str(held.place)
-            return Storage(f"{number}", held.bytes, category, kind, held.layer)
+            layer = layer_in(held.module)
+            return Storage(f"{number}", held.bytes, category, kind, layer, within_layer(held.module, layer))
 
         events = tuple(
             Event(
@@ -431,12 +433,11 @@ class LiveRecorder(TorchDispatchMode):
         if not new and not workspace:
             return results
         kind = dynamo.operator_name(function)
-        layer = layer_in(module)
         in_backward = node is not None or self._phase == BACKWARD
         name = f"{kind}_{len(self._operators)}"
-        self._operators.append(_Operator(name, kind, layer, phase, module, in_backward, workspace=workspace))
+        self._operators.append(_Operator(name, kind, layer_in(module), phase, module, in_backward, workspace=workspace))
         for storage in new:
-            if (allocation := self._follow(storage, kind, layer)) is not None:
+            if (allocation := self._follow(storage, kind, module)) is not None:
                 allocation.is_recomputed = in_backward and bool(self._modules)
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
@@ -447,11 +448,11 @@ class LiveRecorder(TorchDispatchMode):
         self.begin(OPTIMIZER_STEP)
         self._phase = FORWARD
 
-    def _follow(self, storage: fake_tensors.HeldStorage, kind: str, layer: str) -> _Allocation | None:
+    def _follow(self, storage: fake_tensors.HeldStorage, kind: str, module: str) -> _Allocation | None:
         if storage.address in self._alive:
             return None
         operator = self._operators[-1]
-        allocation = _Allocation(storage.bytes, kind, layer, operator.in_backward)
+        allocation = _Allocation(storage.bytes, kind, module, operator.in_backward)
         self._alive[storage.address] = len(self._allocations)
         operator.allocates.append(len(self._allocations))
         self._allocations.append(allocation)

@@ -190,6 +190,7 @@ def problem_events(
         on_host: saved nodes that wait on the host, and are left out altogether.
     """
     names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
+    modules = problem.modules or ("",) * len(names)
     forward, ends, backward = _orders(problem, saved)
     first, second = (_raise_picks(problem, run).tolist() for run in (forward, backward))
     saved_roots = {roots[node] for node in saved}
@@ -205,11 +206,12 @@ def problem_events(
         category, kind = TEMPORARY, operator_of(problem, node)
         if node in saved_roots:
             category, kind = SAVED, rows.get(names[node]) or kind
-        return Storage(names[node], size(node), category, kind, problem.layers[node])
+        return Storage(names[node], size(node), category, kind, problem.layers[node], modules[node])
 
     def in_backward(node: int) -> Storage:
         category = RECOMPUTED if node in of_forward else GRADIENTS if node in gradients else TEMPORARY
-        return Storage(BACKWARD + names[node], size(node), category, operator_of(problem, node), problem.layers[node])
+        name, kind = BACKWARD + names[node], operator_of(problem, node)
+        return Storage(name, size(node), category, kind, problem.layers[node], modules[node])
 
     def name_in_backward(node: int) -> str:
         return BACKWARD + names[node] if node in of_backward else names[node]

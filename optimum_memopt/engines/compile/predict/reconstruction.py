@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike, Tensors
+from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike
 from optimum_memopt.engines.api.predictions import CATEGORIES, EagerSettings
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import default_compiler
@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import bytes_during, held_before
+from optimum_memopt.engines.compile.memory.footprint import groups
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
@@ -81,19 +82,12 @@ class Reconstruction:
         return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
 
     def parts(self, point: Point) -> list[Part]:
-        """The storages that the graphs hold just before an operator allocates, by category, row and layer."""
-        groups: dict[str, dict[tuple[str, str], int]] = {}
-        for storage in held_before(self.step.events[: point.index]).values():
-            group = groups.setdefault(storage.category, {})
-            key = storage.kind, self._layer(storage.layer)
-            group[key] = group.get(key, 0) + storage.bytes
-        parts = []
-        for category in CATEGORIES:
-            tensors = [Tensors(row, layer, size) for (row, layer), size in groups.get(category, {}).items() if size]
-            if tensors:
-                tensors.sort(key=lambda each: -each.bytes)
-                parts.append(Part(category, sum(each.bytes for each in tensors), tuple(tensors)))
-        return parts
+        """The storages that the graphs hold just before an operator allocates, by category."""
+        held = held_before(self.step.events[: point.index]).values()
+        found = groups(storage if self.shows_layers else storage._replace(layer="", module="") for storage in held)
+        found.sort(key=lambda group: -group.bytes)
+        of = {category: tuple(each for each in found if each.category == category) for category in CATEGORIES}
+        return [Part(category, sum(each.bytes for each in own), own) for category, own in of.items() if own]
 
     def _layer(self, layer: str) -> str:
         """Empty where a graph runs for several layers, whose operators have the first one's path."""

@@ -29,6 +29,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     parameters_of,
     state_sizes,
     step_timeline,
+    tensors_around,
     trainable_of,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
@@ -332,7 +333,9 @@ class StepMemoryPredictor:
         step = self._step(sizes, around.frees_gradients)
         gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(graph.programs.both for graph in self.graphs) and not self._programs_caveat
-        return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
+        counts = "allocations" if is_compiled else "operators"
+        tensors = tensors_around(self._living_model(), optimizer or self.run.optimizer, self.untrained)
+        return step_timeline(step, around, sizes, gradients, counts, tensors)
 
     def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
         def footprint(forward: Forward) -> Footprint:
