@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from optimum_memopt.engines.compile.costs.inlining import inlined
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
@@ -88,6 +89,21 @@ class Masked(Stack):
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(x).exp().sum()
+
+
+class BiasedBlock(Block):
+    """Makes a bias of the mask, as torch does for its attention kernels."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        bias = torch.where(mask, torch.full(scores.shape, 0.5), -0.5)
+        return super().forward((scores * bias).softmax(-1) @ x)
+
+
+class Biased(Masked):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.layers = torch.nn.ModuleList([BiasedBlock() for _ in range(count)])
 
 
 IDS = torch.arange(4 * 12).view(4, 12) % 50
@@ -192,6 +208,19 @@ def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> N
         alone = solver.plan(simulate(masked, masked.closure(kept)))
         plan = solver.solve(alone.peak)
         assert plan.peak <= alone.peak and plan.extra_seconds <= alone.extra_seconds + 1e-9, kind
+
+
+def test_a_fill_that_is_inlined_is_saved_by_no_plan() -> None:
+    """It is held nowhere, and takes memory only where the forward returns it."""
+    captured = capture(Biased(4).forward, IDS, dynamic=False)
+    saved = {activation.root for activation in captured.activations}
+    graph = replace(captured.graph, inlined=inlined(captured.graph.joint, captured.graph.size_hints, saved))
+    problem = problem_of(graph, [1e-3 if "mm" in str(node.target) else 1e-5 for node in graph.joint.nodes])
+    fills = {node for node, root in enumerate(problem.roots) if problem.is_view[node] and root == node}
+    assert any(fills.intersection(problem.reads[node]) for node in problem.activations)
+    solver = Solver(problem)
+    for budget in budgets(solver, 8):
+        assert not fills.intersection(solver.solve(budget).saved)
 
 
 @pytest.fixture(scope="module")

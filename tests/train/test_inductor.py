@@ -1,15 +1,24 @@
 """Plans with inductor behind them, on the CPU. It compiles for many seconds, so transformers are left to `slow`."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers.modeling_outputs import CausalLMOutput
 
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.options import MODEL
+from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
+from optimum_memopt.engines.compile.partition.producers import budget
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
-from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, run
+from optimum_memopt.sizes import parse_budget
+from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, recorded, run
 from tests.gradients import TOLERANCE, Batch, accumulate, assert_bitwise_same, assert_same, wrong_gradients
 from tests.model_zoo import ZOO
 
@@ -103,6 +112,49 @@ def test_a_level_is_applied(batch):
     assert "addmm" in recomputed and len(recomputed) >= 3
     assert not recomputed & ours.split.saved_for_backward
     assert "by inductor" in ours.table.header[0]
+
+
+class BiasedLayer(torch.nn.Linear):
+    """Attention with a bias that is made of a mask, as torch makes it for its kernels."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        scores = hidden @ hidden.transpose(-1, -2)
+        bias = torch.where(mask, torch.full(scores.shape, 0.5), -0.5)
+        return x + (scores * bias).softmax(-1) @ hidden
+
+
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(BiasedLayer(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return CausalLMOutput(loss=x.sin().sum())
+
+
+def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(2, 96, 96, dtype=torch.bool).tril()
+    batch = {"x": torch.randn(2, 96, HIDDEN, generator=generator), "mask": mask}
+    model = Biased()
+    engine = CompileEngine(Selection(budget=parse_budget("100%")), "inductor", unit=MODEL)
+    lowest = mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver.solver.plan(solver.solver.lowest))
+    # Whatever this process has free.
+    not_by_torch = mock.patch.object(budget, "_torchs_own_peak", lambda *_: math.inf)
+    with recorded() as splits, lowest, not_by_torch:
+        engine.attach(model)
+        try:
+            found = accumulate(model, [batch])
+        finally:
+            engine.detach()
+    (split,) = splits
+    fills = {node.name for node in split.forward.graph.nodes if node.target is torch.ops.aten.full.default}
+    assert fills & split.run_in_backward and not fills & split.saved_for_backward
+    assert_same(found, accumulate(model, [batch]))
 
 
 def test_masks_are_recomputed_and_plans_are_not_mixed(batch):

@@ -138,7 +138,9 @@ def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans, *, are_runs: bool
     leaving: set[int] = set()
     for node, index in block_of.items():
         roots = [problem.roots[read] for read in problem.reads[node]] if not problem.is_view[node] else []
-        leaving.update(root for root in roots if block_of.get(root, index) != index and problem.is_tensor[root])
+        elsewhere = [root for root in roots if block_of.get(root, index) != index]
+        # An inlined fill is computed wherever it is read.
+        leaving.update(root for root in elsewhere if problem.is_tensor[root] and not problem.is_view[root])
     backward_reads = frozenset(problem.backward_reads)
 
     def signature(block: Block) -> Iterator[object]:

@@ -113,8 +113,9 @@ def cut_of(
     own = [node for node in computing if not problem.is_view[node] and problem.picks[node] is None]
     recomputable = [node for node in own if not problem.is_kept[node]]
     operators = {node: column for column, node in enumerate(recomputable)}
-    allocated = [node for node in computing if problem.roots[node] == node and problem.is_tensor[node]]
-    savable = [node for node in allocated if node not in given]
+    # A fill that is inlined is its own root; it is free, and saving it would allocate it.
+    allocated = [node for node in computing if problem.roots[node] == node and not problem.is_view[node]]
+    savable = [node for node in allocated if problem.is_tensor[node] and node not in given]
     roots = {node: column for column, node in enumerate(savable, len(operators))}
 
     def requires(node: int) -> dict[int, float]:
