@@ -19,11 +19,16 @@ from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradien
 from optimum_memopt.engines.compile.loss.chunk import CrossEntropy, columns, is_fused, loss_and_gradient, sum_dtype
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
 # Passes over the logits: by single operators, and by the fused kernels of `chunk`. Its products are bound by compute.
 _PASSES, _FUSED_PASSES = 11, 3
+# Of the classes, whose shares of the weight's gradient a chunk computes one after the other where they are in half
+# precision: each is a product of its own before it is added. More of them would leave an H100 without work at the end
+# of each where a weight is as small as RoBERTa's.
+_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class LossShape:
     def columns(self) -> int:
         """Columns of a chunk's logits, padding included."""
         return columns(self.vocabulary, self.compute, self.is_fused)
+
+    @property
+    def columns_per_part(self) -> int:
+        """Columns of a chunk's logits that give one part of the weight's gradient."""
+        return -(-self.columns // (_PARTS * ALIGNED)) * ALIGNED
 
     @property
     def moved(self) -> Size:
@@ -100,7 +110,7 @@ class LossShape:
             logits = sympy.Max(logits, rows * vocabulary * (softmax + compute))
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
-            products = sympy.Max(products, vocabulary * width * compute)
+            products = sympy.Max(products, self.columns_per_part * width * compute)
         if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
             held += self.vocabulary * width * sum_dtype(self.weight).itemsize
         return held + sympy.Max(logits, rows * vocabulary * compute + products)
@@ -207,10 +217,11 @@ def chunked_loss(
     fused = is_fused(hidden.is_cuda)
     shape = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype, is_fused=fused)
     padding = shape.columns - len(weight)
-    terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count, padding)]
+    sizes = compute_dtype, total - count, padding, shape.columns_per_part
+    terms = [_Term(hidden, weight, gradients[0], gradients[1], *sizes)]
     if adapter_hidden is not None and adapter_weight is not None:
         of_adapter = adapter_hidden, adapter_weight, gradients[3], gradients[4]
-        terms.append(_Term(*of_adapter, compute_dtype, total - count, padding))
+        terms.append(_Term(*of_adapter, *sizes))
     of = CrossEntropy(len(weight), scale, softcap, label_smoothing)
     step = int(shape.rows_per_chunk)
     buffer = None
@@ -249,7 +260,10 @@ def chunked_loss(
 
 
 class _Term:
-    """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count."""
+    """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count.
+
+    A weight's gradient in another dtype than the products is computed in parts of `part` classes.
+    """
 
     def __init__(
         self,
@@ -260,13 +274,14 @@ class _Term:
         dtype: torch.dtype,
         unread: int,
         padding: int,
+        part: int,
     ) -> None:
         self.weight = _padded(weight, dtype, padding)
         self._hidden = hidden.reshape(-1, hidden.shape[-1])
         self._of_hidden = of_hidden.view(self._hidden.shape) if of_hidden.dim() > 1 else None
         if self._of_hidden is not None and unread:
             self._of_hidden.zero_()
-        self._of_weight = of_weight
+        self._of_weight, self._part = of_weight, part
         self._sum = None
         if of_weight.dim() > 1:
             summed = sum_dtype(weight.dtype)
@@ -284,8 +299,10 @@ class _Term:
             return
         if self._sum.dtype == gradient.dtype:
             self._sum.addmm_(gradient.t(), hidden)
-        else:
-            self._sum += (gradient.t() @ hidden)[: len(self._sum)]
+            return
+        for start in range(0, len(self._sum), self._part):
+            columns, own = slice(start, start + self._part), self._sum[start : start + self._part]
+            own += (gradient[:, columns].t() @ hidden)[: len(own)]
 
     def finish(self) -> None:
         """Round the sum of the weight's gradients to its dtype."""
