@@ -24,6 +24,8 @@ _ADVISE_DESCRIPTION = (
     "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
 )
 _HERE = "here"
+# Of --optim.
+_ALL = "all"
 
 
 class AdviseCommand(BaseOptimumCLICommand):
@@ -52,6 +54,9 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.add_argument_group("output").add_argument(
             "--json", action="store_true", help="Print JSON instead of a table."
         )
+        parser.epilog = (
+            "--optim all also compares the memory of all known optimizers, with --optim's default in force."
+        )
 
     def run(self) -> None:
         from optimum_memopt.compat.installed import without_kernel_warning
@@ -65,12 +70,22 @@ class AdviseCommand(BaseOptimumCLICommand):
         from optimum_memopt.engines.shared.registry import factory, predicting_engine
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.logs import watched
-        from optimum_memopt.predict.advise import advise, to_dict, to_text
+        from optimum_memopt.predict.advise import (
+            advise,
+            compare_optimizers,
+            optimizers_dict,
+            optimizers_text,
+            to_dict,
+            to_text,
+        )
         from optimum_memopt.predict.workload import warn_of_precision
 
         args = self.args
         workload = step.workload_of(args)
         step.check_counts(args, "global_batch")
+        optimizers = args.optim == _ALL
+        if optimizers:
+            args.optim = None
         spec = step.spec_of(args, None if args.device == _HERE else args.device)
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
@@ -82,7 +97,12 @@ class AdviseCommand(BaseOptimumCLICommand):
         with watched("comparing plans and micro-batches"):
             steps = factory(name).predict_steps(workload, options, spec)
             advice = advise(steps, args.global_batch)
-        print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))
+            compared = compare_optimizers(advice, steps, args.global_batch) if optimizers else ()
+        report, text = to_dict(advice, steps), to_text(advice, steps)
+        if optimizers:
+            report |= optimizers_dict(compared)
+            text += f"\n\n{optimizers_text(compared, advice, steps)}"
+        print(json.dumps(report, indent=2) if args.json else text)
 
 
 LIBRARIES = ("torch", "transformers", "accelerate", "optimum", "deepspeed")

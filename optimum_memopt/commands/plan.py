@@ -135,7 +135,9 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
     chosen = args.config or args.level or args.budget
     if args.output and not args.measure and not chosen:
         raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    if args.measure and (given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html", "at_peak")):
+    if args.measure and (
+        given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html", "at_peak")
+    ):
         raise MemOptError(f"--{given[0]} with --measure: measured are rows and levels, on this machine; leave it out")
     if args.budget_curve is not None and (chosen or args.plan):
         raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")

@@ -8,7 +8,7 @@ for Adafactor. After `torch/optim` (2.13), `transformers/optimization.py` (5.23)
 import difflib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ class _Kind:
         loop: copies of a parameter that a step makes, where it takes one parameter after the other.
         foreach: copies of all parameters that a step makes on CUDA.
         of_embeddings: bytes of each state of an embedding, where they are others.
+        remarks: how the update differs from AdamW's in float32, and what is not exact.
     """
 
     states: _States
     loop: int = 0
     foreach: int = 0
     of_embeddings: _States | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def _copies(count: int) -> _States:
@@ -63,6 +65,16 @@ def _in_8_bits(count: int) -> _States:
     return states
 
 
+def _of_ademamix(in_8_bits: bool) -> _States:
+    """A fast and a slow first moment in one state, and a second moment (`bitsandbytes/optim/ademamix.py`, 0.50)."""
+    moment = _in_8_bits(1) if in_8_bits else _in_32_bits(1)
+
+    def states(parameter: torch.Tensor) -> list[int]:
+        return [times * size for size in moment(parameter) for times in (2, 1)]
+
+    return states
+
+
 def _factored(parameter: torch.Tensor) -> list[int]:
     """Adafactor's: a mean for each row and column of a matrix."""
     size = parameter.numel() * _FLOAT32
@@ -71,21 +83,45 @@ def _factored(parameter: torch.Tensor) -> list[int]:
     return [size // parameter.shape[-1], size // parameter.shape[-2]]
 
 
+_BLOCKWISE = "quantizes states blockwise to 8 bits; those of embeddings and of fewer than 4,096 numbers are in float32"
+_OF_LION = "updates by the sign of one moment: needs another learning rate"
+_OF_RMSPROP = "no first moment"
+_OF_ADEMAMIX = "a second, slower first moment"
+_IN_PAGES = "states move to the host when the device's memory is short; the peak counts them on the device"
 _KINDS = {
     "adamw_torch_fused": _Kind(_copies(2)),
     "adamw_torch": _Kind(_copies(2), loop=2, foreach=1),
-    "adafactor": _Kind(_factored, loop=2),
-    "sgd": _Kind(_copies(0)),
-    "adagrad": _Kind(_copies(1), loop=1, foreach=2),
-    "rmsprop": _Kind(_copies(1), loop=1, foreach=1),
-    "adamw_bnb_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2)),
-    "adamw_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2)),
-    "lion_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
-    "lion_32bit": _Kind(_in_32_bits(1)),
-    "rmsprop_bnb": _Kind(_in_32_bits(1)),
-    "rmsprop_bnb_32bit": _Kind(_in_32_bits(1)),
-    "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
+    "adafactor": _Kind(
+        _factored, loop=2, remarks=("factors second moments of matrices into rows and columns", _OF_RMSPROP)
+    ),
+    "sgd": _Kind(_copies(0), remarks=("no moments: needs another learning rate",)),
+    "adagrad": _Kind(_copies(1), loop=1, foreach=2, remarks=("second moments are sums that never decay",)),
+    "rmsprop": _Kind(_copies(1), loop=1, foreach=1, remarks=(_OF_RMSPROP,)),
+    "adamw_bnb_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2), remarks=(_BLOCKWISE,)),
+    "adamw_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2), remarks=(_BLOCKWISE,)),
+    "lion_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1), remarks=(_BLOCKWISE, _OF_LION)),
+    "lion_32bit": _Kind(_in_32_bits(1), remarks=(_OF_LION,)),
+    "rmsprop_bnb": _Kind(_in_32_bits(1), remarks=(_OF_RMSPROP,)),
+    "rmsprop_bnb_32bit": _Kind(_in_32_bits(1), remarks=(_OF_RMSPROP,)),
+    "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1), remarks=(_BLOCKWISE, _OF_RMSPROP)),
+    "ademamix": _Kind(_of_ademamix(in_8_bits=False), remarks=(_OF_ADEMAMIX,)),
+    "ademamix_8bit": _Kind(
+        _of_ademamix(in_8_bits=True), of_embeddings=_of_ademamix(in_8_bits=False), remarks=(_BLOCKWISE, _OF_ADEMAMIX)
+    ),
 }
+# bitsandbytes' own, whose larger states the driver pages; no state on the device is smaller for it.
+_PAGED = {
+    f"paged_{name}": replace(kind, remarks=(*kind.remarks, _IN_PAGES))
+    for name, kind in {
+        "adamw_32bit": _Kind(_in_32_bits(2)),
+        "adamw_8bit": _KINDS["adamw_8bit"],
+        "ademamix_32bit": _KINDS["ademamix"],
+        "ademamix_8bit": _KINDS["ademamix_8bit"],
+        "lion_32bit": _KINDS["lion_32bit"],
+        "lion_8bit": _KINDS["lion_8bit"],
+    }.items()
+}
+_ALL = {**_KINDS, **_PAGED}
 
 # The kind of a class, and the options that give it other states. By name: transformers' file takes seconds to import.
 _CLASSES = {
@@ -117,7 +153,32 @@ def smaller_optimizers(is_on_cuda: bool) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    return name in _KINDS
+    """True where the sizes of an optimizer's states are known; `check` refuses those whose place is not."""
+    return name in _ALL
+
+
+def unknown() -> tuple[str, ...]:
+    """Trainer's optimizers whose memory is not known: of other libraries, as GaLore, which projects gradients."""
+    from transformers.training_args import OptimizerNames
+
+    return tuple(each.value for each in OptimizerNames if each.value not in _ALL)
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """An optimizer's memory for the parameters of one model, in bytes.
+
+    Attributes:
+        name: Trainer's.
+        states: after the first step.
+        temporaries: of a step.
+        remarks: how its update differs from AdamW's in float32, and what is not exact.
+    """
+
+    name: str
+    states: int
+    temporaries: int
+    remarks: tuple[str, ...] = ()
 
 
 def check(name: str) -> None:
@@ -153,10 +214,20 @@ class PlannedOptimizer:
 
     def state_sizes(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Bytes of each state of these parameters, after the first step."""
-        kind = _KINDS[self.name]
+        kind = _ALL[self.name]
         of_embeddings = kind.of_embeddings or kind.states
         states = ((of_embeddings if id(each) in self.embeddings else kind.states)(each) for each in parameters)
         return list(itertools.chain.from_iterable(states))
+
+    def compared(self, parameters: Sequence[torch.Tensor]) -> tuple[OptimizerMemory, ...]:
+        """The memory of all known optimizers for these parameters, this one first."""
+        every = (self, *(replace(self, name=name) for name in _ALL if name != self.name))
+        return tuple(
+            OptimizerMemory(
+                each.name, sum(each.state_sizes(parameters)), each.step_bytes(parameters), _ALL[each.name].remarks
+            )
+            for each in every
+        )
 
     def moved(self, parameters: Sequence[torch.Tensor]) -> int:
         """Bytes that the kernels of a step read and write on CUDA, and those of clipping before it.
@@ -173,7 +244,7 @@ class PlannedOptimizer:
 
         Trainer has biases and norms in a group of their own, which is stepped alone.
         """
-        kind = _KINDS[self.name]
+        kind = _ALL[self.name]
         group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
         if self.is_on_cuda and kind.foreach:
             return kind.foreach * sum(parameter.nbytes for parameter in group)

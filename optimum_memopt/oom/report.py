@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,12 @@ class MemoryReport:
         lines += [f"| accounted for | | {self.accounted:.1%} |", ""]
         for part in self.parts:
             if part.tensors:
-                lines += [f"## {part.category.capitalize()}", "", "| row | module | tensors | bytes |", "|---|---|---:|---:|"]
+                lines += [
+                    f"## {part.category.capitalize()}",
+                    "",
+                    "| row | module | tensors | bytes |",
+                    "|---|---|---:|---:|",
+                ]
                 rows = ((each.name, each.where, each.count or "", gib_text(each.bytes)) for each in part.tensors)
                 lines += [*("| {} | {} | {} | {} |".format(*row) for row in rows), ""]
         lines += ["## Suggestions", ""]

@@ -6,8 +6,8 @@ where more has to be recomputed to fit. So they have one maximum, which a golden
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from tabulate import tabulate
@@ -15,6 +15,7 @@ from tabulate import tabulate
 from optimum_memopt.engines.api.predictions import PredictedStep, StepPredictor, Technique
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import watched
+from optimum_memopt.memory.optimizers import OptimizerMemory, unknown
 from optimum_memopt.sizes import gib_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -116,6 +117,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class OptimizerRow:
+    """An optimizer in the recommended setup.
+
+    Attributes:
+        saves: bytes of states and temporaries against the optimizer that is set; negative where it takes more.
+        peak: bytes of a step; None where the setup does not fit with it.
+        largest: rows of the largest micro-batch that fits under the same plan; 0: none.
+    """
+
+    memory: OptimizerMemory
+    saves: int
+    peak: int | None
+    largest: int
+
+
+@dataclass(frozen=True)
 class Advice:
     """The plans of one model at their best micro-batches.
 
@@ -185,6 +202,59 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         ),
         recommended=recommended,
     )
+
+
+def compare_optimizers(advice: Advice, predictor: StepPredictor, rows: int | None = None) -> tuple[OptimizerRow, ...]:
+    """The recommended setup with each optimizer, that with the least memory first.
+
+    Args:
+        rows: as for `advise`.
+    """
+    setup, (current, *_) = advice.recommended, predictor.optimizers
+    found = []
+    for memory in sorted(predictor.optimizers, key=_bytes_of):
+        with watched(f"searching the micro-batch of {memory.name}"):
+            steps = predictor.with_optimizer(memory)
+            sizes = fitting(partial(steps.fits, setup.plan), rows)
+            fits = setup.rows in sizes
+            peak = steps.step(setup.plan, setup.rows, setup.accumulation > 1).peak if fits else None
+        found.append(OptimizerRow(memory, _bytes_of(current) - _bytes_of(memory), peak, max(sizes, default=0)))
+    return tuple(found)
+
+
+def _bytes_of(optimizer: OptimizerMemory) -> int:
+    return optimizer.states + optimizer.temporaries
+
+
+def optimizers_text(rows: Sequence[OptimizerRow], advice: Advice, predictor: StepPredictor) -> str:
+    """A table of optimizers, and those that it lacks."""
+    setup, (current, *_) = advice.recommended, predictor.optimizers
+    notes = list(dict.fromkeys(remark for row in rows for remark in row.memory.remarks))
+    cells = [
+        {
+            "--optim": row.memory.name,
+            "states": f"{row.memory.states:,}",
+            "temporaries": f"{row.memory.temporaries:,}",
+            "saves": f"{row.saves:,}",
+            "predicted peak": "too large" if row.peak is None else gib_text(row.peak),
+            "largest rows": str(row.largest),
+            "notes": ", ".join(str(notes.index(remark) + 1) for remark in row.memory.remarks),
+        }
+        for row in rows
+    ]
+    align = ("left", *["right"] * 5, "left")
+    grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True, colalign=align)
+    numbered = "\n".join(f"{number}: {note}" for number, note in enumerate(notes, 1))
+    return (
+        f"Optimizers in this setup ({setup.plan.name}, {_loss(setup.plan)} loss, {setup.rows} rows), in bytes, against"
+        f" {current.name}:\n{grid}\n{numbered}\nNot known: {', '.join(unknown())}"
+    )
+
+
+def optimizers_dict(rows: Sequence[OptimizerRow]) -> dict[str, Any]:
+    """For JSON; bytes."""
+    listed = [{**asdict(row.memory), "saves": row.saves, "peak": row.peak, "largest": row.largest} for row in rows]
+    return {"optimizers": listed, "optimizers_not_known": list(unknown())}
 
 
 class _Search:

@@ -81,7 +81,9 @@ def test_the_peak_may_be_between_two_operators():
 def test_tensors_of_the_model_are_named_where_they_add_up(roberta):
     prediction, step = predicted(roberta, "")
     sizes = {PARAMETERS: (600, 424), OPTIMIZER: (1000, 999)}
-    tensors = [Storage(f"{name} {n}", size, name, "float32") for name, own in sizes.items() for n, size in enumerate(own)]
+    tensors = [
+        Storage(f"{name} {n}", size, name, "float32") for name, own in sizes.items() for n, size in enumerate(own)
+    ]
     found = step_timeline(step, replace(AROUND, activations=prediction.peak), {}, tensors=tensors)
     given = {group.category: group for group in found.alive if group.category in sizes}
     assert (given[PARAMETERS].name, given[PARAMETERS].count) == ("float32", 2)

@@ -1,6 +1,7 @@
 """`optimum-cli memopt advise`: its flags of the step are those of `plan`."""
 
 import json
+import re
 from argparse import ArgumentParser
 from typing import Any
 
@@ -65,6 +66,50 @@ def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> No
     assert advice["weights"] == ("bfloat16" if name == "dtype" else "float32")
 
 
+def test_all_optimizers_have_the_bytes_of_their_plans(
+    folder: str, asked: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = asked("--global_batch", str(ROWS), "--optim", "all")
+    setup, optimizers = advice["recommended"], {each["name"]: each for each in advice["optimizers"]}
+    current = optimizers["adamw_torch_fused"]
+    assert (current["saves"], current["peak"]) == (0, setup["peak"])
+    assert current["largest"] == setup["largest"]
+    sizes = [each["states"] + each["temporaries"] for each in advice["optimizers"]]
+    assert sizes == sorted(sizes)
+    assert all(
+        each["saves"] == current["states"] - size for each, size in zip(advice["optimizers"], sizes, strict=True)
+    )
+    for name in ("adafactor", "adamw_torch", "sgd", "ademamix_8bit"):
+        parser = ArgumentParser()
+        PlanCommand.parse_args(parser)
+        device = ("--device", "h100", "--compiler", "aot_eager", "--batch_size", "2", "--loss", "plain")
+        arguments = ("--model", folder, "--seq_len", "100", *device, "--optim", name, "--json")
+        PlanCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+        parts = json.loads(capsys.readouterr().out)["parts"]
+        assert (optimizers[name]["states"], optimizers[name]["temporaries"]) == (parts["optimizer"], parts["step"])
+    (same,) = (row for row in asked("--global_batch", str(ROWS), "--optim", "sgd")["rows"] if is_setup(row, setup))
+    assert same["peak"] == optimizers["sgd"]["peak"] and same["largest"] == optimizers["sgd"]["largest"]
+
+
+def is_setup(row: dict[str, Any], setup: dict[str, Any]) -> bool:
+    return all(row[key] == setup[key] for key in ("plan", "chunked_loss", "rows"))
+
+
+def test_a_budget_that_a_larger_optimizer_exceeds(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", folder, "--seq_len", "100", "--device", "h100", "--compiler", "aot_eager")
+    with pytest.raises(SystemExit):
+        run(*arguments, "--global_batch", "1", "--budget", "1MiB")
+    lowest = re.search(r"takes at least ([\d.]+) MiB", capsys.readouterr().err)
+    assert lowest is not None
+    # A third state takes 12 MiB more.
+    run(*arguments, "--global_batch", "1", "--budget", f"{float(lowest[1]) + 3:.1f}MiB", "--optim", "all")
+    table = capsys.readouterr().out.partition("Optimizers in this setup")[2]
+    (ademamix,) = (line for line in table.splitlines() if line.startswith("ademamix "))
+    (sgd,) = (line for line in table.splitlines() if line.startswith("sgd "))
+    assert "too large" in ademamix and "too large" not in sgd
+    assert "blockwise" in table and "factors second moments" in table and "Not known: " in table
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -75,6 +120,8 @@ def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> No
         (("--dtype", "int3"), "--dtype"),
         (("--peft", "r=x"), "--peft"),
         (("--attention", "magic"), "--attention"),
+        (("--optim", "everything"), "--optim everything: its memory is not known; predicted are adamw_torch_fused, "),
+        (("--optim", "paged_adamw_8bit"), "--optim paged_adamw_8bit: its states move between host and device"),
         (("--trainable", "nothing_so_called"), "--trainable"),
         (("--global_batch", "0"), "--global_batch 0: allowed are numbers from 1 on"),
     ],

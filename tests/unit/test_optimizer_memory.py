@@ -10,7 +10,7 @@ from transformers.optimization import Adafactor
 
 from optimum_memopt.engines.compile.memory.footprint import state_sizes, step_bytes
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of, planned_like
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of, planned_like, unknown
 
 # Matrices and what Trainer does not decay, in groups of their own.
 SHAPES = ((300, 64), (64, 48), (512, 32), (48, 3, 20))
@@ -103,6 +103,44 @@ def test_states_in_8_bits_have_a_scale_for_each_block() -> None:
     assert planned.state_sizes([embedding.weight]) == [8320 * 4] * 2
     assert PlannedOptimizer("lion_8bit").state_sizes([large]) == [8320, 33 * 4]
     assert planned.step_bytes([large, small]) == 0
+
+
+BNB = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit"),
+    *("paged_lion_8bit", "paged_lion_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_8bit"),
+    *("paged_ademamix_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+
+
+@pytest.mark.parametrize("name", BNB)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_states_of_bitsandbytes_are_those_that_it_makes(name: str, tmp_path) -> None:
+    """But for the two tables of its 8 bits, which all parameters share."""
+    pytest.importorskip("bitsandbytes")
+    optimizer = optimizer_of(name, tmp_path)
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            optimizer.init_state(group, parameter, number, place)
+    sizes = PlannedOptimizer(name).state_sizes
+    for parameter in parameters_in(optimizer):
+        states = optimizer.state[parameter].items()
+        made = [state.nbytes for key, state in states if isinstance(state, torch.Tensor) and "qmap" not in key]
+        assert sorted(sizes([parameter])) == sorted(made)
+    (first, *_) = parameters_in(optimizer)
+    assert (optimizer.state[first]["state1"].dtype == torch.uint8) == ("8bit" in name)
+
+
+def test_all_known_optimizers_are_compared() -> None:
+    parameters = parameters_of(SHAPES, torch.float32)
+    first, *others = PlannedOptimizer("adafactor").compared(parameters)
+    assert first.name == "adafactor" and {*NAMES, *BNB} == {first.name, *(other.name for other in others)}
+    for found in (first, *others):
+        planned = PlannedOptimizer(found.name)
+        assert found.states == sum(planned.state_sizes(parameters))
+        assert found.temporaries == planned.step_bytes(parameters)
+        # All but AdamW in float32 train differently.
+        assert bool(found.remarks) != found.name.startswith("adamw_torch")
+    assert "galore_adamw" in unknown() and not {found.name for found in others}.intersection(unknown())
 
 
 @pytest.mark.parametrize(

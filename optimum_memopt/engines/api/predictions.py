@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from optimum_memopt.memory.capacity import Capacity
+    from optimum_memopt.memory.optimizers import OptimizerMemory
 
 
 # From the bottom of a picture to its top: what is always held comes first.
@@ -561,6 +562,13 @@ class StepPredictor(Protocol):
     def remarks(self) -> Sequence[str]: ...
     @property
     def plans(self) -> tuple[Technique, ...]: ...
+
+    @property
+    def optimizers(self) -> "tuple[OptimizerMemory, ...]":
+        """The memory of the optimizers that are known, that of the step first."""
+
+    def with_optimizer(self, optimizer: "OptimizerMemory") -> "StepPredictor":
+        """The same steps with the memory of another optimizer; seconds stay those of the one before."""
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         """True where the peak of a step is within the budget; `accumulates`: of one of several micro-batches."""

@@ -279,7 +279,7 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
 def tensors_around(
     model: torch.nn.Module, optimizer: Optimizer | None = None, untrained: Collection[str] = ()
 ) -> tuple[Storage, ...]:
-    """The parameters and buffers of a model, the gradients that they get, and the states of an optimizer, each once."""
+    """The parameters and buffers of a model, their gradients, and the states of an optimizer, each once."""
     trainable = trainable_of(model, untrained)
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in (*parameters_of(model).items(), *named_buffers(model)):

@@ -435,7 +435,9 @@ class LiveRecorder(TorchDispatchMode):
         kind = dynamo.operator_name(function)
         in_backward = node is not None or self._phase == BACKWARD
         name = f"{kind}_{len(self._operators)}"
-        self._operators.append(_Operator(name, kind, layer_in(module), phase, module, in_backward, workspace=workspace))
+        self._operators.append(
+            _Operator(name, kind, layer_in(module), phase, module, in_backward, workspace=workspace)
+        )
         for storage in new:
             if (allocation := self._follow(storage, kind, module)) is not None:
                 allocation.is_recomputed = in_backward and bool(self._modules)

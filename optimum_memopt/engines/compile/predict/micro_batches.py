@@ -1,5 +1,6 @@
 """Steps of a model with any micro-batch under the plans that the advice compares, from one trace for each loss."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -62,7 +63,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import only_warnings, watched
 from optimum_memopt.memory.capacity import capacity
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
+from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.sizes import Budget
 
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
@@ -122,8 +123,18 @@ class ForwardSteps:
 
     def within(self, budget: int) -> "ForwardSteps":
         """The same graphs with another budget, in bytes."""
-        step = replace(self._context, limit=budget)
-        return ForwardSteps(self._forward, step, self._tokens, self._times, self._plain)
+        return self._around(replace(self._context, limit=budget))
+
+    def with_optimizer(self, optimizer: OptimizerMemory) -> "ForwardSteps":
+        """The same graphs with the memory of another optimizer."""
+        fixed = replace(self._context.fixed, optimizer=optimizer.states, step=optimizer.temporaries)
+        return self._around(replace(self._context, fixed=fixed))
+
+    def _around(self, step: StepContext) -> "ForwardSteps":
+        """The same graphs in another step, with what is known of them."""
+        other = copy.copy(self)
+        vars(other).update(_context=step, _within_budget=cache(partial(ForwardSteps._solve, other)))
+        return other
 
     @property
     def layers(self) -> int:
@@ -271,6 +282,7 @@ class MicroBatchPredictor:
         tokens: of a row; 0 where rows have no tokens.
         compares: there are other plans beside that of the budget, with either loss.
         ranks: that share parameters, gradients and states; plain PyTorch is simulated on one device.
+        optimizers: memory of those that are known, that of the step first.
     """
 
     model: str
@@ -284,11 +296,16 @@ class MicroBatchPredictor:
     compares: bool = True
     ranks: int = 1
     remarks: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerMemory, ...] = ()
 
     def within(self, budget: int) -> "MicroBatchPredictor":
         """The same model with another budget, in bytes, from the same traces."""
         graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
         return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
+
+    def with_optimizer(self, optimizer: OptimizerMemory) -> "MicroBatchPredictor":
+        graphs = {chunks: graph.with_optimizer(optimizer) for chunks, graph in self.graphs.items()}
+        return replace(self, graphs=graphs)
 
     @property
     def costs(self) -> str:
@@ -432,6 +449,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         case.compares,
         case.spec.fsdp,
         tuple(collective_lines(captured[0].tape)),
+        optimizer.compared(trained),
     )
 
 
