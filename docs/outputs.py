@@ -246,6 +246,11 @@ OUTPUTS = {
         ),
     ),
     "advise": Output(ADVISE, (("LlamaForCausalLM .*", "--per_device_train_batch_size .*"),)),
+    "advise-optimizers": Output(
+        (*ADVISE[:-1], f"{ADVISE[-1]} --optim all"),
+        (("Optimizers in this setup .*", "Not known: .*"),),
+        is_prompt_shown=False,
+    ),
     "sft": Output(
         (
             r"""python examples/sft/sft.py --use_cpu true --output_dir runs --max_train_samples 64 \
@@ -277,6 +282,11 @@ OUTPUTS = {
         is_prompt_shown=False,
     ),
     "plan-device": Output(PLAN, (r"RobertaForMaskedLM in float32 on H100 .*", "Predicted (?:for|peak) .*")),
+    "plan-at-peak": Output(
+        (ROBERTA, f"{PLAN[-1]} --at_peak"),
+        (("Tensors at the predicted peak.*", r"saved activations +Gelu\+ .*"), ELLIPSIS, "predicted peak .*"),
+        is_prompt_shown=False,
+    ),
     "plan-ways": Output(
         (
             LLAMA_3B,

@@ -201,7 +201,7 @@ class MemoryReport:
             "",
             "held at that moment",
             *(_row(part.category, part.bytes, part.bytes / self.held) for part in self.parts if part.bytes),
-            f"  {'accounted for':<60}{self.accounted:>20.1%}",
+            f"  {'accounted for':<76}{self.accounted:>20.1%}",
         ]
         for part in self.parts:
             if shown := part.tensors[:_SHOWN]:
@@ -264,7 +264,7 @@ class MemoryReport:
 
 
 def _row(name: str, size: int, share: float) -> str:
-    return f"  {name:<60}{gib_text(size):>12}{share:>8.1%}"
+    return f"  {name:<76}{gib_text(size):>12}{share:>8.1%}"
 
 
 def _suggestion_line(suggestion: Suggestion) -> str:
