@@ -33,6 +33,7 @@ from optimum_memopt.engines.api.predictions import (
     RECOMPUTED,
     SAVED,
     TEMPORARY,
+    Group,
     Phase,
     StepTimeline,
 )
@@ -159,13 +160,15 @@ class LiveRun:
         update = max(updates, key=lambda at: self.during[at])
         entries = [*shown, update]
         at = max(entries, key=lambda entry: self.during[entry])
+        always = [Group(OTHER, "", 0, constant)] if constant else []
+        alive = sorted((*always, *groups(held_during(self.events, at))), key=lambda group: -group.bytes)
         backward = [place for place, entry in enumerate(shown) if self.phases[entry] == BACKWARD]
         return StepTimeline(
             operators=(*(self.events[entry].operator for entry in shown), "optimizer step"),
             layers=(*(self.events[entry].layer for entry in shown), ""),
             held={name: tuple(held[entry][name] for entry in entries) for name in CATEGORIES},
             backward_at=min(backward, default=len(shown)),
-            alive=tuple(sorted(groups(held_during(self.events, at)), key=lambda group: -group.bytes)),
+            alive=tuple(alive),
             phases=self._logged_phases(constant),
             sizes=dict(sizes),
         )
