@@ -89,7 +89,7 @@ def test_the_parts_add_up_to_what_was_held(name, share):
         assert explained.moment.phase == FORWARD
     saved = next(part for part in explained.parts if part.category == SAVED)
     assert sum(each.bytes for each in saved.tensors) == saved.bytes
-    assert {each.layer for each in saved.tensors} - {""}
+    assert any(each.layers for each in saved.tensors)
 
 
 @pytest.mark.parametrize("frozen", nightly([False, True], but=[False]), ids=["trained", "frozen"])
