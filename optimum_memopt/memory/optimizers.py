@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.installed import installed_version
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import QUOTED, MemOptError, excerpt
 
 DEFAULT = "adamw_torch_fused"
 _FLOAT32 = 4
@@ -193,7 +193,8 @@ def check(name: str) -> None:
         )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
-    raise MemOptError(f"--optim {excerpt(name) or repr(name)}: {hint}{supported}")
+    # Among so many names half of a quotation is enough.
+    raise MemOptError(f"--optim {excerpt(name, longest=QUOTED // 2) or repr(name)}: {hint}{supported}")
 
 
 @dataclass(frozen=True)
