@@ -1,5 +1,6 @@
 """The explanation of a step that ran out of memory against what the step held."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from optimum_memopt.engines.api.explanations import FORWARD, FailedStep, place_o
 from optimum_memopt.engines.api.predictions import SAVED
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
+from optimum_memopt.engines.compile.predict import explain as explaining
 from optimum_memopt.engines.compile.predict.explain import explain
 from optimum_memopt.engines.compile.predict.reconstruction import capture_failed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -22,6 +24,7 @@ from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
 from tests.rotation import nightly
 from tests.train.test_caveat import BrokenLoop, Output
+from tests.train.test_layers import Perceptrons
 from tests.trainer_runs import log_lines
 
 ROWS, LENGTH = 16, 40
@@ -105,6 +108,19 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     assert forward.step_events().peak() == pytest.approx(free.peak, rel=0.05)
     told = sum(part.bytes for part in explain(failed).parts)
     assert told == pytest.approx(limited.at_failure, rel=0.15)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_alone_are_too_many_may_be_released(accumulation, monkeypatch):
+    # What the process itself holds.
+    for name in ("held_bytes", "room_to_grow"):
+        monkeypatch.setattr(explaining, name, lambda *held: 0)
+    model = Perceptrons(width=256)
+    failed, _ = run_out_with(model, {"x": torch.randn(64, 256)}, 0.6, accumulation=accumulation)
+    failed = replace(failed, run=Run(torch.optim.SGD(model.parameters(), lr=1e-3)))
+    released = [each for each in explain(failed).suggestions if "--memory_opt_release_gradients" in each.flags]
+    assert len(released) == (accumulation == 1)
+    assert all(each.peak <= failed.held for each in released)
 
 
 class WithReference(torch.nn.Module):

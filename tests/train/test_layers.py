@@ -31,18 +31,19 @@ class Perceptrons(torch.nn.Module):
     """Where it does not matter what a layer is: a fifth of the time of a transformer's."""
 
     class Block(torch.nn.Module):
-        def __init__(self, dropout: float) -> None:
+        def __init__(self, width: int, dropout: float) -> None:
             super().__init__()
-            self.norm, self.up, self.down = torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+            self.norm = torch.nn.LayerNorm(width)
+            self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
             self.drop = torch.nn.Dropout(dropout)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
-    def __init__(self, layers: int = LAYERS, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = LAYERS, dropout: float = 0.0, width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(self.Block(dropout) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(self.Block(width, dropout) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> Output:
         for layer in self.layers:

@@ -8,6 +8,7 @@ from operator import itemgetter
 import torch
 
 from optimum_memopt.compat.bitsandbytes import buffers_of
+from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Explanation, FailedStep, Moment, Part, Suggestion
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.footprint import (
@@ -101,6 +102,7 @@ class Search:
             (smaller, self._smaller),
             (2, self._chunked_loss),
             (3, self._level),
+            (4, self._released_gradients),
             (budget, self.within_budget),
         ):
             self.deadline.check()
@@ -158,6 +160,23 @@ class Search:
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_level 1"
             yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
+
+    def _released_gradients(self) -> Iterator[Suggestion]:
+        """Level 1 with the optimizer in the backward; none where the run needs all gradients at once, and where they
+        are few."""
+        fixed, forward = self.step.fixed, self.forward()
+        is_possible = self.failed.accumulation == 1 and not self.step.gather_rate and world_size() == 1
+        if not is_possible or fixed.releases or self.failed.autocast == torch.float16 or len(forward.graphs) == 1:
+            return
+        released = replace(fixed, gradients=0, accumulated=0, releases=True)
+        step = replace(self.step, fixed=released)
+        solver = forward.solver(step, largest=step.largest).solver
+        plan = solver.plan(solver.layers_recomputed)
+        peak = step.footprint(plan.peak).peak
+        if peak <= self.allowed and peak < (1 - _MARGIN) * self.step.footprint(self.solver.lowest).peak:
+            flags = "--memory_opt_engine compile --memory_opt_level 1 --memory_opt_release_gradients --max_grad_norm 0"
+            what = "the optimizer steps in the backward; gradients are not clipped"
+            yield Suggestion(flags, peak, _share(plan), what)
 
     def _smaller_within_budget(self) -> Iterator[Suggestion]:
         forward = self.forward()
