@@ -150,7 +150,8 @@ def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> 
     def resolved(name: str, reason: str, then: Resolved[MemOptOptions] | None) -> Resolved[MemOptOptions]:
         chosen, remarks = factory(name).in_force(copy.copy(options), environ)
         level, strict = chosen.memory_opt_level, chosen.memory_opt_strict
-        selection = Selection(chosen.plan_config, level, strict, chosen.budget, chosen.plan_file)
+        compress = chosen.memory_opt_compress
+        selection = Selection(chosen.plan_config, level, strict, chosen.budget, chosen.plan_file, compress)
         return Resolved(name, reason, chosen, selection, remarks, tuple(given_flags(options, name)), then)
 
     return resolved(names[0], reason, resolved(names[1], "", None) if len(names) > 1 else None)

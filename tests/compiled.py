@@ -26,6 +26,7 @@ from optimum_memopt.plans.table import PlanTable
 from tests.gradients import Batch, Gradients, accumulate
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+IN_FP8 = " fp8"
 GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 
 
@@ -68,13 +69,18 @@ class Split:
         raise LookupError(f"no row with strategy {strategy} has {root}")
 
     def check(self, table: PlanTable) -> None:
-        """All that the table says is recomputed or offloaded is, and all else is saved."""
+        """All that the table says is recomputed, offloaded or compressed is, and all else is saved."""
         applied = Counter()
         for candidate in self.graph.candidates:
             name = candidate.activation.root.name
-            is_recomputed, is_offloaded = name in self.run_in_backward, f"{name}_on_host" in self.saved_for_backward
-            assert is_recomputed + is_offloaded + (name in self.saved_for_backward) == 1, name
-            applied[candidate.row] += is_offloaded if candidate.strategy is Strategy.OFFLOAD else is_recomputed
+            saved = self.saved_for_backward
+            is_recomputed = name in self.run_in_backward
+            elsewhere = {
+                Strategy.OFFLOAD: f"{name}_on_host" in saved,
+                Strategy.COMPRESS: {f"{name}_fp8", f"{name}_fp8_scale"} <= saved,
+            }
+            assert is_recomputed + sum(elsewhere.values()) + (name in saved) == 1, name
+            applied[candidate.row] += elsewhere.get(candidate.strategy, is_recomputed)
         assert +applied == {row.config: row.applied_count for row in table.enabled}
 
 
@@ -107,10 +113,12 @@ def recorded() -> Iterator[list[Split]]:
 
 
 def selection(asked: str) -> Selection:
-    """The selection of a config, `level 1`, or nothing."""
-    if asked.startswith("level "):
-        return Selection(level=int(asked.removeprefix("level ")))
-    return Selection(config=parse(asked)) if asked else Selection()
+    """The selection of a config, `level 1`, or nothing; each in fp8 where it ends in ` fp8`."""
+    plan, is_compressed = asked.removesuffix(IN_FP8), asked.endswith(IN_FP8)
+    compress = "fp8" if is_compressed else None
+    if plan.startswith("level "):
+        return Selection(level=int(plan.removeprefix("level ")), compress=compress)
+    return Selection(config=parse(plan) if plan else None, compress=compress)
 
 
 def run(

@@ -31,6 +31,7 @@ class Strategy(IntEnum):
     RECOMPUTE = 1
     RECOMPUTE_WITH_COMPROMISE = 2
     OFFLOAD = 3
+    COMPRESS = 4
 
 
 _CLUSTER_ID = re.compile(r"(?:[A-Za-z_]\w*\+)+", re.ASCII)
@@ -39,7 +40,10 @@ _INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
 _LARGEST_FILE = 2**20
 _SHAPE = "cluster_id:strategy:count, for example Gelu+:1:-1"
 _FILE_SHAPE = 'expected a JSON list of strings such as ["Gelu+:1:-1"]'
-_STRATEGIES = "0 (none), 1 (recompute), 2 (recompute with compromised saving) or 3 (offload to host)"
+_STRATEGIES = (
+    "0 (none), 1 (recompute), 2 (recompute with compromised saving), 3 (offload to host) or 4 (compress to fp8, "
+    "inexact)"
+)
 
 
 class ConfigError(MemOptError):

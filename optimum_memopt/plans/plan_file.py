@@ -50,6 +50,8 @@ FORMAT, VERSION = "optimum-memopt plan", 1
 LOSSES = ("plain", "chunked")
 _SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget … --output writes it'
 LARGEST_FILE = 64 * 2**20
+# Fields that files of this version may lack, since they came after it.
+_LATER_FIELDS = ("compress",)
 # Of operators, parameters and their numbers.
 _MOST = 2**63
 
@@ -62,12 +64,14 @@ class LayerEntry:
         layers: their paths; "" for all that is outside of layers.
         recompute: activations that are recomputed in the backward.
         offload: activations that wait for the backward on the host.
+        compress: activations that are saved in fp8.
         save: what is saved beside the other activations.
     """
 
     layers: tuple[str, ...]
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    compress: tuple[str, ...] = ()
     save: tuple[str, ...] = ()
 
 
@@ -224,7 +228,9 @@ def _parsed(kind: Any, value: Any) -> Any:
     if not isinstance(value, json_kind):
         raise TypeError(f"expected {name}, not {excerpt(value) or repr(value)}")
     if is_dataclass(kind):
-        return cast(type, kind)(**{field: _parsed(hint, value[field]) for field, hint in get_type_hints(kind).items()})
+        hints = get_type_hints(kind).items()
+        given = {field: hint for field, hint in hints if field in value or field not in _LATER_FIELDS}
+        return cast(type, kind)(**{field: _parsed(hint, value[field]) for field, hint in given.items()})
     if origin is tuple:
         kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
         return tuple(_parsed(*pair) for pair in zip(kinds, value, strict=True))

@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.graph.naming import (
 )
 from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.options import MemOptOptions, resolve
-from optimum_memopt.plans.grammar import Strategy, parse
+from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.matching import operators
 from tests.captured import Captured, capture
 from tests.compiled import DROPOUT, GPT2_DROPOUT
@@ -63,7 +63,7 @@ INDICES = ("Range", "CumSum", "GatherElements", "Pad", "Slice")
 
 def ids(captured: Captured) -> dict[str, int]:
     """How many candidates of recompute each id has, without those that compute indices."""
-    counts = Counter(c.cluster_id for c in captured.candidates if c.strategy is not Strategy.OFFLOAD)
+    counts = Counter(c.cluster_id for c in captured.candidates if c.chain is not None)
     return {name: count for name, count in counts.items() if not set(operators(name)) & set(INDICES)}
 
 

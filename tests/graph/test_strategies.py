@@ -33,7 +33,7 @@ class Halve(offload.Offload):
 
 def test_every_strategy_of_the_grammar_is_registered_once():
     numbers = [number for strategy in strategies._strategies for number in strategy.numbers]
-    assert numbers == [Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE, Strategy.OFFLOAD]
+    assert numbers == sorted(numbers)
     assert set(numbers) == set(Strategy) - {Strategy.NONE}
     assert all(number in strategy_of(number).numbers for number in numbers)
 

@@ -19,8 +19,17 @@ from optimum_memopt.logs import get_logger
 GOOD = {
     "memory_opt_engine": ["auto", "ort", "compile"],
     "memory_opt_compiler": ["inductor", "aot_eager", None],
-    "memory_opt_config": ["Gelu+:1:-1", "Gelu+:3:2", "plans.json", {"Gelu+": 1}, ["Gelu+:1:-1"], Path("plans.json")],
+    "memory_opt_config": [
+        "Gelu+:1:-1",
+        "Gelu+:3:2",
+        "Gelu+:4:1",
+        "plans.json",
+        {"Gelu+": 1},
+        ["Gelu+:1:-1"],
+        Path("plans.json"),
+    ],
     "memory_opt_level": [0, 1, 2],
+    "memory_opt_compress": ["fp8", None],
     "memory_opt_budget": ["24GiB", "90%", "auto"],
     "memory_opt_variants": [1, 2, 3],
     "memory_opt_batch": ["auto", None],

@@ -27,6 +27,9 @@ from tests.saved_configs import save
 CASES = {
     "roberta, a level": ("roberta-mlm", "level 1"),
     "roberta, counts and offload": ("roberta-mlm", "Gelu+:1:1,FusedMatMul+Add+:3:1"),
+    "roberta, a count in fp8": ("roberta-mlm", "Gelu+:4:1,LayerNormalization+:1:-1"),
+    "roberta, a level in fp8": ("roberta-mlm", "level 1 fp8"),
+    "roberta, no plan in fp8": ("roberta-mlm", " fp8"),
     "roberta, no plan": ("roberta-mlm", ""),
     "albert, layers that share weights": ("albert-mlm", "level 1"),
     "t5": ("t5", "level 2"),
@@ -35,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", nightly(CASES, but=["roberta, counts and offload"]))
+@pytest.mark.parametrize("name", nightly(CASES, but=["roberta, counts and offload", "roberta, a level in fp8"]))
 def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     """Made with sizes that are fixed, applied to symbols."""
     case, asked = CASES[name]

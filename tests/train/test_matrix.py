@@ -28,7 +28,7 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.registry import create
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
-from optimum_memopt.plans.grammar import Strategy, parse
+from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.sizes import Budget
 from tests.compiled import Split, hold_still, recorded
@@ -187,7 +187,7 @@ def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
         assert not any(is_random(node) for node in split.backward.graph.nodes)
         found = (one for one in split.graph.candidates if one.activation.root.name in split.run_in_backward)
         for one in found:
-            recomputed[one.row] += runs if one.strategy is not Strategy.OFFLOAD else 0
+            recomputed[one.row] += runs if one.chain is not None else 0
     assert not table.enabled or +recomputed == {row.config: row.applied_count for row in table.enabled}
 
 

@@ -1,4 +1,5 @@
-"""Any rows, strategies and counts together: the step is plain PyTorch's to the last bit, and the table is right."""
+"""Any rows, strategies and counts together: the table is right, and the step is plain PyTorch's, to the last bit where
+nothing is compressed."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tests.compiled import Run, run
 from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
+from tests.train.test_compress import ROUNDING, error
 
 MODELS = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 LENGTHS = {"batch_size": 8, "length": 24}
@@ -66,7 +68,11 @@ def configs(subject: Subject) -> st.SearchStrategy[str]:
 
 def check(subject: Subject, config: str) -> None:
     ours = run(subject.model, config, subject.batch)
-    assert_bitwise_same(ours.step, subject.expected)
+    if any(":4:" in row.config for row in ours.table.enabled):
+        assert torch.equal(ours.step[0], subject.expected[0])
+        assert error(ours.step[1], subject.expected[1]) < ROUNDING
+    else:
+        assert_bitwise_same(ours.step, subject.expected)
     ours.split.check(ours.table)
     asked = Counter()
     for request in parse(config).requests:

@@ -29,9 +29,9 @@ MODELS = {
 }
 # The first is traced, the others are predicted from the same graphs.
 SIZES = ((8, 48), (5, 31), (11, 60))
-PLANS_BY_NAME = ("keep all", "recompute", "offload")
-PLANS = ("no plan", "level 1", "level 2", *PLANS_BY_NAME)
-BY_DEFAULT = {("roberta", "level 1"), ("roberta", "offload")}
+PLANS_BY_NAME = ("keep all", "recompute", "offload", "compress")
+PLANS = ("no plan", "no plan fp8", "level 1", "level 1 fp8", "level 2", *PLANS_BY_NAME)
+BY_DEFAULT = {("roberta", "level 1"), ("roberta", "offload"), ("roberta", "level 1 fp8")}
 # 0.5%, or what is not worth counting: the loss, seeds, offsets.
 EXACT = {"rel": 5e-3, "abs": 64}
 
@@ -60,10 +60,10 @@ def sizes_of(batch: Batch, known: Any) -> dict[str, int]:
 
 def asked(plan: str, table: PlanTable | None) -> str:
     """A config of the largest rows; a level and no plan need no table."""
-    if plan == "no plan" or plan.startswith("level"):
+    if plan.startswith(("no plan", "level")):
         return plan.removeprefix("no plan")
     first = [row.config.split(":")[0] for row in table.plans if row.config.endswith(":1:-1")][:4]
-    strategy = {"keep all": "1:0", "recompute": "1:-1", "offload": "3:-1"}[plan]
+    strategy = {"keep all": "1:0", "recompute": "1:-1", "offload": "3:-1", "compress": "4:-1"}[plan]
     return ",".join(f"{cluster_id}:{strategy}" for cluster_id in first)
 
 

@@ -62,7 +62,7 @@ def test_on_and_off():
 
 # How one place of a valid request is spoilt, and where in the request the error has to point (from 0).
 def spoil_strategy(draw, request):
-    bad = draw(st.sampled_from(["", "4", "9", "-1", "x", "1.0", " 1", "²", "①"]))
+    bad = draw(st.sampled_from(["", "5", "9", "-1", "x", "1.0", " 1", "²", "①"]))
     return f"{request.cluster_id}:{bad}:{request.count}", len(request.cluster_id) + 1
 
 
@@ -122,7 +122,7 @@ def test_an_error_points_at_its_column(tmp_path_factory, spoil, data, config):
     [
         ("Gelu:1:-1", 'did you mean "Gelu+"?'),
         ("Add+Gelu:1:-1", 'did you mean "Add+Gelu+"?'),
-        ("Gelu+:7:-1", "0 (none), 1 (recompute), 2 (recompute with compromised saving) or 3 (offload to host)"),
+        ("Gelu+:7:-1", "0 (none), 1 (recompute), 2 (recompute with compromised saving), 3 (offload to host) or 4"),
         ("Gelu+:1:-2", "-1 (all), 0 (off) or a number of occurrences"),
         ("Gelu+", "has 1 field instead of 3; expected cluster_id:strategy:count"),
         ("Gelu+:1", "has 2 fields instead of 3"),

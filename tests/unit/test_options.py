@@ -22,6 +22,7 @@ from optimum_memopt.errors import excerpt
 from optimum_memopt.options import from_keywords, resolve
 from optimum_memopt.plans import grammar
 from optimum_memopt.plans.grammar import ConfigError
+from optimum_memopt.plans.plan_file import PlanFile
 
 GIVEN = {"memory_opt_engine": "ort", "memory_opt_config": "Gelu+:1:-1", "memory_opt_strict": False}
 GIVEN |= {"memory_opt_log_level": "devinfo", "memory_opt_log_steps": 5, "memory_opt_log_file": "found.jsonl"}
@@ -60,6 +61,13 @@ def arguments(folder, **options):
         ({"memory_opt_config": "missing.json"}, "config file missing.json: No such file"),
         ({"memory_opt_config": "Gelu+:1:3", "memory_opt_engine": "ort"}, "Gelu+:1:3: count 3 is not available on the"),
         ({"memory_opt_config": "Gelu+:3:-1", "memory_opt_engine": "ort"}, "strategy 3 (offload) is not available"),
+        ({"memory_opt_config": "Gelu+:4:-1", "memory_opt_engine": "ort"}, "strategy 4 (compress) is not available"),
+        ({"memory_opt_compress": "fp8", "memory_opt_engine": "ort"}, "--memory_opt_compress fp8 with the ort engine"),
+        ({"memory_opt_compress": "int8"}, "--memory_opt_compress int8: allowed are fp8"),
+        (
+            {"memory_opt_compress": "fp8", "memory_opt_budget": "1GiB"},
+            "--memory_opt_compress fp8 with --memory_opt_budget: a budget's plan is exact",
+        ),
         ({"memory_opt_report": "no/page.html"}, "--memory_opt_report no/page.html: no such folder; make it first"),
         ({"memory_opt_report": "."}, "--memory_opt_report .: is a folder; name a file in it"),
         ({"memory_opt_report": 3}, "--memory_opt_report 3: allowed are paths and strings"),
@@ -83,6 +91,13 @@ def test_a_bad_option_is_one_line_before_anything_is_loaded(tmp_path, monkeypatc
         with pytest.raises(MemOptError, match=re.escape(message)) as error:
             make()
         assert "\n" not in str(error.value)
+
+
+def test_a_plan_file_says_itself_what_is_compressed(tmp_path):
+    PlanFile("level 1", "plain", {}, ()).save(tmp_path / "plan.json")
+    options = MemOptOptions(memory_opt_compress="fp8", memory_opt_plan=str(tmp_path / "plan.json"))
+    with pytest.raises(MemOptError, match="--memory_opt_compress fp8 with --memory_opt_plan: the file says itself"):
+        options.check()
 
 
 def test_a_folder_or_a_bad_file_as_config(tmp_path):

@@ -237,6 +237,7 @@ def test_what_ort_can_do(text):
         ("Gelu+:1:3", r"^Gelu\+:1:3: count 3 .* applies every occurrence .* allowed: -1 \(all\) and 0 \(off\)"),
         ("A+:1:-1,Gelu+:1:1", r"^Gelu\+:1:1: count 1 "),
         ("Gelu+:3:-1", r"^Gelu\+:3:-1: strategy 3 \(offload\) .* allowed: 0, 1, 2"),
+        ("Gelu+:4:2", r"^Gelu\+:4:2: strategy 4 \(compress\) .* allowed: 0, 1, 2"),
     ],
 )
 def test_what_ort_cannot_do_is_refused_with_the_reason(text, reason):

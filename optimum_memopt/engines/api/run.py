@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
@@ -136,18 +136,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file. If `strict`, ids that do not
-    exist are errors instead of remarks."""
+    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
+
+    Attributes:
+        strict: ids that do not exist are errors instead of remarks.
+        compress: `fp8`, in which all is saved that the config or level saves; None: nothing is compressed by itself.
+    """
 
     config: PlanConfig | None = None
     level: int = 0
     strict: bool = True
     budget: Budget | None = None
     plan: PlanFile | None = None
+    compress: str | None = None
 
     @property
     def name(self) -> str:
-        """`level 1`; empty where nothing was asked for."""
+        """`level 1`, `level 1 in fp8`; empty where nothing was asked for."""
+        if self.compress is not None:
+            return f"{replace(self, compress=None).name or 'activations'} in {self.compress}"
         if self.plan is not None:
             return "the plan file"
         if self.budget is not None:
@@ -170,7 +177,8 @@ class EngineOptions:
     memory_opt_config: ConfigSource | None = flag(
         None,
         "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of such strings. "
-        "Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host (compile engine). "
+        "Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host, 4 compress to "
+        "fp8, inexact (3 and 4: compile engine). "
         "Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan table lists the cluster "
         "ids of your model.",
     )

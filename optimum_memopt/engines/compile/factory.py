@@ -65,8 +65,9 @@ class CompileFactory(EngineFactory[CompileOptions]):
         )
 
     def check_options(self, options: CompileOptions) -> None:
-        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, and a
-        step whose gradients are released can neither accumulate nor run again."""
+        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, neither a
+        budget's plan nor a plan file is compressed by another flag, and a step whose gradients are released can
+        neither accumulate nor run again."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
@@ -79,6 +80,8 @@ class CompileFactory(EngineFactory[CompileOptions]):
             )
         if options.memory_opt_release_gradients:
             _check_released(options)
+        if options.memory_opt_compress is not None:
+            _check_compress(options)
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
         from optimum_memopt.engines.compile.loss.decide import loss_mode
 
@@ -212,6 +215,19 @@ def _name(device: str) -> str:
 
 def _inductor(device: str, lacking: str, command: str) -> Ability:
     return Ability(f"compiler inductor on {_name(device)}", not lacking, lacking or "kernels of its own", command)
+
+
+def _check_compress(options: CompileOptions) -> None:
+    flag = f"--memory_opt_compress {options.memory_opt_compress}"
+    if options.memory_opt_budget is not None:
+        raise MemOptError(
+            f"{flag} with --memory_opt_budget: a budget's plan is exact; give a config or a level instead, or leave "
+            "the flag out"
+        )
+    if options.memory_opt_plan is not None:
+        raise MemOptError(
+            f"{flag} with --memory_opt_plan: the file says itself what is compressed; leave the flag out"
+        )
 
 
 def _offload(devices: list[str]) -> Ability:

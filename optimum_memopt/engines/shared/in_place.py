@@ -160,7 +160,7 @@ class InPlaceEngine(Engine):
         offloads = self._attached.checkpointing.offloads
         self._attached.checkpointing.switch_off()
         chosen = self._selection
-        if chosen == replace(Selection(), strict=chosen.strict):
+        if chosen == replace(Selection(), strict=chosen.strict, compress=chosen.compress):
             self._selection = replace(chosen, level=1)
             self._forget()
         get_logger().info(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -255,6 +256,56 @@ def nodes_to_save(
         else:
             todo.extend(node.all_input_nodes)
     return tuple(sorted(saved, key=graph.joint.order.__getitem__))
+
+
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def decided_from(graph: AnalyzedGraph, saved: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The saved nodes from which the backward recomputes integers or sizes, as a router's choice of experts: were they
+    inexact, the backward would go another way than the forward.
+
+    Args:
+        saved: as `nodes_to_save` has them.
+    """
+    recomputed: set[fx.Node] = set()
+    todo = [node for activation in graph.activations for node in activation.reads]
+    while todo:
+        node = todo.pop()
+        if node in recomputed or node in saved or node.op == "placeholder" or is_number(node):
+            continue
+        recomputed.add(node)
+        todo.extend(node.all_input_nodes)
+    found: set[fx.Node] = set()
+    todo = [read for node in recomputed if _decides(node) for read in node.all_input_nodes]
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in saved:
+            found.add(root(node))
+        elif node in recomputed and node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def is_data_dependent(node: fx.Node) -> bool:
+    """True for an operator with results whose number or value depends on data."""
+    return bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
+
+
+def _decides(node: fx.Node) -> bool:
+    """True for an operator that makes integers of numbers, or as many results as their values say."""
+    operator = first_input(node) if is_output(node) else node
+    if is_data_dependent(operator):
+        return True
+    # Seeds, lengths and offsets of its kernels.
+    if operator_name(operator) in ATTENTION_KERNELS or not is_tensor(node):
+        return False
+    dtype = tensor_value(node).dtype
+    reads = (tensor_value(read) for read in operator.all_input_nodes if is_tensor(read))
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return is_integer and any(tensor.is_floating_point() for tensor in reads)
 
 
 def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:

@@ -126,14 +126,19 @@ class Candidate:
 
 
 def applied(
-    candidates: Iterable[Candidate], saved: Collection[fx.Node], offloaded: Collection[fx.Node] = ()
+    candidates: Iterable[Candidate],
+    saved: Collection[fx.Node],
+    offloaded: Collection[fx.Node] = (),
+    compressed: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
-    """The candidates that are on where the forward saves these nodes, some of them on the host."""
+    """The candidates that are on where the forward saves these nodes, some of them on the host or compressed."""
+    kept = {Strategy.OFFLOAD: offloaded, Strategy.COMPRESS: compressed}
 
     def is_on(candidate: Candidate) -> bool:
         root = candidate.activation.root
-        is_offload = candidate.strategy is Strategy.OFFLOAD
-        return root in offloaded if is_offload else candidate.chain is not None and root not in saved
+        if candidate.strategy in kept:
+            return root in kept[candidate.strategy]
+        return candidate.chain is not None and root not in saved
 
     return tuple(filter(is_on, candidates))
 
@@ -141,6 +146,11 @@ def applied(
 def offloads(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Candidates whose activation waits on the host."""
     return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.OFFLOAD)
+
+
+def compressions(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Candidates whose activation is saved in fp8."""
+    return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.COMPRESS)
 
 
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:

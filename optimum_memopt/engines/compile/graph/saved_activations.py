@@ -18,6 +18,8 @@ from optimum_memopt.engines.compile.graph.joint import (
     is_view,
     root,
     storage_bytes,
+    tensor_value,
+    value,
 )
 
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
@@ -124,6 +126,8 @@ class SavedActivation:
         bytes: its size in the symbols of the graph.
         is_returned: the forward returns it too, so its caller may hold it.
         leaves_layer: the forward reads it outside of the layer that computes it (the residual stream), or returns it.
+        is_differentiated: it is computed, in floating point all the way, from an input that gets a gradient. Masks,
+            positions and what is computed from a comparison are not.
     """
 
     root: fx.Node
@@ -131,6 +135,7 @@ class SavedActivation:
     bytes: sympy.Expr
     is_returned: bool
     leaves_layer: bool
+    is_differentiated: bool
 
     @property
     def layer(self) -> str:
@@ -145,6 +150,7 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
         if storage.op == "call_function":
             reads.setdefault(storage, []).append(node)
     returned = {root(node) for node in joint.forward_outputs}
+    differentiated = _differentiated(joint)
     readers: dict[fx.Node, set[str]] = {}
     for node in joint.forward:
         if not is_view(node):
@@ -154,9 +160,24 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
     def activation(storage: fx.Node) -> SavedActivation:
         leaves_layer = storage in returned or bool(readers.get(storage, set()) - {layer_of(storage)})
         nodes, size = tuple(reads[storage]), storage_bytes(storage)
-        return SavedActivation(storage, nodes, size, storage in returned, leaves_layer)
+        return SavedActivation(storage, nodes, size, storage in returned, leaves_layer, storage in differentiated)
 
     return tuple(map(activation, sorted(reads, key=joint.order.__getitem__)))
+
+
+def _differentiated(joint: JointGraph) -> set[fx.Node]:
+    """See `SavedActivation`; where the inputs' gradients are not known, of any input in floating point."""
+    gradients = joint.gradients
+    found = {node for node in joint.inputs if _is_floating(node) and (not gradients or gradients[node] is not None)}
+    for node in joint.forward:
+        holds = isinstance(value(node), tuple | list) or _is_floating(node)
+        if holds and any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return is_tensor(node) and tensor_value(node).is_floating_point()
 
 
 def is_statistic(node: fx.Node) -> bool:

@@ -250,14 +250,20 @@ class CapturedForward:
         self, times: int = 1, largest: LargestBatch | None = None, frees_gradients: bool = False
     ) -> StepEvents:
         """The events of a step under the plans that were applied; arguments as in `solver` and `compose`."""
-        tape, problems = self.problems(self.sizes_for(times, largest))
+        sizes = self.sizes_for(times, largest)
+        tape, problems = self.problems(sizes)
+        _, values = self.sizes_of_runs(sizes)
         events: dict[tuple[int, int], GraphEvents] = {}
         runs: list[GraphEvents] = []
-        for call, problem in zip(tape.calls, problems, strict=True):
+        for call, problem, of_call in zip(tape.calls, problems, values, strict=True):
             if (key := (call.graph, id(problem))) not in events:
                 graph = self.graphs[call.graph]
-                saved = graph.simulated(problem).saved
-                events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
+                saved, timeline = graph.simulated(problem).saved, graph.timeline
+                if graph.plans[0].compressed and timeline is not None:
+                    # A problem has no operators that compress.
+                    events[key] = timeline.at(of_call)
+                else:
+                    events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
             runs.append(events[key])
         return compose(tape, runs, frees_gradients)
 

@@ -13,6 +13,7 @@ from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
+from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -61,6 +62,11 @@ class CapturedGraph:
         """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
         of_tokens = [symbol for symbol in self.sizes if tokens and is_length(self.names.get(symbol, ""))]
         return {**self.sizes, **dict.fromkeys(of_tokens, tokens), **dict.fromkeys(self.row_symbols, rows)}
+
+    @property
+    def timeline(self) -> Schedule | None:
+        """What it holds under the choice that was applied; None where it was not partitioned, or is not known."""
+        return None if self.partitioned is None else self.partitioned.timeline
 
     def simulated(self, problem: Problem) -> GraphSimulation:
         """The run of the choice that was applied; `problem` is of this graph."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, offloads
+from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, compressions, offloads
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
@@ -59,11 +59,11 @@ def _places(paths: Iterable[str]) -> tuple[frozenset[int], tuple[str, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The saved, recomputed and offloaded activations of one joint graph.
+    """The saved, recomputed, offloaded and compressed activations of one joint graph.
 
     Attributes:
         nodes_to_save: what the forward saves for the backward beside inputs and sizes, in graph order. An offloaded
-            activation is one of them: its strategy rewrites the two graphs afterwards.
+            or compressed activation is one of them: its strategy rewrites the two graphs afterwards.
         why: `level 1`, as the table's header has it.
         candidates: those that are on, in the order of the graph's candidates.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
@@ -112,10 +112,10 @@ def torchs_choice(graph: AnalyzedGraph) -> Choice:
 
 @dataclass(frozen=True)
 class SavedNodes:
-    """The saved and offloaded nodes of a choice, by their numbers in the joint graph.
+    """The saved, offloaded and compressed nodes of a choice, by their numbers in the joint graph.
 
     Attributes:
-        saved: for the backward, offloaded ones included.
+        saved: for the backward, offloaded and compressed ones included.
         inputs: of the run.
     """
 
@@ -123,20 +123,27 @@ class SavedNodes:
     offloaded: frozenset[int] = frozenset()
     is_by_torch: bool = False
     inputs: InputsPlan = field(default_factory=InputsPlan)
+    compressed: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, graph: AnalyzedGraph, choice: Choice) -> "SavedNodes":
         order = graph.joint.order
         saved = tuple(order[node] for node in choice.nodes_to_save)
-        offloaded = frozenset(order[candidate.activation.root] for candidate in offloads(choice.candidates))
-        return cls(saved, offloaded, choice.torchs_graphs is not None, choice.inputs)
+        offloaded, compressed = (
+            frozenset(order[candidate.activation.root] for candidate in of_strategy(choice.candidates))
+            for of_strategy in (offloads, compressions)
+        )
+        return cls(saved, offloaded, choice.torchs_graphs is not None, choice.inputs, compressed)
 
     def choice(self, graph: AnalyzedGraph, why: str) -> Choice:
         """The choice for a trace of the graph."""
         if self.is_by_torch:
             return replace(torchs_choice(graph), why=why)
-        saved, offloaded = ([graph.joint.nodes[number] for number in nodes] for nodes in (self.saved, self.offloaded))
-        return Choice(tuple(saved), why, applied(graph.candidates, set(saved), set(offloaded)), inputs=self.inputs)
+        saved, offloaded, compressed = (
+            [graph.joint.nodes[number] for number in nodes] for nodes in (self.saved, self.offloaded, self.compressed)
+        )
+        candidates = applied(graph.candidates, set(saved), set(offloaded), set(compressed))
+        return Choice(tuple(saved), why, candidates, inputs=self.inputs)
 
 
 def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
@@ -149,8 +156,16 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
         return GraphEntry(graph.signature, by_torch=True)
     saved = set(choice.nodes_to_save)
     roots = {activation.root for activation in graph.activations}
-    offloaded = {candidate.activation.root for candidate in offloads(choice.candidates)}
-    kinds: dict[str, set[fx.Node]] = {"recompute": roots - saved, "offload": offloaded, "save": saved - roots}
+    offloaded, compressed = (
+        {candidate.activation.root for candidate in of_strategy(choice.candidates)}
+        for of_strategy in (offloads, compressions)
+    )
+    kinds: dict[str, set[fx.Node]] = {
+        "recompute": roots - saved,
+        "offload": offloaded,
+        "compress": compressed,
+        "save": saved - roots,
+    }
     layers: dict[str, dict[str, list[str]]] = {}
     for node, (layer, path) in graph.paths.items():
         for kind, nodes in kinds.items():

@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
     digest_of,
     find_constants,
     fused_attention,
+    is_data_dependent,
     layer_boundaries,
     node_paths,
     places_of,
@@ -50,6 +51,7 @@ from optimum_memopt.engines.compile.memory.inductor_programs import InductorProg
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
+from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
@@ -63,9 +65,6 @@ def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
     inputs = [node for node in joint.inputs if is_tensor(node)]
     numbers = [node for node in joint.nodes if is_number(node) and node not in joint.backward]
     return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs)
-
-
-_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +252,7 @@ def eliminate_duplicates(joint: JointGraph) -> None:
 
 def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
     # Sizes that depend on data are new symbols at each call.
-    is_data_dependent = bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
-    if node.op != "call_function" or is_data_dependent or joint.is_impure(node):
+    if node.op != "call_function" or is_data_dependent(node) or joint.is_impure(node):
         return False
     if is_number(node) or is_output(node):
         return True
@@ -357,6 +355,7 @@ def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
     """The memory of the two partitions of a graph, for any values of the symbols."""
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
+    rows |= {IN_FP8.format(name): cluster_id for name, cluster_id in rows.items()}
     return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows, graph.inlined)
 
 

@@ -94,10 +94,8 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
         plans.append((0, Technique("compile engine, budget", (f"--memory_opt_budget {selection.budget.text}",))))
     elif selection.plan is not None:
         plans.append((0, Technique("compile engine, plan file", ("--memory_opt_plan",))))
-    elif selection.config:
-        plans.append((0, Technique("compile engine, config", (f"--memory_opt_config {selection.config}",))))
-    elif selection.level > 1:
-        plans.append((0, Technique(f"compile engine, level {selection.level}", ("--memory_opt_level 2",))))
+    elif selection.config or selection.level > 1 or selection.compress is not None:
+        plans.append((0, _stated(selection)))
     context, optimizer = step.context(traced, Budget("", 0)), traced.run.optimizer
     assert isinstance(optimizer, PlannedOptimizer)
     trained = trainable_of(traced.model, traced.forward.untrained)
@@ -116,6 +114,18 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
         )
 
     return tuple(way(index, plan) for index, plan in plans)
+
+
+def _stated(selection: Selection) -> Technique:
+    """The technique of a config, a level or no plan."""
+    name, flags = "no plan", list(_NO_PLAN.flags)
+    if selection.config:
+        name, flags = "config", [f"--memory_opt_config {selection.config}"]
+    elif selection.level:
+        name, flags = f"level {selection.level}", [f"--memory_opt_level {selection.level}"]
+    if selection.compress is not None:
+        name, flags = f"{name} in {selection.compress}", [*flags, f"--memory_opt_compress {selection.compress}"]
+    return Technique(f"compile engine, {name}", tuple(flags))
 
 
 def _seconds(captured: CapturedForward, context: StepContext) -> dict[str, float]:
@@ -217,7 +227,7 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
         with contextlib.suppress(Infeasible):
             place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
     elif forward.tape == forward.tape.with_all_held() and not any(
-        graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in forward.graphs
+        graph.plans[0].is_by_torch or graph.plans[0].offloaded or graph.plans[0].compressed for graph in forward.graphs
     ):
         runs = zip(solver.forward.runs, forward.tape.calls, strict=True)
         saved = [problem.saving(forward.graphs[call.graph].plans[0].saved) for problem, call in runs]

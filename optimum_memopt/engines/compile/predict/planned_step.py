@@ -217,7 +217,7 @@ class PlannedStep:
 
     def _selection_for(self, model: torch.nn.Module) -> Selection:
         """The selection; level 1 where it is empty and the model checkpoints its activations."""
-        plain = Selection(strict=self.selection.strict)
+        plain = Selection(strict=self.selection.strict, compress=self.selection.compress)
         if self.selection != plain or not Checkpointing(model).is_on:
             return self.selection
         get_logger().info(f"activation checkpointing of {type(model).__name__} counts as level 1")

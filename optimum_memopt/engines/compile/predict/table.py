@@ -165,7 +165,8 @@ def to_table(
 ) -> PlanTable:
     """Rows of all runs of graphs, those of one id and strategy together.
 
-    Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
+    Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else;
+    compression where it is on.
     """
     rows: dict[str, list[_Part]] = {}
     for graph, runs in zip(graphs, tape.runs, strict=True):
@@ -209,6 +210,8 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
 
 def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
     first = parts[0].candidates[0]
+    if any(part.chosen for part in parts):
+        return True
     return strategy_of(first.strategy).is_listed(_device_type(parts[0]), first.cluster_id in recomputable)
 
 

@@ -175,6 +175,21 @@ def gradient_positions(graph: fx.Graph) -> list[int | None]:
     return [_position(desc, PlainAOTInput) for desc in found]
 
 
+def replace_saved(forward: fx.Graph, saved: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Let a partitioned forward return other tensors in the place of one that it saves for the backward.
+
+    The descriptor of each result stays beside it; those of new results are that of the tensor they stand for.
+    """
+    (output,) = forward.find_nodes(op="output")
+    results, descriptors = list(cast(Sequence[Any], output.args[0])), list(_descriptors(output))
+    place = results.index(saved)
+    results[place : place + 1] = others
+    descriptors[place : place + 1] = descriptors[place : place + 1] * len(others)
+    output.args = (tuple(results),)
+    if "desc" in output.meta:
+        output.meta["desc"] = descriptors
+
+
 def _descriptors(output: fx.Node) -> list[Any]:
     return output.meta.get("desc") or [None] * len(cast(Sequence[object], output.args[0]))
 

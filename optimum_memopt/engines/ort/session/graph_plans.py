@@ -151,12 +151,14 @@ def check_supported(config: PlanConfig) -> None:
     """Refuse what ONNX Runtime's memory optimizer does not support.
 
     Raises:
-        ConfigError: offload, or a count other than -1 and 0: ORT 1.18 and 1.19 apply every occurrence for any N >= 1.
+        ConfigError: offload, compress, or a count other than -1 and 0: ORT 1.18 and 1.19 apply every occurrence for
+            any N >= 1.
     """
     for request in config.requests:
         shown = excerpt(str(request))
-        if request.strategy is Strategy.OFFLOAD:
-            raise ConfigError(f"{shown}: strategy 3 (offload) is not available on the ort engine; allowed: 0, 1, 2")
+        if request.strategy in (Strategy.OFFLOAD, Strategy.COMPRESS):
+            name = f"strategy {int(request.strategy)} ({request.strategy.name.lower()})"
+            raise ConfigError(f"{shown}: {name} is not available on the ort engine; allowed: 0, 1, 2")
         if request.count not in (ALL, 0):
             raise ConfigError(
                 f"{shown}: count {request.count} is not available on the ort engine, because ONNX Runtime 1.19 "

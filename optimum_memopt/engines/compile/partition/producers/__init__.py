@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.partition.producers.compressed import Compressed
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromConfig, FromLevel, FromPlanFile
 from optimum_memopt.plans.matching import Matched
@@ -29,6 +30,7 @@ def producer_for(selection: Selection) -> Producer:
         return FromPlanFile(selection.plan)
     if selection.budget is not None:
         return FromBudget(selection.budget)
+    producer: Producer = TorchDefault() if selection.config is None else FromConfig(selection.config)
     if selection.level:
-        return FromLevel(selection.level)
-    return TorchDefault() if selection.config is None else FromConfig(selection.config)
+        producer = FromLevel(selection.level)
+    return Compressed(producer) if selection.compress is not None else producer

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, by_row, offloads
+from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, by_row, compressions, offloads
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
@@ -15,6 +15,7 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, torchs_choice
+from optimum_memopt.engines.compile.partition.producers.compressed import with_exact_decisions
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans import matching
@@ -66,12 +67,13 @@ class FromConfig(Producer):
                 left = None if request.count == ALL else max(0, request.count - taken[row])
                 chosen.extend(candidates[:left])
         recomputed = {candidate.activation.root for candidate in chosen if candidate.chain is not None}
-        return Choice(
+        choice = Choice(
             nodes_to_save=nodes_to_save(graph, recomputed),
             why=f"config {self.config}",
             candidates=tuple(chosen),
             matched=matched,
         )
+        return with_exact_decisions(graph, choice)
 
 
 @dataclass(frozen=True)
@@ -201,11 +203,19 @@ class FromPlanFile(Producer):
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
-        offloadable = {candidate.activation.root for candidate in offloads(graph.candidates)}
+        offloadable, compressible = (
+            {candidate.activation.root for candidate in of_strategy(graph.candidates)}
+            for of_strategy in (offloads, compressions)
+        )
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
         wrong = [
             (kind, path)
-            for kind, allowed in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
+            for kind, allowed in (
+                ("recompute", roots),
+                ("offload", offloadable),
+                ("compress", compressible),
+                ("save", graph.paths),
+            )
             for node, path in wanted[kind].items()
             if node not in allowed
         ]
@@ -218,16 +228,18 @@ class FromPlanFile(Producer):
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         # All but what it recomputes, constants that a budget has saved too.
         saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
-        return Choice(
+        kept = (present[kind].intersection(saved) for kind in ("offload", "compress"))
+        choice = Choice(
             nodes_to_save=saved,
             why=why,
-            candidates=applied(graph.candidates, frozenset(saved), present["offload"].intersection(saved)),
+            candidates=applied(graph.candidates, frozenset(saved), *kept),
             mismatch=mismatch,
             inputs=inputs,
         )
+        return with_exact_decisions(graph, choice)
 
 
-_KINDS = ("recompute", "offload", "save")
+_KINDS = ("recompute", "offload", "compress", "save")
 
 
 def _paths(plan: GraphEntry, kind: str, graph: AnalyzedGraph) -> Iterator[Path]:

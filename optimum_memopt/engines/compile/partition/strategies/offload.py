@@ -103,14 +103,19 @@ def insert(
         module.recompile()
 
 
-def _offload(graph: fx.Graph, activations: Collection[str], is_on_accelerator: bool) -> dict[str, fx.Node]:
-    """The host copies by the name of their activation."""
-    (output,) = graph.find_nodes(op="output")
-    order = {node: index for index, node in enumerate(graph.nodes)}
+def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last operator that reads each storage, itself where none does, by its root."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output":
             last.update({root(read): node for read in (node, *node.all_input_nodes)})
+    return last
+
+
+def _offload(graph: fx.Graph, activations: Collection[str], is_on_accelerator: bool) -> dict[str, fx.Node]:
+    """The host copies by the name of their activation."""
+    (output,) = graph.find_nodes(op="output")
+    order, last = {node: index for index, node in enumerate(graph.nodes)}, last_uses(graph)
     offloaded = sorted((node for node in last if node.name in activations), key=lambda node: order[last[node]])
     hosts = {}
     # Several may have the same last use; the first of them goes directly behind it.

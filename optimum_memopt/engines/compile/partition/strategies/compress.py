@@ -1,0 +1,167 @@
+"""Strategy 4: saved activations wait for the backward in fp8, which is inexact.
+
+An activation is saved as float8_e4m3fn with a float32 scale for each row of its last dimension, and is converted
+back to its dtype right before its first use in the backward. Rows, and not blocks of the flattened storage: a
+reduction over the last dimension and operators by element go with any strides and any symbolic sizes, while blocks
+need a reshape, which copies what is not contiguous, and a padded last block. A row of a transformer is a token's
+features.
+
+The scale is the row's largest magnitude over 448, the largest number of e4m3. So an element keeps three bits of
+mantissa, a relative error of 2^-4 at most, down to 2^-15 of its row's largest; smaller ones keep an error of 2^-10 of
+the scale. A row of zeros stays zeros. A row with an infinity or NaN becomes NaN altogether: its scale is one of them.
+
+torch has a pass for this (`activation_quantization_aten_pass` in `torch/_functorch/partitioners.py`, 2.13), which is
+for inductor alone, takes whatever is large, and clamps, so that an infinity becomes a finite number. Here, too, plain
+operators of ATen do it, so that inductor fuses them with what computes and what reads the activation.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.costs.fusion import readers
+from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
+from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain
+from optimum_memopt.engines.compile.graph.joint import elements, storage_bytes, symbolic, tensor_value
+from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
+from optimum_memopt.engines.compile.partition.strategies.offload import last_uses
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.plans.grammar import Strategy
+
+FP8 = torch.float8_e4m3fn
+# Name of a node: what is saved instead of the activation.
+IN_FP8 = "{}_fp8"
+_SCALE, _BACK = "{}_fp8_scale", "{}_from_fp8"
+# A scale is a float32; of float64 it would not hold the range.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Operators that take a relative error for the factor e to its power: 2^-4 of a log-probability of -16 is e.
+_EXPONENTIALS = ("exp", "log_softmax_backward_data")
+_LARGEST = torch.finfo(FP8).max
+# Rounded down, so that what is converted back is no larger than the row's largest, which may be the dtype's largest.
+_PER_LARGEST = (1 - 2**-22) / _LARGEST
+# The smallest scale: that of a row of zeros.
+_SMALLEST = torch.finfo(torch.float32).tiny
+_aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+
+class Compress(MemoryStrategy):
+    numbers = (Strategy.COMPRESS,)
+
+    def candidate(
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
+    ) -> Candidate | None:
+        """None for what stays exact: integers, masks and whatever else no gradient goes through, float64,
+        log-probabilities and other exponents, storages with gaps, and rows so short that their scales take as much as
+        is saved."""
+        tensor = tensor_value(activation.root)
+        if not activation.is_differentiated or tensor.dtype not in _DTYPES or tensor.dim() == 0:
+            return None
+        if any(operator_name(reader).strip("_") in _EXPONENTIALS for reader in readers(activation.root)):
+            return None
+        count, rows = elements(tensor), sympy.Mul(*map(symbolic, tensor.shape[:-1]))
+        has_gaps = sympy.expand(count * tensor.dtype.itemsize) != storage_bytes(activation.root)
+        saving = sympy.expand(activation.bytes - count * FP8.itemsize - rows * torch.float32.itemsize)
+        if has_gaps or saving.subs(size_hints) <= 0:
+            return None
+        return Candidate(activation, Strategy.COMPRESS, cluster_id, saving)
+
+    def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
+        if candidates:
+            insert(*modules, {candidate.activation.root.name for candidate in candidates})
+
+    def note(self, device_type: str) -> str:
+        return "fp8, inexact"
+
+    def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
+        """Only where it is on."""
+        return False
+
+
+register_strategy(Compress())
+
+
+def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str]) -> None:
+    """Save activations in fp8 with their scales, and convert them back in the backward.
+
+    Args:
+        activations: names of roots that the forward saves and does not return.
+    """
+    _restore(backward.graph, _compress(forward.graph, activations))
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def _compress(graph: fx.Graph, activations: Collection[str]) -> dict[str, tuple[fx.Node, fx.Node]]:
+    """The fp8 tensor and the scales by the name of their activation."""
+    saved = {}
+    last = last_uses(graph)
+    for activation in [node for node in last if node.name in activations]:
+        add = _Adding(graph, activation)
+        with graph.inserting_before(last[activation].next):
+            # The largest magnitude, without a tensor of all magnitudes.
+            high = add("{}_fp8_high", _aten.amax.default, activation, [-1], True)
+            low = add("{}_fp8_low", _aten.amin.default, activation, [-1], True)
+            negated = add("{}_fp8_negated", _aten.neg.default, low)
+            most = add("{}_fp8_most", _aten.maximum.default, high, negated)
+            if tensor_value(most).dtype != torch.float32:
+                most = add("{}_fp8_most_float32", _convert, most, torch.float32)
+            per_largest = add("{}_fp8_per_largest", _aten.mul.Tensor, most, _PER_LARGEST)
+            scale = add(_SCALE, _aten.clamp_min.default, per_largest, _SMALLEST)
+            # In float32, also of half precision.
+            scaled = add("{}_fp8_scaled", _aten.div.Tensor, activation, scale)
+            in_fp8 = add(IN_FP8, _convert, scaled, FP8)
+        fx_graph.replace_saved(graph, activation, (in_fp8, scale))
+        saved[activation.name] = in_fp8, scale
+    return saved
+
+
+def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> None:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for activation in [node for node in graph.find_nodes(op="placeholder") if node.name in saved]:
+        users = dict(activation.users)
+        first = min(users, key=order.__getitem__)
+        with graph.inserting_before(activation):
+            in_fp8, scale = (_placeholder(graph, node) for node in saved[activation.name])
+        add = _Adding(graph, activation)
+        with graph.inserting_before(first):
+            if first.target is torch.ops.optimum_memopt.after.default:
+                # A barrier of recompute, see `recompute.py`: what is converted back waits for it, too.
+                scale = add("{}_fp8_scale_after", first.target, scale, first.args[1])
+            # Exact: e4m3 is a part of all of these.
+            cast = add("{}_from_fp8_cast", _convert, in_fp8, tensor_value(activation).dtype)
+            if tensor_value(activation).dtype == torch.float32:
+                back = add(_BACK, _aten.mul.Tensor, cast, scale)
+            else:
+                product = add("{}_from_fp8_product", _aten.mul.Tensor, cast, scale)
+                back = add(_BACK, _convert, product, tensor_value(activation).dtype)
+        for user in users:
+            user.replace_input_with(activation, back)
+        graph.erase_node(activation)
+
+
+def _placeholder(graph: fx.Graph, saved: fx.Node) -> fx.Node:
+    placeholder = graph.placeholder(saved.name)
+    placeholder.meta.update(saved.meta)
+    return placeholder
+
+
+class _Adding:
+    """Adds operators to a graph under the layer and module of an activation, named after it."""
+
+    def __init__(self, graph: fx.Graph, activation: fx.Node) -> None:
+        self._graph, self._activation = graph, activation
+        self._fake_mode = tensor_value(activation).fake_mode
+
+    def __call__(self, name: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = self._graph.create_node("call_function", target, args, name=name.format(self._activation.name))
+        values = fx.map_arg(args, tensor_value)
+        meta = {key: value for key, value in self._activation.meta.items() if key not in ("val", "tensor_meta")}
+        with self._fake_mode:
+            node.meta.update(meta, val=target(*values))
+        return node

@@ -1,0 +1,263 @@
+"""Strategy 4 and `--memory_opt_compress`: losses are exact, gradients as exact as three bits of mantissa are."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value, value
+from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
+from optimum_memopt.engines.compile.options import LAYER
+from optimum_memopt.engines.compile.partition.strategies.compress import FP8
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.plans.grammar import Strategy
+from optimum_memopt.predict.workload import Workload
+from tests.compiled import DROPOUT, Run, hold_still, recorded, run, selection
+from tests.gradients import TOLERANCE, Gradients, accumulate, assert_bitwise_same
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.saved_configs import save
+from tests.train.test_step_memory import EXACT, measured
+
+# Of an element: half of the last of three bits of mantissa.
+ROUNDING = 2**-4
+# Of a row: the part of its largest element that is rounded to zero is half of this.
+SMALLEST = 2**-9 / torch.finfo(FP8).max
+inductor = pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=[inductor, pytest.mark.nightly])]
+
+
+class Rows(torch.nn.Module):
+    """Saves a product, which the gradient of the weight is twice as large as."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(rows)
+        self.gain = torch.nn.Parameter(torch.ones_like(rows[0]))
+
+    def forward(self, factor: torch.Tensor) -> CausalLMOutput:
+        product = self.weight * self.gain * factor
+        return CausalLMOutput(loss=product.square().sum())
+
+
+def rows_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Rows of what a row may be."""
+    numbers = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    largest, smallest = torch.finfo(dtype).max / 4, torch.finfo(dtype).tiny * 512
+    rows = dict(
+        zip(("normal", "outlier", "large", "small", "zero", "infinite", "negative", "nan"), numbers, strict=True)
+    )
+    rows["outlier"][7] = 4096
+    rows["large"] *= largest / rows["large"].abs().max()
+    rows["small"] *= smallest
+    rows["zero"].zero_()
+    rows["infinite"][3], rows["negative"][4], rows["nan"][5] = float("inf"), -float("inf"), float("nan")
+    return rows
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_elements_keep_three_bits_and_rows_stay_what_they_are(dtype: torch.dtype, compiler: str) -> None:
+    rows = rows_of(dtype)
+    model = Rows(torch.stack(list(rows.values())))
+    ours = run(model, "Mul+:4:-1", {"factor": torch.ones((), dtype=dtype)}, compiler=compiler)
+    assert ours.table.enabled, ours.table
+    gradient = ours.step[1]["weight"]
+    assert gradient is not None
+    found = dict(zip(rows, (gradient.double() / 2), strict=True))
+    for name in ("infinite", "negative", "nan"):
+        assert found.pop(name).isnan().all(), name
+        del rows[name]
+    assert not found["zero"].any()
+    for name, row in rows.items():
+        row, row_found = row.double(), found[name]
+        allowed = (ROUNDING * row.abs()).maximum(SMALLEST / 2 * row.abs().max()) * (1 + 2**-6)
+        assert ((row_found - row).abs() <= allowed).all(), name
+        assert row_found.abs().max() <= row.abs().max(), name
+    assert not torch.equal(found["normal"], rows["normal"].double())
+
+
+def test_what_no_gradient_goes_through_stays_exact() -> None:
+    """A mask in floating point, a comparison, an exponent, float64, a row of one number, and a storage with gaps."""
+
+    class Kinds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> CausalLMOutput:
+            hidden = torch.tanh(x * self.weight)
+            bias = torch.where(mask, 0.0, torch.finfo(x.dtype).min)
+            gate = (hidden > 0).to(x.dtype) + 0.5
+            double = torch.sin(hidden.double())
+            row = torch.tanh(hidden.sum(-1, keepdim=True))
+            probabilities = torch.log_softmax(hidden + bias, -1)
+            loss = (probabilities * gate).sum() + (double * double).sum().float() + (row * hidden).sum()
+            return CausalLMOutput(loss=loss)
+
+    batch = {"x": torch.randn(48, 64, generator=torch.Generator().manual_seed(1)), "mask": torch.rand(48, 64) > 0.1}
+    ours = run(Kinds(), " fp8", batch)
+    graph = ours.split.graph
+    compressed = {one.activation.root for one in graph.candidates if one.strategy is Strategy.COMPRESS}
+    kinds = {node.target.overloadpacket._qualified_op_name for node in compressed}
+    assert kinds == {"aten::tanh"}, kinds
+    assert all(tensor_value(node).shape[-1] == 64 for node in compressed)
+
+
+def error(ours: Gradients, exact: Gradients) -> float:
+    """Of all gradients together, relative."""
+    pairs = [(ours[name], gradient) for name, gradient in exact.items() if gradient is not None]
+    difference = sum(float((found - gradient).square().sum()) for found, gradient in pairs)
+    return (difference / sum(float(gradient.square().sum()) for _, gradient in pairs)) ** 0.5
+
+
+MODELS = ("roberta-classification", "llama", "segformer", "vit", "mixtral", "t5")
+PLANS = (" fp8", "level 1 fp8")
+CELLS = [(name, asked, compiler) for name in MODELS for asked in PLANS for compiler in ("aot_eager", "inductor")]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "compiler"),
+    nightly(CELLS, but=[("roberta-classification", "level 1 fp8", "aot_eager"), ("segformer", " fp8", "aot_eager")]),
+)
+def test_gradients_are_as_exact_as_the_format(name: str, asked: str, compiler: str) -> None:
+    if compiler == "inductor" and not dynamo.inductor_works("cpu"):
+        pytest.skip("there is no C++ compiler")
+    model = ZOO[name].build()
+    batch = without_key_value_cache(model, (), ZOO[name].batch(8, 24, seed=1))
+    exact, ours = accumulate(model, [batch]), run(model, asked, batch, compiler=compiler, dynamic=True)
+    rounding = 0 if compiler == "aot_eager" else TOLERANCE
+    torch.testing.assert_close(ours.step[0], exact[0], rtol=rounding, atol=0)
+    # The errors of many activations are independent of one another, so that their sum is no larger than one's largest.
+    assert 0 < error(ours.step[1], exact[1]) < ROUNDING
+    check_kinds(ours)
+
+
+def check_kinds(ours: Run) -> None:
+    """What is compressed is in fp8, and the table says so; all else is saved in its own dtype."""
+    split = ours.split
+    chosen = [one for one in split.graph.choice.candidates if one.strategy is Strategy.COMPRESS]
+    rows = [row for row in ours.table.enabled if ":4:" in row.config]
+    assert {row.config: row.applied_count for row in rows} == Counter(one.row for one in chosen)
+    assert rows and all("inexact" in row.note for row in rows)
+    assert not any(is_statistic(one.activation.root) for one in chosen)
+    compressed = {one.activation.root.name for one in chosen}
+    (output,) = split.forward.graph.find_nodes(op="output")
+    for node in output.args[0][split.num_fwd_outputs :]:
+        if is_tensor(node):
+            assert (value(node).dtype == FP8) == (node.name.removesuffix("_fp8") in compressed), node
+
+
+def test_decisions_are_those_of_the_forward() -> None:
+    """A router that is recomputed chooses the experts that it chose."""
+    model = ZOO["mixtral"].build()
+    batch = without_key_value_cache(model, (), ZOO["mixtral"].batch(8, 24, seed=1))
+    ours = run(model, "level 1 fp8", batch, dynamic=True)
+    assert "exact, from which integers are recomputed" in ours.table.header[0]
+    exact = accumulate(model, [batch])
+    assert error(ours.step[1], exact[1]) < ROUNDING
+    # An expert that gets no tokens gets no gradient; another choice would give it some.
+    routed = {name: g.any() for name, g in exact[1].items() if g is not None and "experts" in name}
+    assert routed == {name: ours.step[1][name].any() for name in routed}
+
+
+def test_nothing_is_compressed_that_nobody_asked_for() -> None:
+    model, batch = ZOO["roberta-classification"].build(), ZOO["roberta-classification"].batch(8, 24)
+    ours = run(model, "Gelu+:4:0,FusedMatMul+Add+:1:-1", batch)
+    assert_bitwise_same(ours.step, accumulate(model, [batch]))
+    assert not any(name.endswith("_fp8") for name in ours.split.saved_for_backward)
+
+
+def test_a_count_and_other_strategies_go_with_it() -> None:
+    """What is saved is less by what the table claims, and what is recomputed reads what was compressed."""
+    model, batch = ZOO["roberta-classification"].build(), ZOO["roberta-classification"].batch(8, 24)
+    kept = run(model, "Gelu+:4:0", batch)
+    asked = "FusedMatMul+Add+:4:-1,Gelu+:1:-1,LayerNormalization+:4:3,FusedMatMul+Add+Add+:3:1"
+    ours = run(model, asked, batch)
+    ours.split.check(ours.table)
+    applied = {row.config: row.applied_count for row in ours.table.enabled}
+    assert applied["FusedMatMul+Add+:4:-1"] == 2 and applied["LayerNormalization+:4:-1"] == 3
+    claimed = sum(row.applied_saving_bytes for row in ours.table.enabled)
+    saved = [each.split.graph.prediction.saved_bytes for each in (kept, ours)]
+    assert saved[0] - saved[1] == claimed > 0
+
+
+@pytest.fixture
+def layered() -> Iterator[tuple[CompileEngine, torch.nn.Module]]:
+    model = ZOO["roberta-classification"].build(**DROPOUT, num_hidden_layers=4)
+    engine = CompileEngine(selection("level 1 fp8"), "aot_eager", unit=LAYER)
+    engine.attach(model)
+    yield engine, model
+    engine.detach()
+
+
+def test_what_passes_between_graphs_stays_exact(layered) -> None:
+    """The input of a layer's graph is the result of the graph before it, which autograd holds."""
+    engine, model = layered
+    batches = [ZOO["roberta-classification"].batch(*size, seed=1) for size in ((8, 48), (5, 31))]
+    plain = copy.deepcopy(model)
+    with recorded() as splits:
+        torch.manual_seed(0)
+        found = accumulate(model, batches)
+    torch.manual_seed(0)
+    exact = accumulate(plain, batches)
+    assert torch.equal(found[0], exact[0]) and error(found[1], exact[1]) < ROUNDING
+    assert len(splits) > 1
+    for split in splits:
+        returned = {node.name for node in split.forward.graph.output_node().args[0][: split.num_fwd_outputs] if node}
+        assert not any(name.endswith("_fp8") for name in returned)
+    for batch in batches:
+        saved, peak = measured(model, batch)
+        sizes = {f"inputs_input_ids_dim{dim}": size for dim, size in enumerate(batch["input_ids"].shape)}
+        assert engine.predictor.saved(sizes) == pytest.approx(saved, **EXACT)
+        assert engine.predictor.activations(sizes) == pytest.approx(peak, **EXACT)
+
+
+def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:
+    """The way that compares it with others holds what the estimate says."""
+    hold_still(monkeypatch)
+    workload = Workload(save(tmp_path, "roberta-mlm", num_hidden_layers=2), "fill-mask", 8, 48)
+    spec = StepSpec(compiler="aot_eager", loss="plain")
+    exact = estimate(workload, selection("level 1"), spec)
+    found = estimate(workload, selection("level 1 fp8"), spec, with_ways=True)
+    assert found.ways[-1].peak == found.peak
+    assert "fp8" in found.ways[-1].plan.name and "--memory_opt_compress fp8" in found.ways[-1].plan.flags
+    assert sum(row.applied_saving_bytes for row in found.table.enabled if ":4:" in row.config) > 0
+    assert exact.table.header[0].replace("level 1", "level 1, what is saved in fp8") == found.table.header[0]
+
+
+@pytest.mark.nightly
+def test_training_ends_near_the_exact_run() -> None:
+    """Sixty steps over four batches, which a model without dropout learns by heart."""
+    batches = [ZOO["roberta-classification"].batch(16, 24, seed=seed) for seed in range(4)]
+
+    def losses(asked: str) -> list[float]:
+        model = ZOO["roberta-classification"].build(hidden_size=32, intermediate_size=64)
+        engine = CompileEngine(selection(asked), "aot_eager")
+        engine.attach(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        found = []
+        for _ in range(15):
+            total = 0.0
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                total += loss.item() / len(batches)
+            found.append(total)
+        engine.detach()
+        return found
+
+    exact, ours = losses("level 1"), losses("level 1 fp8")
+    assert exact[0] == pytest.approx(ours[0], rel=ROUNDING)
+    learned = exact[0] - exact[-1]
+    assert learned > exact[0] / 4, "nothing was learned"
+    assert abs(ours[-1] - exact[-1]) < learned / 10
