@@ -1,6 +1,8 @@
 """Strategy 4 and `--memory_opt_compress`: losses are exact, gradients as exact as three bits of mantissa are."""
 
+import contextlib
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,12 +13,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
-from optimum_memopt.engines.compile.options import LAYER
+from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.strategies.compress import FP8
 from optimum_memopt.engines.compile.predict.estimate import estimate
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.predict.workload import Workload
 from tests.compiled import DROPOUT, Run, hold_still, recorded, run, selection
@@ -155,6 +158,35 @@ def check_kinds(ours: Run) -> None:
             assert (value(node).dtype == FP8) == (node.name.removesuffix("_fp8") in compressed), node
 
 
+MEASURED = re.compile(r"(\d+) activations are saved in fp8, .* is ([\d.]+)% on average and ([\d.]+)% at most \((.+)\)")
+
+
+PROBED = [("roberta-classification", LAYER), ("segformer", MODEL), ("mixtral", LAYER), ("mixtral", MODEL)]
+
+
+@pytest.mark.parametrize(("name", "unit"), nightly(PROBED, but=["roberta-classification", "segformer"]))
+def test_the_error_of_the_first_batch_is_logged_once(name: str, unit: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of layers that share a graph; generators, running statistics and gradients are those without it."""
+    case = ZOO[name]
+    model = case.build(**(case.deep(4) if unit == LAYER else {}))
+    plain = copy.deepcopy(model)
+    batch = without_key_value_cache(model, (), case.batch(8, 24, seed=1))
+    engine = CompileEngine(selection(" fp8"), "aot_eager", unit=unit)
+    engine.attach(model)
+    states = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        step = [accumulate(each, [batch])[0] for _ in range(2)]
+        states.append((step, torch.get_rng_state(), dict(each.named_buffers())))
+    assert str(states[0]) == str(states[1])
+    lines = [found for record in caplog.records if (found := MEASURED.match(record.getMessage()))]
+    (line,) = lines
+    count, average, worst = int(line[1]), float(line[2]) / 100, float(line[3]) / 100
+    assert 0 < average <= worst < ROUNDING
+    assert count == sum(row.applied_count for row in engine.plans().enabled if ":4:" in row.config)
+    engine.detach()
+
+
 def test_decisions_are_those_of_the_forward() -> None:
     """A router that is recomputed chooses the experts that it chose."""
     model = ZOO["mixtral"].build()
@@ -231,6 +263,15 @@ def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:
     assert "fp8" in found.ways[-1].plan.name and "--memory_opt_compress fp8" in found.ways[-1].plan.flags
     assert sum(row.applied_saving_bytes for row in found.table.enabled if ":4:" in row.config) > 0
     assert exact.table.header[0].replace("level 1", "level 1, what is saved in fp8") == found.table.header[0]
+
+
+@pytest.mark.parametrize(("capability", "is_able"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_fp8_is_refused_in_one_line(monkeypatch, capability: tuple[int, int], is_able: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernels.check_fp8(torch.device("cpu"))
+    with contextlib.nullcontext() if is_able else pytest.raises(MemOptError, match=r"8\.0: Triton needs 8\.9; use"):
+        kernels.check_fp8(torch.device("cuda"))
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@ backend         AOTAutograd with the engine's partitioner
 traced_graph    dynamo's graphs, the choices for each, the forward while it runs
 traced_forward  a forward that is traced once for each kind of call
 regions         equal layers, compiled once
+error_probe     the error of activations that are saved in fp8
 layer_inputs    what passes between layers, offloaded or recomputed
 moved_state     state that changes between a forward and its backward
 standins        a device or ranks that are not there

@@ -18,6 +18,7 @@ from torch import fx
 from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
+from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, errors_line
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
 from optimum_memopt.engines.compile.capture.regions import (
@@ -206,6 +207,7 @@ class TracedForward:
         self._watch: dynamo.Watch | None = None
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
+        self._probe: ErrorProbe | None = None
         self._said: set[str] = set()
         self._state = StateWatch(weak_method(self._name_of))
         # Functions that Python runs, and the places where arguments' sizes became constants of a graph.
@@ -373,6 +375,8 @@ class TracedForward:
                 "running layers under torch.utils.checkpoint in plain PyTorch, outside of plan and prediction: it "
                 "runs them again; to have a plan recompute in its place, leave the checkpoint out"
             )
+        if run.errors:
+            self.say(errors_line(run.errors))
         self._state.end()
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
@@ -596,6 +600,8 @@ class TracedForward:
         variant = variants.get(key)
         if variant is None:
             variant = variants[key] = self._variant(graph, args)
+        if variant.probe is not None and not run.choices.has_run:
+            run.errors.extend(variant.probe.errors(args, layer))
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
@@ -660,7 +666,7 @@ class TracedForward:
         return self._running
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
-        self._partitioned, programs = None, InductorPrograms()
+        self._partitioned, self._probe, programs = None, None, InductorPrograms()
         partition = functools.partial(weak_method(self._partition), graph)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self.spec.is_run else None
@@ -670,7 +676,7 @@ class TracedForward:
             analyzed, partitioned = self._partitioned
             key = partitioned.choice.key
             inputs = partitioned.choice.inputs
-            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs)
+            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs, self._probe)
         graph.chosen_at, graph.variants[key] = self._run.place(self._regions.layer), variant
         self._run.choices.partitions[graph, key] = variant
         return variant
@@ -708,6 +714,8 @@ class TracedForward:
                 sources=sources,
             ),
         )
+        if spec.is_run:
+            self._probe = ErrorProbe.of(modules[0], graph, choice)
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)
         if spec.is_run:

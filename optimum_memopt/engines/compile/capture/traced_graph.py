@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimum_memopt.engines.compile.capture.error_probe import ActivationError, ErrorProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.state_copies import StateArguments
@@ -33,6 +34,7 @@ class Variant:
         partitioned: None where nothing of it is trained, as `analyzed`.
         analyzed: the joint graph that the choice is for, which is traced again for each.
         inputs: of the choice.
+        probe: None where nothing is compressed.
     """
 
     run: Callable[..., Any]
@@ -40,6 +42,7 @@ class Variant:
     partitioned: PartitionedGraph | None
     analyzed: AnalyzedGraph | None
     inputs: InputsPlan = field(default_factory=InputsPlan)
+    probe: ErrorProbe | None = None
 
 
 @dataclass(eq=False)
@@ -155,6 +158,7 @@ class ForwardRun:
         chosen: the choice of each run of a graph so far.
         ran: the graphs among those, with their joint graphs.
         buffers: the state of the model's buffers before it; None where they were not read.
+        errors: of activations that are saved in fp8, in a first forward.
     """
 
     choices: GraphChoices
@@ -167,6 +171,7 @@ class ForwardRun:
     chosen: list[Choice] = field(default_factory=list)
     ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
     buffers: ForwardState | None = None
+    errors: list[ActivationError] = field(default_factory=list)
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
     places_of,
     signature_of,
 )
-from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
+from optimum_memopt.engines.compile.graph.candidates import Candidate, compressions, offloads
 from optimum_memopt.engines.compile.graph.joint import (
     MATRIX_PRODUCTS,
     JointGraph,
@@ -53,7 +53,7 @@ from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
@@ -282,7 +282,12 @@ def partitioned(
     Args:
         runs_operators: the two are run as they are, without a compiler.
         target: the device that the graph is planned for; None: that of its tensors.
+
+    Raises:
+        MemOptError: the choice compresses, and the device has no kernels for that.
     """
+    if not runs_operators and target is None and compressions(choice.candidates):
+        kernels.check_fp8(_device(graph.joint))
     modules = choice.torchs_graphs
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)

@@ -15,6 +15,8 @@ import torch
 from packaging.version import Version
 from torch import fx
 
+from optimum_memopt.errors import MemOptError
+
 HALVES = frozenset({torch.bfloat16, torch.float16})
 # Elements of them in 16 bytes: tensor cores read and write rows at full rate that begin at multiples of these.
 ALIGNED = 8
@@ -34,6 +36,23 @@ def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
         return None
     found = torch.cuda.get_device_properties(device)
     return Multiprocessors(found.multi_processor_count, found.max_threads_per_multi_processor)
+
+
+# The first compute capability for which Triton has float8_e4m3fn (`use_uint8_triton_storage_for_cuda_float8_e4m3fn` in
+# `torch/_inductor/codegen/triton_utils.py`, 2.13).
+_FP8_GPU = (8, 9)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise MemOptError for a device on which inductor cannot convert to fp8: an NVIDIA GPU before Ada."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return
+    if (found := torch.cuda.get_device_capability(device)) < _FP8_GPU:
+        version, needed = (".".join(map(str, each)) for each in (found, _FP8_GPU))
+        raise MemOptError(
+            f"activations in fp8 by inductor on a GPU of compute capability {version}: Triton needs {needed}; use "
+            "--memory_opt_compiler aot_eager, or leave out --memory_opt_compress and strategy 4"
+        )
 
 
 def inductor_patches() -> dict[str, Any]:

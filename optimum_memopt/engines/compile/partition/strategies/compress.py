@@ -85,6 +85,11 @@ class Compress(MemoryStrategy):
 register_strategy(Compress())
 
 
+def saved_names(activation: str) -> tuple[str, str]:
+    """The names of the fp8 tensor and the scales that are saved instead of an activation."""
+    return IN_FP8.format(activation), _SCALE.format(activation)
+
+
 def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str]) -> None:
     """Save activations in fp8 with their scales, and convert them back in the backward.
 

@@ -1,0 +1,122 @@
+"""The error of activations that are saved in fp8, measured once, in the first batch.
+
+What a compiled graph saves is known, and what it would have saved is not: it may never have been in memory. So the
+operators of the forward run once more, one by one, without saving anything, and compare each activation with what its
+fp8 is converted back to. The gradients' own error is not measured: that would take a second backward, and a second
+copy of all gradients. It is about as large (docs/compress.md).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import compressions
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.strategies.compress import saved_names
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.generators import GeneratorStates
+from optimum_memopt.logs import best_effort
+
+
+@dataclass(frozen=True)
+class ActivationError:
+    """The squares of an activation's error in fp8 and of itself, summed: a tensor of two numbers."""
+
+    layer: str
+    path: str
+    sums: torch.Tensor
+
+    @property
+    def relative(self) -> float:
+        """NaN where the activation is not finite."""
+        error, whole = self.sums.tolist()
+        return 0.0 if whole == 0 else (error / whole) ** 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorProbe:
+    """Measures the activations that one graph compresses.
+
+    Attributes:
+        run: computes the sums of all of them, of a list of arguments that it empties.
+        places: the graph's arguments that it takes, by their positions.
+        paths: layer, empty outside of all, and path in it of each activation.
+    """
+
+    run: Callable[[list[Any]], Sequence[torch.Tensor]]
+    places: tuple[int, ...]
+    paths: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, forward: fx.GraphModule, graph: AnalyzedGraph, choice: Choice) -> "ErrorProbe | None":
+        """The probe of a partitioned forward, which it copies; None where nothing is compressed, or an argument is
+        none of the traced graph's."""
+        roots = [candidate.activation.root for candidate in compressions(choice.candidates)]
+        if not roots:
+            return None
+        probed = copy.deepcopy(forward.graph)
+        places = [fx_graph.input_position(node) for node in probed.find_nodes(op="placeholder")]
+        known = tuple(place for place in places if place is not None)
+        if len(known) < len(places):
+            return None
+        nodes = {node.name: node for node in probed.nodes}
+        (output,) = probed.find_nodes(op="output")
+        with probed.inserting_before(output):
+            sums = [
+                probed.call_function(_sums, tuple(nodes[name] for name in (root.name, *saved_names(root.name))))
+                for root in roots
+            ]
+            probed.output(sums)
+        probed.erase_node(output)
+        for node in reversed(probed.nodes):
+            # Which would write to the model's state a second time.
+            if fx_graph.written_by(node) and not node.users:
+                probed.erase_node(node)
+        fx_graph.remove_dead_code(probed, lambda node: False)
+        run = fx_graph.run_operators(fx.GraphModule(forward, probed), ())
+        return cls(run, known, tuple(graph.paths.get(root, ("", root.name)) for root in roots))
+
+    def errors(self, args: Sequence[Any], layer: str) -> list[ActivationError]:
+        """The errors of one run of the graph; random generators are left as they are.
+
+        Args:
+            layer: that runs it; empty where its paths say so.
+        """
+        found: list[ActivationError] = []
+        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
+        generators = GeneratorStates.of(device)
+        with best_effort("the error of what is saved in fp8"):
+            try:
+                with torch.no_grad(), fx_graph.without_modes_and_autocast():
+                    sums = self.run([args[place] for place in self.places])
+                found = [
+                    ActivationError(layer or own, path, each)
+                    for (own, path), each in zip(self.paths, sums, strict=True)
+                ]
+            finally:
+                generators.restore()
+        return found
+
+
+def _sums(exact: torch.Tensor, in_fp8: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    exact = exact.to(torch.float32)
+    error = in_fp8.to(torch.float32).mul_(scale).sub_(exact)
+    return torch.stack([error.square_().sum(), exact.square().sum()])
+
+
+def errors_line(errors: Sequence[ActivationError]) -> str:
+    """The line about all activations of a forward."""
+    relative = {each: each.relative for each in errors}
+    # NaN is the largest.
+    worst = max(relative, key=lambda each: (relative[each] != relative[each], relative[each]))
+    where = f"{worst.path} in {worst.layer}" if worst.layer else worst.path
+    return (
+        f"{len(errors)} activations are saved in fp8, which is inexact: their relative error in the first batch is "
+        f"{sum(relative.values()) / len(relative):.2%} on average and {relative[worst]:.2%} at most ({where}); "
+        "gradients are inexact by about as much"
+    )
