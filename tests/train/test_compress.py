@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import StepSpec
-from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value, value
+from optimum_memopt.engines.compile.graph.joint import is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.strategies.compress import FP8
@@ -88,7 +88,7 @@ def test_elements_keep_three_bits_and_rows_stay_what_they_are(dtype: torch.dtype
 
 
 def test_what_no_gradient_goes_through_stays_exact() -> None:
-    """A mask in floating point, a comparison, an exponent, float64, a row of one number, and a storage with gaps."""
+    """A mask in floating point, a comparison, an exponent, float64, a row of one number."""
 
     class Kinds(torch.nn.Module):
         def __init__(self) -> None:
@@ -138,7 +138,7 @@ def test_gradients_are_as_exact_as_the_format(name: str, asked: str, compiler: s
     exact, ours = accumulate(model, [batch]), run(model, asked, batch, compiler=compiler, dynamic=True)
     rounding = 0 if compiler == "aot_eager" else TOLERANCE
     torch.testing.assert_close(ours.step[0], exact[0], rtol=rounding, atol=0)
-    # The errors of many activations are independent of one another, so that their sum is no larger than one's largest.
+    # Rounding has a root mean square of ROUNDING / sqrt(3) at most; two layers add up the errors of what they save.
     assert 0 < error(ours.step[1], exact[1]) < ROUNDING
     check_kinds(ours)
 
@@ -185,6 +185,24 @@ def test_the_error_of_the_first_batch_is_logged_once(name: str, unit: str, caplo
     assert 0 < average <= worst < ROUNDING
     assert count == sum(row.applied_count for row in engine.plans().enabled if ":4:" in row.config)
     engine.detach()
+
+
+def test_queries_and_keys_of_fused_attention_stay_exact() -> None:
+    """Its backward computes probabilities from them, and from the logarithm of their exact sum."""
+    model = ZOO["llama"].build("sdpa")
+    batch = without_key_value_cache(model, (), ZOO["llama"].batch(8, 24, seed=1))
+    split = run(model, " fp8", batch).split
+    compressed = {
+        one.activation.root.name for one in split.graph.choice.candidates if one.strategy is Strategy.COMPRESS
+    }
+    kernels_run = [
+        node for node in split.backward.graph.nodes if "attention" in node.name and node.name.endswith("backward")
+    ]
+    assert kernels_run
+    for node in kernels_run:
+        _, query, key, keys_value, output, *_ = (root(read).name for read in node.all_input_nodes)
+        assert not {f"{query}_from_fp8", f"{key}_from_fp8"} & {query, key} and not {query, key} & compressed
+        assert keys_value.endswith("_from_fp8") and output.endswith("_from_fp8")
 
 
 def test_decisions_are_those_of_the_forward() -> None:

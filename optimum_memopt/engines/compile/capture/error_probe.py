@@ -3,7 +3,7 @@
 What a compiled graph saves is known, and what it would have saved is not: it may never have been in memory. So the
 operators of the forward run once more, one by one, without saving anything, and compare each activation with what its
 fp8 is converted back to. The gradients' own error is not measured: that would take a second backward, and a second
-copy of all gradients. It is about as large (docs/compress.md).
+copy of all gradients.
 """
 
 import copy
@@ -23,7 +23,7 @@ from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import best_effort
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActivationError:
     """The squares of an activation's error in fp8 and of itself, summed: a tensor of two numbers."""
 
@@ -118,5 +118,5 @@ def errors_line(errors: Sequence[ActivationError]) -> str:
     return (
         f"{len(errors)} activations are saved in fp8, which is inexact: their relative error in the first batch is "
         f"{sum(relative.values()) / len(relative):.2%} on average and {relative[worst]:.2%} at most ({where}); "
-        "gradients are inexact by about as much"
+        "gradients are inexact, too"
     )

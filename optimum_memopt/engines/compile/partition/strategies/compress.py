@@ -25,7 +25,7 @@ from torch import fx
 from optimum_memopt.engines.compile.costs.fusion import readers
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain
-from optimum_memopt.engines.compile.graph.joint import elements, storage_bytes, symbolic, tensor_value
+from optimum_memopt.engines.compile.graph.joint import elements, root, storage_bytes, symbolic, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
@@ -39,7 +39,7 @@ IN_FP8 = "{}_fp8"
 _SCALE, _BACK = "{}_fp8_scale", "{}_from_fp8"
 # A scale is a float32; of float64 it would not hold the range.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Operators that take a relative error for the factor e to its power: 2^-4 of a log-probability of -16 is e.
+# Operators that make a factor of an error: 2^-4 of a log-probability of -16 is a factor of e.
 _EXPONENTIALS = ("exp", "log_softmax_backward_data")
 _LARGEST = torch.finfo(FP8).max
 # Rounded down, so that what is converted back is no larger than the row's largest, which may be the dtype's largest.
@@ -55,13 +55,12 @@ class Compress(MemoryStrategy):
     def candidate(
         self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
-        """None for what stays exact: integers, masks and whatever else no gradient goes through, float64,
-        log-probabilities and other exponents, storages with gaps, and rows so short that their scales take as much as
-        is saved."""
+        """None for what stays exact: integers, masks and whatever else no gradient goes through, float64, exponents,
+        storages with gaps, and rows so short that their scales take as much as is saved."""
         tensor = tensor_value(activation.root)
         if not activation.is_differentiated or tensor.dtype not in _DTYPES or tensor.dim() == 0:
             return None
-        if any(operator_name(reader).strip("_") in _EXPONENTIALS for reader in readers(activation.root)):
+        if _is_exponent(activation.root):
             return None
         count, rows = elements(tensor), sympy.Mul(*map(symbolic, tensor.shape[:-1]))
         has_gaps = sympy.expand(count * tensor.dtype.itemsize) != storage_bytes(activation.root)
@@ -88,6 +87,22 @@ register_strategy(Compress())
 def saved_names(activation: str) -> tuple[str, str]:
     """The names of the fp8 tensor and the scales that are saved instead of an activation."""
     return IN_FP8.format(activation), _SCALE.format(activation)
+
+
+def _is_exponent(storage: fx.Node) -> bool:
+    """True for log-probabilities, and for queries and keys of fused attention, whose backward computes probabilities
+    from them and from an exact sum."""
+    for reader in readers(storage):
+        name = operator_name(reader).strip("_")
+        if name in _EXPONENTIALS:
+            return True
+        if "attention" in name and name.endswith("backward"):
+            named = fx_graph.arguments_by_name(reader.target, reader.args, reader.kwargs)
+            # Flex attention has no schema.
+            operands = (named["query"], named["key"]) if named else reader.args[:2]
+            if storage in map(root, operands):
+                return True
+    return False
 
 
 def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str]) -> None:
