@@ -222,6 +222,7 @@ class PlanCommand(BaseOptimumCLICommand):
         plan.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
         plan.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
         plan.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
+        plan.add_argument("--compress", help="What the plan saves, as --memory_opt_compress takes it.")
         step.add_arguments(parser)
         engine = parser.add_argument_group("engine")
         engine.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")

@@ -68,6 +68,7 @@ def case_of(args: Any) -> Case:
         "memory_opt_level": args.level,
         "memory_opt_budget": args.budget,
         "memory_opt_plan": args.plan,
+        "memory_opt_compress": args.compress,
         "memory_opt_compiler": args.compiler,
         "memory_opt_loss": args.loss or AUTO,
     }
@@ -132,15 +133,17 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
         )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
-    chosen = args.config or args.level or args.budget
+    chosen = args.config or args.level or args.budget or args.compress
     if args.output and not args.measure and not chosen:
         raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
     if args.measure and (
-        given := _given(args, "budget", "plan", "device", "compiler", "budget_curve", "html", "at_peak")
+        given := _given(args, "budget", "plan", "compress", "device", "compiler", "budget_curve", "html", "at_peak")
     ):
         raise MemOptError(f"--{given[0]} with --measure: measured are rows and levels, on this machine; leave it out")
     if args.budget_curve is not None and (chosen or args.plan):
-        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
+        raise MemOptError(
+            "--budget_curve: it has all budgets; leave out --config, --level, --budget, --plan and --compress"
+        )
     if args.budget_curve:
         check_written("--budget_curve", args.budget_curve)
         charts.check(Path(args.budget_curve))
@@ -152,7 +155,19 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
 
 def _check_plain(args: Any) -> None:
     """Refuse what plain PyTorch does not have. Raises MemOptError."""
-    for flag in ("config", "level", "budget", "plan", "loss", "compiler", "budget_curve", "output", "measure", "fsdp"):
+    for flag in (
+        "config",
+        "level",
+        "budget",
+        "plan",
+        "compress",
+        "loss",
+        "compiler",
+        "budget_curve",
+        "output",
+        "measure",
+        "fsdp",
+    ):
         if getattr(args, flag):
             raise MemOptError(f"--{flag} with --ways plain: is the engine's; leave one of the two out")
     if args.symbolic or "," in args.batch_size:

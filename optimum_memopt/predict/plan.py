@@ -63,6 +63,7 @@ def plan(
     keep_outputs: bool = False,
     fsdp: int = 1,
     release_gradients: bool = False,
+    compress: str | None = None,
 ) -> "Estimate":
     """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
 
@@ -92,6 +93,7 @@ def plan(
         fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the
             step is that of one of them. 1: not sharded.
         release_gradients: the optimizer steps in the backward, as `--memory_opt_release_gradients` has it.
+        compress: `fp8`, for what the config, the level or no plan saves; None: nothing.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
@@ -119,6 +121,7 @@ def plan(
         memory_opt_level=level,
         memory_opt_config=config,
         memory_opt_plan=plan_file,
+        memory_opt_compress=compress,
         memory_opt_compiler=compiler,
         memory_opt_loss=loss,
     )

@@ -1,7 +1,7 @@
 """Choices, and how they are carried out.
 
 producers          who makes a choice
-strategies         what recompute and offload do to a graph
+strategies         what recompute, offload and compression do to a graph
 choice             Choice, and the nodes that it saves
 partitioned_graph  a joint graph split as a choice says
 dropout            masks that are recomputed
