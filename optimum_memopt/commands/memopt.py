@@ -274,7 +274,7 @@ class PlanCommand(BaseOptimumCLICommand):
         output.add_argument(
             "--output",
             help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
-            "with --budget a plan file for --memory_opt_plan.",
+            "with --budget or --compress a plan file for --memory_opt_plan.",
         )
         output.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
         measured = parser.add_argument_group("measured in fresh processes, and not predicted")

@@ -135,7 +135,9 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     chosen = args.config or args.level or args.budget or args.compress
     if args.output and not args.measure and not chosen:
-        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
+        raise MemOptError(
+            "--output writes the plans that are on; give --config, --level, --budget, --compress or --measure"
+        )
     if args.measure and (
         given := _given(args, "budget", "plan", "compress", "device", "compiler", "budget_curve", "html", "at_peak")
     ):
@@ -360,7 +362,8 @@ def run(args: Any) -> None:
         charts.draw(result.estimate.frontier, Path(args.budget_curve))
     if args.html:
         _save_page(args, result)
-    if args.output and args.budget:
+    # A level in fp8 recomputes some activations of an id and compresses others, which no config says.
+    if args.output and (args.budget or args.compress):
         result.estimate.plan.save(args.output)
     elif args.output:
         _write(args.output, result.config)

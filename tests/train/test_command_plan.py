@@ -14,6 +14,7 @@ from optimum_memopt.commands.memopt import PlanCommand
 from optimum_memopt.commands.plan import ranks_text
 from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse_file
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.predict import workload
 from tests.saved_configs import save
 from tests.unit.pages import cells, check_alone
@@ -73,6 +74,9 @@ def refused(capsys, *arguments: str) -> str:
             "error: --batch_size 100000000000000000000: allowed are numbers from 1 to 2147",
         ),
         (["--batch_size", "1," + 5000 * "9"], "error: --batch_size 1,999"),
+        (["--compress", "int8"], "error: --compress int8: allowed are fp8"),
+        (["--compress", "fp8", "--measure"], "error: --compress with --measure: measured are rows and levels"),
+        (["--compress", "fp8", "--ways", "plain"], "error: --compress with --ways plain: is the engine's"),
         (["--steps", "0"], "error: --steps 0: allowed are numbers from 1 on"),
         (
             ["--steps", "1" + 20 * "0"],
@@ -263,6 +267,15 @@ def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
 
 
 @pytest.mark.nightly
+def test_a_level_in_fp8_and_its_plan_file(folder, tmp_path, capsys):
+    """Some activations of an id are recomputed and others compressed, so that no config says it."""
+    output = tmp_path / "plan.json"
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "8", "--seq_len", "62", "--level", "1"]
+    run(*arguments, "--engine", "compile", "--compress", "fp8", "--output", str(output))
+    assert "level 1, what is saved in fp8" in capsys.readouterr().out
+    assert any(layers.compress for graph in PlanFile.load(output).graphs for layers in graph.layers)
+
+
 def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, capsys):
     """With two layers, of which one is recomputed while the other's activations wait."""
     output, folder = tmp_path / "plan.json", save(tmp_path / "model", "roberta-mlm", **DROPOUT)

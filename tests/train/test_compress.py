@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.strategies.compress import FP8
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
@@ -281,6 +282,18 @@ def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:
     assert "fp8" in found.ways[-1].plan.name and "--memory_opt_compress fp8" in found.ways[-1].plan.flags
     assert sum(row.applied_saving_bytes for row in found.table.enabled if ":4:" in row.config) > 0
     assert exact.table.header[0].replace("level 1", "level 1, what is saved in fp8") == found.table.header[0]
+
+
+@pytest.mark.parametrize(("compiler", "is_held"), [("aot_eager", True), ("inductor", False)])
+def test_a_compiler_holds_no_tensor_between_an_activation_and_its_fp8(tmp_path, compiler: str, is_held: bool) -> None:
+    workload = Workload(save(tmp_path, "llama", num_hidden_layers=1), "text-generation", 8, 48)
+    traced = PlannedStep(workload, selection(" fp8"), StepSpec(compiler=compiler, loss="plain")).trace(dynamic=False)
+    (graph,) = traced.forward.graphs
+    events = graph.timeline.events
+    held = {storage.name for event in (*events.forward, *events.backward) for storage in event.allocates}
+    assert any(name.endswith("_fp8") for name in held) and any(name.endswith("_from_fp8") for name in held)
+    between = [name for name in held if name.endswith(("_fp8_scaled", "_from_fp8_cast"))]
+    assert bool(between) == is_held
 
 
 @pytest.mark.parametrize(("capability", "is_able"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])

@@ -51,7 +51,7 @@ from optimum_memopt.engines.compile.memory.inductor_programs import InductorProg
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
-from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8
+from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
@@ -361,7 +361,8 @@ def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
     rows |= {IN_FP8.format(name): cluster_id for name, cluster_id in rows.items()}
-    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows, graph.inlined)
+    inlined = with_conversions(graph.inlined, graph.candidates)
+    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows, inlined)
 
 
 def _device(joint: JointGraph) -> torch.device:

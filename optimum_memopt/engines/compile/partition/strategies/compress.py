@@ -15,7 +15,7 @@ for inductor alone, takes whatever is large, and clamps, so that an infinity bec
 operators of ATen do it, so that inductor fuses them with what computes and what reads the activation.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -24,8 +24,8 @@ from torch import fx
 
 from optimum_memopt.engines.compile.costs.fusion import readers
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain
-from optimum_memopt.engines.compile.graph.joint import elements, root, storage_bytes, symbolic, tensor_value
+from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain, compressions
+from optimum_memopt.engines.compile.graph.joint import Inlined, elements, root, storage_bytes, symbolic, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
@@ -82,6 +82,20 @@ class Compress(MemoryStrategy):
 
 
 register_strategy(Compress())
+
+
+# Between an activation and its fp8, and back: a compiler computes these in the kernels that read them.
+_INLINED = ("{}_fp8_scaled", "{}_from_fp8_cast", "{}_from_fp8_product")
+
+
+def with_conversions(inlined: Inlined, candidates: Iterable[Candidate]) -> Inlined:
+    """What a compiler inlines, with the conversions of those candidates that compress; nothing where it inlines
+    nothing, since there is none."""
+    if not inlined.operands:
+        return inlined
+    names = (candidate.activation.root.name for candidate in compressions(candidates))
+    # Their first operand is held meanwhile.
+    return Inlined({**inlined.operands, **{pattern.format(name): 0 for name in names for pattern in _INLINED}})
 
 
 def saved_names(activation: str) -> tuple[str, str]:
