@@ -28,8 +28,10 @@ from gpu.steps import (
     largest_error,
     offload_config,
     planned,
+    train,
 )
 
+from optimum_memopt import optimize
 from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.compile.capture.backend import missing_for
 from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
@@ -265,6 +267,24 @@ def scaled_fp16(setting: Setting) -> Iterator[Figure]:
     yield Figure("scale", same, str(scales["level 1"]), str(scales["plain PyTorch"]))
 
 
+def released_gradients(setting: Setting) -> Iterator[Figure]:
+    """Weights of steps in the backward are those of steps behind it; the gradients of one layer are held at a time."""
+    shape, steps = replace(shape_of(setting), layers=4), 3
+    weights, peaks = {}, {}
+    for is_released in (False, True):
+        trained, batch = build("llama", shape), batch_of(shape)
+        optimizer = adamw(trained)
+        options = {"memory_opt_unit": "layer", "memory_opt_release_gradients": is_released}
+        engine = optimize(trained, optimizer=optimizer, memory_opt_engine="compile", memory_opt_level=1, **options)
+        with deterministic():
+            held = train(trained, batch, "bf16", optimizer, steps)
+        weights[is_released] = {name: each.detach().clone() for name, each in trained.named_parameters()}
+        peaks[is_released] = held.requested
+        engine.detach()
+    yield within(f"weights after {steps} steps", largest_error(weights[True], weights[False]), _BITWISE)
+    yield Figure("peak, MiB", peaks[True] <= peaks[False], f"{peaks[True] / MIB:.1f}", f"{peaks[False] / MIB:.1f}")
+
+
 def _checks() -> Iterator[Check]:
     yield Check("versions", versions)
     yield Check("memory marks", memory_marks)
@@ -288,6 +308,7 @@ def _checks() -> Iterator[Check]:
         yield Check(f"gradients, {model}, inductor, {dtype}, {plan}", run)
     yield Check("gradients, roberta, budget", gradients_under_a_budget, needs=("scipy",))
     yield Check("fp16 with GradScaler", scaled_fp16)
+    yield Check("released gradients", released_gradients)
     for model in MODELS:
         for dtype in ("fp32", "bf16"):
             run = functools.partial(buffers, model=model, dtype=dtype)

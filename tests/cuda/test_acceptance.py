@@ -13,7 +13,7 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "benchmarks/gpu/acceptance.py"
 # One check of each kind.
 FEW = {
-    "right": "versions|marks|cuDNN|dropout by|^gradients, roberta, aot|GradScaler|buffers.*llama, fp32|ion of deb",
+    "right": "versions|mark|cuDNN|dropout by|^gradients, roberta, aot|Scaler|released|buffers.*llama, fp32|ion of deb",
     "predicted": "^roberta, fp32, aot_eager|budgets, roberta|plan --device h100, llama|another",
     "worth": "^roberta (eager|ckpt|tc|L1|B_ckpt)$|Trainer",
 }
