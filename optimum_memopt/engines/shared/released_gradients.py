@@ -14,7 +14,7 @@ an optimizer of its own; here the one optimizer stays, with its schedule and its
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +149,14 @@ class ReleasedGradients:
             handle.remove()
         self._handles.clear()
 
-    def norm(self, others: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of all gradients of the backward before, with that of the others, which are still there."""
+    def norm(self, norm_of_others: Callable[[], torch.Tensor | float]) -> torch.Tensor:
+        """Returns the norm of all gradients of the backward before.
+
+        Args:
+            norm_of_others: of the gradients that are still there.
+        """
         self._release_all()
+        others = torch.as_tensor(norm_of_others())
         norms = [norm.to(others.device, torch.float32) for norm in (*(self._norms or ()), others)]
         return torch.linalg.vector_norm(torch.stack(norms))
 

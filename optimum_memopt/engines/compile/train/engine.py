@@ -1,6 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -136,8 +137,8 @@ class CompileEngine(in_place.InPlaceEngine):
         self._logs_norm = True
 
         def norm_of_all(*args: Any, **kwargs: Any) -> Any:
-            others = norm(*args, **kwargs)
-            return others if self._released is None else self._released.norm(torch.as_tensor(others))
+            norm_of_others = functools.partial(norm, *args, **kwargs)
+            return norm_of_others() if self._released is None else self._released.norm(norm_of_others)
 
         return norm_of_all
 
