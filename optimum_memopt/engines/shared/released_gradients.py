@@ -12,9 +12,10 @@ After "How to save memory by fusing the optimizer step into the backward pass"
 an optimizer of its own; here the one optimizer stays, with its schedule and its checkpoints and steps a layer at once.
 """
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def check_run(run: Run) -> torch.optim.Optimizer:
         raise MemOptError(f"{FLAG} with gradient_accumulation=True: gradients are held until the last micro-batch")
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_TORCH
-    is_known = is_torchs or kind.__module__.startswith("bitsandbytes.optim.")
+    is_known = is_torchs or _is_bitsandbytes(optimizer)
     if not is_known and f"{kind.__module__}.{kind.__qualname__}" not in _OF_OTHERS:
         raise MemOptError(
             f"{FLAG} with {excerpt(kind.__qualname__)}, which may look at several parameters together; allowed are "
@@ -96,14 +97,13 @@ class _Unit:
     """Parameters that are stepped together.
 
     Attributes:
-        params: of each of the optimizer's groups, with the parameters of other units replaced by one without a
-            gradient, since bitsandbytes knows parameters by their places.
+        params: by the number of a group of the optimizer.
         expected: gradients in a step, as far as is known.
         complete: parameters whose gradients are complete, and not yet stepped.
         count: of those that were stepped in this step.
     """
 
-    params: Sequence[list[torch.Tensor]]
+    params: Mapping[int, list[torch.Tensor]]
     expected: int
     complete: list[torch.Tensor] = field(default_factory=list)
     count: int = 0
@@ -114,12 +114,17 @@ class ReleasedGradients:
 
     Args:
         optimizer: as of `check_run`, held weakly.
+        parameters: of the model, in its order.
         layers: the parameters of each layer.
         with_norm: `norm` is called between backward and step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layers: Iterable[Iterable[torch.Tensor]], with_norm: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[torch.Tensor],
+        layers: Iterable[Iterable[torch.Tensor]],
+        with_norm: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._units: dict[torch.Tensor, _Unit] = {}
@@ -130,9 +135,9 @@ class ReleasedGradients:
         # Devices of a model that is split have threads of their own in a backward.
         self._lock = threading.RLock()
         trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        for parameters in _units(trained, layers):
-            unit = _unit(optimizer, parameters)
-            self._units.update(dict.fromkeys(parameters, unit))
+        for own in _units(trained, parameters, layers):
+            unit = _unit(optimizer, own)
+            self._units.update(dict.fromkeys(own, unit))
         if not any(parameter.grad is not None for parameter in self._units):
             # bitsandbytes reads the places of all parameters in its first step.
             step_without_hooks(optimizer)
@@ -190,9 +195,7 @@ class ReleasedGradients:
             self._norms.append(torch.nn.utils.get_total_norm([each for each in gradients if each is not None]))
         groups = optimizer.param_groups
         try:
-            optimizer.param_groups = [
-                {**group, "params": own} for group, own in zip(groups, unit.params, strict=False)
-            ]
+            optimizer.param_groups = [{**groups[number], "params": own} for number, own in unit.params.items()]
             step_without_hooks(optimizer)
         finally:
             optimizer.param_groups = groups
@@ -217,25 +220,34 @@ class ReleasedGradients:
 
 
 def _units(
-    trained: Sequence[torch.Tensor], layers: Iterable[Iterable[torch.Tensor]]
-) -> Iterator[Collection[torch.Tensor]]:
-    """The trained parameters of each layer; each other one, as one that several layers share, by itself."""
-    left = dict.fromkeys(trained)
-    owned = [dict.fromkeys(each for each in layer if each in left) for layer in layers]
-    counts: dict[torch.Tensor, int] = {}
-    for parameter in (each for layer in owned for each in layer):
-        counts[parameter] = counts.get(parameter, 0) + 1
-    for layer in owned:
-        own = [parameter for parameter in layer if counts[parameter] == 1]
-        for parameter in own:
+    trained: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], layers: Iterable[Iterable[torch.Tensor]]
+) -> Iterator[list[torch.Tensor]]:
+    """The trained parameters of each layer, and of what is before, between and behind the layers; each one that
+    several layers share, or that is not the model's, by itself."""
+    left, owners = dict.fromkeys(trained), dict[torch.Tensor, list[int]]()
+    for number, layer in enumerate(layers):
+        for parameter in layer:
+            owners.setdefault(parameter, []).append(number)
+    own = [each for each in parameters if each in left and len(owners.get(each, ())) < 2]
+    for _, run in itertools.groupby(own, lambda each: owners.get(each)):
+        unit = list(run)
+        yield unit
+        for parameter in unit:
             del left[parameter]
-        if own:
-            yield own
     yield from ([parameter] for parameter in left)
 
 
 def _unit(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> _Unit:
-    own = set(parameters)
-    absent = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    groups = [[each if each in own else absent for each in group["params"]] for group in optimizer.param_groups]
-    return _Unit(groups, len(own))
+    own, groups = set(parameters), dict(enumerate(group["params"] for group in optimizer.param_groups))
+    if _is_bitsandbytes(optimizer):
+        # Which knows parameters by their places: in those of others there is one without a gradient.
+        absent = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        return _Unit(
+            {at: [each if each in own else absent for each in group] for at, group in groups.items()}, len(own)
+        )
+    params = {at: [each for each in group if each in own] for at, group in groups.items()}
+    return _Unit({at: group for at, group in params.items() if group}, len(own))
+
+
+def _is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("bitsandbytes.optim.")

@@ -276,7 +276,8 @@ class CompileEngine(in_place.InPlaceEngine):
                 "step; train in bfloat16"
             )
         layers = (layer for group in layer_groups(self._model) for layer in group.values())
-        return ReleasedGradients(optimizer, (layer.parameters() for layer in layers), self._logs_norm)
+        of_layers = (layer.parameters() for layer in layers)
+        return ReleasedGradients(optimizer, self._model.parameters(), of_layers, self._logs_norm)
 
     @property
     def _is_sharded(self) -> bool:
