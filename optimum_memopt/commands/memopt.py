@@ -232,11 +232,6 @@ class PlanCommand(BaseOptimumCLICommand):
             type=int,
             help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
         )
-        engine.add_argument(
-            "--release_gradients",
-            action="store_true",
-            help="compile engine: as --memory_opt_release_gradients, the optimizer steps in the backward.",
-        )
         output = parser.add_argument_group("output")
         output.add_argument(
             "--ways",

@@ -215,7 +215,6 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     resolved = resolve(options)
     sizes = batch_sizes(args.batch_size)
     spec = step.spec_of(args, args.device, args.gradient_accumulation_steps or 1, args.loss or AUTO)
-    spec = replace(spec, releases_gradients=args.release_gradients)
     engine = factory(resolved.engine)
     device = engine.planned_device(spec.device)
     warn_of_precision(device, spec.autocast, workload)

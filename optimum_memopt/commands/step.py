@@ -57,6 +57,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
     training.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
     training.add_argument(
+        "--release_gradients",
+        action="store_true",
+        help="The compile engine's plans: as --memory_opt_release_gradients, the optimizer steps in the backward.",
+    )
+    training.add_argument(
         "--fsdp",
         type=int,
         metavar="RANKS",
@@ -132,6 +137,7 @@ def spec_of(args: Any, device: str | None, micro_batches: int = 1, loss: str = "
         loss,
         keeps_outputs=args.keep_outputs,
         fsdp=args.fsdp or 1,
+        releases_gradients=args.release_gradients,
     )
 
 

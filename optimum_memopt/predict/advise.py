@@ -185,7 +185,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         searches.append(search)
     own = [search for search in searches if search.plan.is_own and search.sizes]
     if not own:
-        lowest = min(predictor.lowest(plan, rows != 1) for plan in predictor.plans if plan.is_own)
+        lowest = min(predictor.lowest(plan, rows != 1 and plan.accumulates) for plan in predictor.plans if plan.is_own)
         raise DoesNotFitError(
             f"a step with one row takes at least {gib_text(lowest)}, even with full recompute; the budget is "
             f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states",
@@ -198,7 +198,9 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     return Advice(
         rows=tuple(search.row() for search in searches if search.sizes),
         too_large=tuple(
-            (search.plan, predictor.lowest(search.plan, rows != 1)) for search in searches if not search.sizes
+            (search.plan, predictor.lowest(search.plan, rows != 1 and search.plan.accumulates))
+            for search in searches
+            if not search.sizes
         ),
         recommended=recommended,
     )
@@ -215,7 +217,7 @@ def compare_optimizers(advice: Advice, predictor: StepPredictor, rows: int | Non
     for memory in sorted(predictor.optimizers, key=_bytes_of):
         with watched(f"searching the micro-batch of {memory.name}"):
             steps = predictor.with_optimizer(memory)
-            sizes = fitting(partial(steps.fits, setup.plan), rows)
+            sizes = fitting(partial(steps.fits, setup.plan), rows, setup.plan.accumulates)
             fits = setup.rows in sizes
             peak = steps.step(setup.plan, setup.rows, setup.accumulation > 1).peak if fits else None
         found.append(OptimizerRow(memory, _bytes_of(current) - _bytes_of(memory), peak, max(sizes, default=0)))
@@ -262,7 +264,7 @@ class _Search:
 
     def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
-        self.sizes = fitting(lambda size, accumulates: predictor.fits(plan, size, accumulates), rows)
+        self.sizes = fitting(partial(predictor.fits, plan), rows, plan.accumulates)
         self._steps: Callable[[int], PredictedStep] = lru_cache(maxsize=None)(self._step)
 
     @property
@@ -294,15 +296,18 @@ class _Search:
         return self._predictor.step(self.plan, self.sizes[index], self._accumulation(index) > 1)
 
 
-def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int]:
+def fitting(fits: Callable[[int, bool], bool], rows: int | None, accumulates: bool = True) -> Sequence[int]:
     """The micro-batches that fit, the smallest first.
 
     Args:
         fits: tells whether a micro-batch of n rows does, with and without gradients of others beside it.
+        accumulates: several make up the rows; else all rows at once.
     """
     sizes = micro_batches(rows)
     if rows is None:
         return sizes[: count_fitting(sizes, lambda size: fits(size, False))]
+    if not accumulates:
+        return (rows,) if fits(rows, False) else ()
     # All rows at once have no gradients of others beside them.
     several = sizes[:-1]
     fitting = several[: count_fitting(several, lambda size: fits(size, True))]

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.predict.advise import advise
+from optimum_memopt.predict.advise import advise, fitting
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.rotation import nightly
@@ -260,6 +260,20 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
     expected = estimate(Workload(deep_folder, "text-generation", 24, LENGTH), selection, spec)
     found = steps.step(plan(steps, name, True), 24, accumulates)
     assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
+
+
+def test_released_gradients_are_those_of_one_layer(by_layer, deep_folder):
+    spec = StepSpec("h100", "aot_eager", unit=LAYER, releases_gradients=True)
+    steps = of_workload(Workload(deep_folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
+    level = plan(steps, "level 1", True)
+    expected = estimate(Workload(deep_folder, "text-generation", 2, LENGTH), Selection(level=1), spec)
+    found = steps.step(level, 2, False)
+    assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
+    assert found.peak < by_layer.step(plan(by_layer, "level 1", True), 2, False).peak
+    plain = plan(steps, "plain PyTorch")
+    assert steps.step(plain, 2, True).peak == by_layer.step(plain, 2, True).peak
+    assert fitting(partial(steps.fits, level), 8, level.accumulates) == (8,)
+    assert "--memory_opt_release_gradients" in level.flags and not plain.flags
 
 
 @pytest.mark.nightly

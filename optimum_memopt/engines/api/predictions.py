@@ -400,12 +400,14 @@ class Technique:
         flags: that ask for it, without that of the loss; empty where it is not one of the package.
         chunks_loss: the loss is computed without its logits.
         is_own: one of the package's; else it is shown to compare with.
+        accumulates: an optimizer step may have several micro-batches.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     chunks_loss: bool = False
     is_own: bool = True
+    accumulates: bool = True
 
 
 @dataclass(frozen=True)

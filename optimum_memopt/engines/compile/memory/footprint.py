@@ -78,6 +78,10 @@ class Footprint:
         of earlier micro-batches, or released."""
         return self.releases or self.accumulated > 0
 
+    def with_released_gradients(self) -> "Footprint":
+        """That of a step whose gradients are released; what is temporary is at most that of the step behind it."""
+        return replace(self, gradients=0, accumulated=0, releases=True)
+
     def of_later_micro_batch(self) -> "Footprint":
         """That of a micro-batch which begins with the gradients of earlier ones."""
         return replace(self, accumulated=self.gradients)

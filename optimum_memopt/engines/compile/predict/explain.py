@@ -168,8 +168,7 @@ class Search:
         is_possible = self.failed.accumulation == 1 and not self.step.gather_rate and world_size() == 1
         if not is_possible or fixed.releases or self.failed.autocast == torch.float16 or len(forward.graphs) == 1:
             return
-        released = replace(fixed, gradients=0, accumulated=0, releases=True)
-        step = replace(self.step, fixed=released)
+        step = replace(self.step, fixed=fixed.with_released_gradients())
         solver = forward.solver(step, largest=step.largest).solver
         plan = solver.plan(solver.layers_recomputed)
         peak = step.footprint(plan.peak).peak

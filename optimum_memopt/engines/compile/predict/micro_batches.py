@@ -105,6 +105,7 @@ class ForwardSteps:
         tokens: of a row; 0: as many as were traced.
         times: of each graph, for a batch of n rows.
         plain: see `_plain_steps`.
+        releases: own plans release gradients in the backward, and never accumulate.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class ForwardSteps:
         tokens: int,
         times: Callable[[int], Sequence[OperatorTimes]],
         plain: Callable[[int, int, bool], "_PlainStep"],
+        releases: bool = False,
     ) -> None:
-        self._forward, self._context, self._tokens = forward, step, tokens
+        self._forward, self._context, self._tokens, self._releases = forward, step, tokens, releases
         self._times, self._plain = times, plain
         self._batch = cache(self._new_batch)
         self._simulation = cache(self._simulate)
@@ -150,18 +152,21 @@ class ForwardSteps:
         """True where the peak is within the budget."""
         # A budget's plan is never worse than these, and takes longer to find.
         fixed_plans = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
-        if any(self._is_within(self._activations(name, rows, accumulates), rows, accumulates) for name in fixed_plans):
+        if any(
+            self._is_within(name, self._activations(name, rows, accumulates), rows, accumulates)
+            for name in fixed_plans
+        ):
             return True
         if plan != _BUDGET:
             return False
-        is_within = self._is_within(self._batch(rows, accumulates).solver.lowest, rows, accumulates)
+        is_within = self._is_within(plan, self._batch(rows, accumulates).solver.lowest, rows, accumulates)
         return is_within or (self._context.link > 0 and self._within_budget(rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
         solver = self._batch(1, accumulates).solver
         activations = solver.lowest if plan == _BUDGET else self._activations(plan, 1, accumulates)
-        return self._footprint(1, accumulates, activations).peak
+        return self._footprint(plan, 1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
         """A step; level 1 where no plan fits the budget."""
@@ -181,7 +186,7 @@ class ForwardSteps:
             if more:
                 seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
-            self._footprint(rows, accumulates, peak).peak,
+            self._footprint(plan, rows, accumulates, peak).peak,
             seconds,
             update.accumulating,
             update.optimizer,
@@ -195,20 +200,22 @@ class ForwardSteps:
         if step.seconds is None or without.seconds is None:
             return None
         return PredictedStep(
-            self._footprint(rows, accumulates, step.peak).peak,
+            self._footprint(plan, rows, accumulates, step.peak).peak,
             step.seconds,
             update.accumulating,
             update.optimizer,
             max(0.0, sum(step.seconds.values()) - sum(without.seconds.values())),
         )
 
-    def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
+    def _footprint(self, plan: str, rows: int, accumulates: bool, activations: int) -> Footprint:
         fixed = self._context.fixed
+        if self._releases and plan not in _PLAIN:
+            fixed = fixed.with_released_gradients()
         accumulated = fixed.accumulated if accumulates else 0
         return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
 
-    def _is_within(self, activations: int, rows: int, accumulates: bool) -> bool:
-        return self._footprint(rows, accumulates, activations).peak <= self._context.limit
+    def _is_within(self, plan: str, activations: int, rows: int, accumulates: bool) -> bool:
+        return self._footprint(plan, rows, accumulates, activations).peak <= self._context.limit
 
     def _activations(self, plan: str, rows: int, accumulates: bool) -> int:
         if plan in _PLAIN:
@@ -217,9 +224,9 @@ class ForwardSteps:
 
     def _solve(self, rows: int, accumulates: bool) -> Plan | None:
         solver, plain = self._batch(rows, accumulates).solver, self._simulation(_NO_PLAN, rows, accumulates)
-        if self._is_within(plain.peak, rows, accumulates):
+        if self._is_within(_BUDGET, plain.peak, rows, accumulates):
             return solver.solver.plan(plain)
-        allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
+        allowed = self._footprint(_BUDGET, rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
         if solver.lowest <= allowed:
             return solver.cheapest(allowed)
@@ -238,7 +245,7 @@ class ForwardSteps:
         graphs = zip(self._forward.graphs, times, strict=True)
         priced = tuple(replace(graph, problem_at=partial(_priced, graph, own.seconds)) for graph, own in graphs)
         captured = replace(self._forward, graphs=priced)
-        forward = captured.problem(captured.sizes_of(rows, self._tokens), accumulates)
+        forward = captured.problem(captured.sizes_of(rows, self._tokens), accumulates or self._releases)
         bounds = tuple(times[forward.graphs[run]].bounds[local] if local >= 0 else "" for run, local in forward.places)
         calls = sum(times[graph].call for graph in forward.graphs)
         of_nodes = OperatorTimes(forward.problem.seconds, bounds, times[0].source, calls)
@@ -282,6 +289,7 @@ class MicroBatchPredictor:
         tokens: of a row; 0 where rows have no tokens.
         compares: there are other plans beside that of the budget, with either loss.
         ranks: that share parameters, gradients and states; plain PyTorch is simulated on one device.
+        releases: see `ForwardSteps`.
         optimizers: memory of those that are known, that of the step first.
     """
 
@@ -297,6 +305,7 @@ class MicroBatchPredictor:
     ranks: int = 1
     remarks: tuple[str, ...] = ()
     optimizers: tuple[OptimizerMemory, ...] = ()
+    releases: bool = False
 
     def within(self, budget: int) -> "MicroBatchPredictor":
         """The same model with another budget, in bytes, from the same traces."""
@@ -316,12 +325,17 @@ class MicroBatchPredictor:
         within_budget = _BUDGET, (f"--memory_opt_budget {self.budget_text}",)
         if not self.compares:
             return (Technique(*within_budget, chunks_loss=True in self.graphs),)
+        released = ("--memory_opt_release_gradients", "--max_grad_norm 0") if self.releases else ()
         layers = self.graphs[False].layers
         level_1: list[tuple[str, tuple[str, ...]]] = [(_LEVEL_1, ("--memory_opt_level 1",))] if layers else []
         own = (_NO_PLAN, ()), *level_1, within_budget
         plain = _PLAIN if self.ranks == 1 else {}
         return (
-            *(Technique(name, flags, chunks) for name, flags in own for chunks in self.graphs),
+            *(
+                Technique(name, (*flags, *released), chunks, accumulates=not self.releases)
+                for name, flags in own
+                for chunks in self.graphs
+            ),
             *(Technique(name, is_own=False) for name, every in plain.items() if every <= layers),
         )
 
@@ -432,7 +446,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
     plain = _plain_steps(case)
     graphs = {
         forward.chunks_loss: ForwardSteps(
-            forward, step, case.tokens, cache(_times(case, forward, device, step)), plain
+            forward, step, case.tokens, cache(_times(case, forward, device, step)), plain, case.spec.releases_gradients
         )
         for forward in captured
     }
@@ -450,6 +464,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         case.spec.fsdp,
         tuple(collective_lines(captured[0].tape)),
         optimizer.compared(trained),
+        case.spec.releases_gradients,
     )
 
 
