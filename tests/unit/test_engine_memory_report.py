@@ -4,13 +4,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Suggestion, Tensors
-from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY
+from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Suggestion
+from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY, Group
 from optimum_memopt.errors import is_out_of_memory, shortage
 from optimum_memopt.oom.report import MemoryReport
 
 GIB, MIB = 2**30, 2**20
-GELUS = tuple(Tensors("Gelu+:1:-1", f"roberta.encoder.layer.{layer}", 300 * MIB) for layer in range(2))
+LAYERS = tuple(f"roberta.encoder.layer.{layer}" for layer in range(2))
+GELUS = Group(SAVED, "Gelu+:1:-1", 2, 600 * MIB, LAYERS, "intermediate")
 REPORT = MemoryReport(
     error="OutOfMemoryError: CUDA out of memory.",
     step=2,
@@ -26,7 +27,7 @@ REPORT = MemoryReport(
     moment=Moment(BACKWARD, "roberta.encoder.layer.1", "mm"),
     parts=(
         Part(PARAMETERS, 512 * MIB),
-        Part(SAVED, GIB, (*GELUS, Tensors("embedding", "", 424 * MIB))),
+        Part(SAVED, GIB, (GELUS, Group(SAVED, "embedding", 1, 424 * MIB))),
         Part(TEMPORARY, 0),
         Part(OTHER, 460 * MIB),
     ),
@@ -48,7 +49,7 @@ def test_one_screen():
     assert len(lines) < 40 and max(map(len, lines)) < 120
     assert lines[0] == "memory ran out in step 3: 2.00 GiB held, and 48.0 MiB more did not fit"
     assert "backward, at about operator mm in roberta.encoder.layer.1" in text
-    assert "Gelu+:1:-1 in 2 layers" in text and "600.0 MiB" in text
+    assert "Gelu+:1:-1 in roberta.encoder.layer.*.intermediate x 2" in text and "600.0 MiB" in text
     assert text.index("Gelu+") < text.index("embedding")
     assert TEMPORARY not in text
     assert text.index("--memory_opt_budget 2007MiB") < text.index("--per_device")
@@ -69,7 +70,7 @@ def test_files(tmp_path):
     assert found["suggestions"][0]["flags"] == "--memory_opt_budget 2007MiB"
     assert found["sizes"] == {"input_ids": "64 x 128"}
     text = paths[1].read_text()
-    assert "| Gelu+:1:-1 | roberta.encoder.layer.0 | 300.0 MiB |" in text
+    assert "| Gelu+:1:-1 | roberta.encoder.layer.*.intermediate x 2 | 2 | 600.0 MiB |" in text
     assert "| `--memory_opt_budget 2007MiB` | 1.95 GiB | +12.3% |" in text
 
 

@@ -58,6 +58,10 @@ class Engine(Protocol):
         """Return the smoothed loss from training forwards with labels, from now on; False: this engine does not."""
         return False
 
+    def norm_with(self, norm: Callable[..., Any]) -> Callable[..., Any]:
+        """`norm`, which returns that of a step's gradients, with that of gradients which the engine has released."""
+        return norm
+
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
 

@@ -92,9 +92,6 @@ class CompileFactory(EngineFactory[CompileOptions]):
         norm of released gradients is that of the engine."""
         if engine.name != "compile":
             return TrainerParts()
-        from optimum_memopt.engines.compile.train.engine import CompileEngine
-
-        assert isinstance(engine, CompileEngine)
         wrap_norm = engine.norm_with if options.memory_opt_release_gradients else None
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN:
             return TrainerParts(wrap_norm=wrap_norm)
