@@ -1,6 +1,8 @@
 """The optimizer steps in the backward: the same weights, fewer gradients at once."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -237,6 +239,17 @@ def test_a_loop_that_needs_all_gradients_is_refused() -> None:
         optimize(model, optimizer=OfAll(model.parameters()), **RELEASED)
     assert "loss" in model(**batch)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model, batch = deep("llama"), ZOO["llama"].batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimize(model, optimizer=optimizer, **RELEASED)
+    trained(model, optimizer, [batch])
+    held = weakref.ref(model.model.embed_tokens.weight)
+    del model, optimizer
+    gc.collect()
+    assert held() is None
 
 
 def test_a_second_backward_before_the_step_is_refused() -> None:

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from optimum_memopt.compat.torch import step_without_hooks
 from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 
@@ -130,6 +132,8 @@ class ReleasedGradients:
         self._units: dict[torch.Tensor, _Unit] = {}
         # Those with gradients that are complete and not stepped yet.
         self._begun: dict[_Unit, None] = {}
+        # Of a first step parameters by the order of their gradients, those of one unit in a row together; None: known.
+        self._order: list[list[torch.Tensor]] | None = []
         self._norms: list[torch.Tensor] | None = [] if with_norm else None
         self._stepped: set[torch.Tensor] = set()
         # Devices of a model that is split have threads of their own in a backward.
@@ -141,8 +145,11 @@ class ReleasedGradients:
         if not any(parameter.grad is not None for parameter in self._units):
             # bitsandbytes reads the places of all parameters in its first step.
             step_without_hooks(optimizer)
-        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in self._units]
-        self._handles.append(optimizer.register_step_pre_hook(self._finish))
+        # Hooks of tensors that held this would keep the model alive.
+        note, finish = weak_method(self._note), weak_method(self._finish)
+        handles = [each.register_post_accumulate_grad_hook(note) for each in self._units]
+        self._stop = weakref.finalize(self, _remove, [*handles, optimizer.register_step_pre_hook(finish)])
+        self._stop.atexit = False
         get_logger().info(
             "gradients are released: the optimizer steps in the backward, and whatever reads or clips gradients after "
             "it finds none"
@@ -150,9 +157,7 @@ class ReleasedGradients:
 
     def stop(self) -> None:
         """Step what is left in the optimizer's own step again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._stop()
 
     def norm(self, norm_of_others: Callable[[], torch.Tensor | float]) -> torch.Tensor:
         """Returns the norm of all gradients of the backward before.
@@ -175,6 +180,10 @@ class ReleasedGradients:
                     "several backwards or by a reentrant checkpoint; call optimizer.step() after each backward, or "
                     "leave it out"
                 )
+            if self._order is not None:
+                if not self._order or self._units[self._order[-1][-1]] is not unit:
+                    self._order.append([])
+                self._order[-1].append(parameter)
             # The backward of the layer behind is over.
             for other in [each for each in self._begun if each is not unit]:
                 self._release(other)
@@ -212,11 +221,21 @@ class ReleasedGradients:
     def _finish(self, *_: Any) -> None:
         """The optimizer's own step begins."""
         self._release_all()
+        if self._order is not None and (optimizer := self._optimizer()) is not None:
+            # What is behind the layers may have gradients at both ends of the backward.
+            for own in self._order:
+                self._units.update(dict.fromkeys(own, _unit(optimizer, own)))
+            self._order = None
         for unit in dict.fromkeys(self._units.values()):
             unit.expected, unit.count = unit.count or unit.expected, 0
         self._stepped.clear()
         if self._norms is not None:
             self._norms.clear()
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _units(
