@@ -208,7 +208,8 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
     graph = steps.graphs[False]
-    floor = graph._footprint(rows, False, graph._batch(rows, False).solver.solver.layers_recomputed.peak).peak
+    recomputed = graph._batch(rows, False).solver.solver.layers_recomputed.peak
+    floor = graph._footprint("budget", rows, False, recomputed).peak
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")
     assert within.fits(chosen, rows, False)
