@@ -1,6 +1,7 @@
 """A training forward as torch traces it.
 
 backend         AOTAutograd with the engine's partitioner
+forward_call    arguments of a call, and its kind
 traced_graph    dynamo's graphs, the choices for each, the forward while it runs
 traced_forward  a forward that is traced once for each kind of call
 regions         equal layers, compiled once

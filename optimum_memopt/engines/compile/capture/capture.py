@@ -8,8 +8,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optimum_memopt.compat.accelerate import fsdp_version, parallelisms
+from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.traced_forward import (
-    ForwardArgs,
     TracedCall,
     TracedForward,
     TraceSpec,

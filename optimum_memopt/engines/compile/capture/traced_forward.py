@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_paramet
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, errors_line
+from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
 from optimum_memopt.engines.compile.capture.regions import (
@@ -54,7 +55,7 @@ from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
-from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method, without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import Progress, announced, get_logger, watched
@@ -89,31 +90,6 @@ class TraceSpec:
 
 
 @dataclass(frozen=True)
-class ForwardArgs:
-    """The arguments of a training forward.
-
-    Attributes:
-        loss_only: nobody calls backward from any output but the loss.
-        reader: who may read more of the outputs than the loss, empty when nobody does.
-        drops_cache: of keys and values, which plain PyTorch may make.
-    """
-
-    args: tuple[Any, ...]
-    inputs: dict[str, Any]
-    loss_only: bool
-    reader: str
-    drops_cache: bool = False
-
-    @classmethod
-    def of(
-        cls, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool, reader: str
-    ) -> "ForwardArgs":
-        """From a call's arguments; disables the key-value cache unless requested."""
-        inputs = without_key_value_cache(model, args, kwargs)
-        return cls(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
-
-
-@dataclass(frozen=True)
 class TracedCall:
     """One call of a forward.
 
@@ -136,42 +112,6 @@ class TracedCall:
     before: ForwardState | None = None
 
 
-class _Kind(NamedTuple):
-    """The kind of a call: each is traced by itself.
-
-    Attributes:
-        hooks: of all modules.
-        trains: for each parameter of the layers, where those are regions.
-    """
-
-    loss_only: bool
-    drops_logits: bool
-    masks: KeptMasks
-    hooks: tuple[int, ...]
-    has_regions: bool
-    trains: tuple[bool, ...]
-
-    def compared(self, other: "_Kind") -> list[str]:
-        """The differences from another kind, in words."""
-        kept = (
-            "only the loss keeps its gradient"
-            if self.loss_only
-            else "outputs beside the loss may be read, and keep theirs"
-        )
-        lines = {
-            "loss_only": kept,
-            "drops_logits": "no logits are returned" if self.drops_logits else "logits are returned",
-            "masks": self.masks.first_after(other.masks),
-            "hooks": "all modules have other hooks",
-            "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
-            "trains": "other parameters train",
-        }
-        if self.has_regions != other.has_regions:
-            # Only those in regions are known.
-            del lines["trains"]
-        return [line for name, line in lines.items() if getattr(self, name) != getattr(other, name)]
-
-
 class TracedForward:
     """Traces at its first call, and again for arguments of another kind; partitions what was traced for all choices.
 
@@ -188,7 +128,7 @@ class TracedForward:
         compiles = None if spec.only_layers else weak_method(self._compile_alone)
         self._trace_fixes = TraceFixes(model, compiles, spec.loss.may_chunk)
         self._masks = AttentionMasks(model, forward)
-        self._compiled: dict[_Kind, Callable[..., Any]] = {}
+        self._compiled: dict[CallKind, Callable[..., Any]] = {}
         self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
         self._codes: list[types.CodeType] = []
@@ -328,7 +268,7 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        kind = _Kind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
+        kind = CallKind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
         player = None if is_first or records else choices.tapes.player(like)
@@ -495,7 +435,7 @@ class TracedForward:
     def _plain_forward(self, loss_only: bool, reader: str, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         return self.plainly(ForwardArgs(args, inputs, loss_only, reader))
 
-    def _compile(self, call: ForwardArgs, kind: "_Kind") -> Callable[..., Any]:
+    def _compile(self, call: ForwardArgs, kind: "CallKind") -> Callable[..., Any]:
         if self._compiled:
             why = kind.compared(next(reversed(self._compiled)))
             self.say(f"compiling another training graph: {', '.join(why)}")

@@ -15,8 +15,9 @@ from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
+from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.regions import layer_groups
-from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TracedForward, TraceSpec
+from optimum_memopt.engines.compile.capture.traced_forward import TracedForward, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL

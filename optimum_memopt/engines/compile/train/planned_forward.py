@@ -11,12 +11,8 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.run import Run
-from optimum_memopt.engines.compile.capture.traced_forward import (
-    ForwardArgs,
-    TracedCall,
-    TracedForward,
-    no_training_graph,
-)
+from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
+from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress, GraphChoices
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
