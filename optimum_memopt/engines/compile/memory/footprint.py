@@ -149,8 +149,7 @@ def footprint_of(
     # ZeRO 3 updates its flat tensors one after the other.
     flat = zero3.updated(model)
     updated = [max(flat, key=lambda tensor: tensor.nbytes)] if flat else trainable
-    largest = max(([each] for each in trainable), key=local_bytes, default=[])
-    return Footprint(
+    step = Footprint(
         activations=activations,
         parameters=local_bytes(parameters_of(model).values()),
         buffers=local_bytes(buffers_of(model)),
@@ -158,11 +157,14 @@ def footprint_of(
         optimizer=sum(state_sizes(optimizer, trainable)) + _states_to_come(model, optimizer, trained),
         accumulated=_accumulated(model, trainable) if gradient_accumulation else 0,
         other_forwards=other_forwards,
-        gradients=0 if releases_gradients else local_bytes(updated),
-        step=step_bytes(optimizer, largest if releases_gradients else updated),
+        gradients=local_bytes(updated),
+        step=step_bytes(optimizer, updated),
         constant=constant,
-        releases=releases_gradients,
     )
+    if not releases_gradients:
+        return step
+    largest = max(([each] for each in trainable), key=local_bytes, default=[])
+    return replace(step.with_released_gradients(), step=step_bytes(optimizer, largest))
 
 
 def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> int:
