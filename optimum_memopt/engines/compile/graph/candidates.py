@@ -153,6 +153,11 @@ def compressions(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.COMPRESS)
 
 
+def roots_of(candidates: Iterable[Candidate]) -> frozenset[fx.Node]:
+    """Returns the roots of the candidates' activations."""
+    return frozenset(candidate.activation.root for candidate in candidates)
+
+
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     """The candidates of each row, rows in the order of their first candidate."""
     rows: dict[str, list[Candidate]] = {}

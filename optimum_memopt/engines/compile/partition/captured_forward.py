@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
-from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
+from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
@@ -210,8 +210,7 @@ class CapturedForward:
             if symbol in of_graph
         )
         tape = self.tape.at(dict(named_sizes))
-        partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
-        schedules = [graph.timeline for graph in partitioned if graph.timeline is not None]
+        schedules = [graph.timeline for graph in graphs if graph.timeline is not None]
         if len(tape.calls) == 1 or len(schedules) < len(graphs):
             return tape, [sizes[call.graph] for call in tape.calls]
         named = [
@@ -250,20 +249,12 @@ class CapturedForward:
         self, times: int = 1, largest: LargestBatch | None = None, frees_gradients: bool = False
     ) -> StepEvents:
         """The events of a step under the plans that were applied; arguments as in `solver` and `compose`."""
-        sizes = self.sizes_for(times, largest)
-        tape, problems = self.problems(sizes)
-        _, values = self.sizes_of_runs(sizes)
-        events: dict[tuple[int, int], GraphEvents] = {}
+        tape, of_runs = self.sizes_of_runs(self.sizes_for(times, largest))
+        events: dict[object, GraphEvents] = {}
         runs: list[GraphEvents] = []
-        for call, problem, of_call in zip(tape.calls, problems, values, strict=True):
-            if (key := (call.graph, id(problem))) not in events:
-                graph = self.graphs[call.graph]
-                saved, timeline = graph.simulated(problem).saved, graph.timeline
-                if graph.plans[0].compressed and timeline is not None:
-                    # A problem has no operators that compress.
-                    events[key] = timeline.at(of_call)
-                else:
-                    events[key] = problem_events(problem, saved, graph.rows, graph.plans[0].offloaded)
+        for call, values in zip(tape.calls, of_runs, strict=True):
+            if (key := (call.graph, tuple(values.items()))) not in events:
+                events[key] = self.graphs[call.graph].events_at(values)
             runs.append(events[key])
         return compose(tape, runs, frees_gradients)
 

@@ -8,13 +8,13 @@ import sympy
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import offloads
+from optimum_memopt.engines.compile.graph.candidates import offloads, roots_of
 from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
-from optimum_memopt.engines.compile.memory.events import Schedule
-from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
+from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
+from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, problem_events, simulate
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 
@@ -68,6 +68,14 @@ class CapturedGraph:
         """What it holds under the choice that was applied; None where it was not partitioned, or is not known."""
         return None if self.partitioned is None else self.partitioned.timeline
 
+    def events_at(self, values: SymbolValues) -> GraphEvents:
+        """Returns the events of its forward and backward under the choice that was applied, for these sizes."""
+        if self.plans[0].compressed and self.timeline is not None:
+            # A problem has no operators that compress.
+            return self.timeline.at(values)
+        problem = self.problem_at(values)
+        return problem_events(problem, self.simulated(problem).saved, self.rows, self.plans[0].offloaded)
+
     def simulated(self, problem: Problem) -> GraphSimulation:
         """The run of the choice that was applied; `problem` is of this graph."""
         return simulate(problem, problem.saving(self.plans[0].saved))
@@ -85,7 +93,7 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         graph.size_hints,
         graph.names,
         costs,
-        offloadable=frozenset(joint.order[candidate.activation.root] for candidate in offloads(graph.candidates)),
+        offloadable=frozenset(map(joint.order.__getitem__, roots_of(offloads(graph.candidates)))),
         rows=rows,
         modules={node.name: module_path(node) for node in joint.nodes if node.op == "call_function"},
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),

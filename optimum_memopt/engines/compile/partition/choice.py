@@ -1,13 +1,13 @@
 """The choice for a joint graph, as numbers too. A producer makes it, everything downstream reads only it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, compressions, offloads
+from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, compressions, offloads, roots_of
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
@@ -130,8 +130,8 @@ class SavedNodes:
         order = graph.joint.order
         saved = tuple(order[node] for node in choice.nodes_to_save)
         offloaded, compressed = (
-            frozenset(order[candidate.activation.root] for candidate in of_strategy(choice.candidates))
-            for of_strategy in (offloads, compressions)
+            frozenset(map(order.__getitem__, roots_of(kept)))
+            for kept in (offloads(choice.candidates), compressions(choice.candidates))
         )
         return cls(saved, offloaded, choice.torchs_graphs is not None, choice.inputs, compressed)
 
@@ -156,14 +156,10 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
         return GraphEntry(graph.signature, by_torch=True)
     saved = set(choice.nodes_to_save)
     roots = {activation.root for activation in graph.activations}
-    offloaded, compressed = (
-        {candidate.activation.root for candidate in of_strategy(choice.candidates)}
-        for of_strategy in (offloads, compressions)
-    )
-    kinds: dict[str, set[fx.Node]] = {
+    kinds: dict[str, Collection[fx.Node]] = {
         "recompute": roots - saved,
-        "offload": offloaded,
-        "compress": compressed,
+        "offload": roots_of(offloads(choice.candidates)),
+        "compress": roots_of(compressions(choice.candidates)),
         "save": saved - roots,
     }
     layers: dict[str, dict[str, list[str]]] = {}

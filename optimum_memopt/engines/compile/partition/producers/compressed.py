@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, decided_from, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate, compressions
+from optimum_memopt.engines.compile.graph.candidates import Candidate, compressions, roots_of
 from optimum_memopt.engines.compile.graph.joint import root
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
@@ -32,8 +32,7 @@ class Compressed(Producer):
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         choice = _as_own_partition(graph, self.producer.choose(graph, earlier))
-        kept = {candidate.activation.root for candidate in choice.candidates}
-        saved = set(choice.nodes_to_save) - kept
+        saved = set(choice.nodes_to_save) - roots_of(choice.candidates)
         added = tuple(one for one in compressions(graph.candidates) if one.activation.root in saved)
         chosen = set(choice.candidates).union(added)
         candidates = tuple(candidate for candidate in graph.candidates if candidate in chosen)

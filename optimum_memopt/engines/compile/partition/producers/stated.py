@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, by_row, compressions, offloads
+from optimum_memopt.engines.compile.graph.candidates import (
+    Candidate,
+    applied,
+    by_row,
+    compressions,
+    offloads,
+    roots_of,
+)
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.simulation import (
@@ -203,17 +210,13 @@ class FromPlanFile(Producer):
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
-        offloadable, compressible = (
-            {candidate.activation.root for candidate in of_strategy(graph.candidates)}
-            for of_strategy in (offloads, compressions)
-        )
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
         wrong = [
             (kind, path)
             for kind, allowed in (
                 ("recompute", roots),
-                ("offload", offloadable),
-                ("compress", compressible),
+                ("offload", roots_of(offloads(graph.candidates))),
+                ("compress", roots_of(compressions(graph.candidates))),
                 ("save", graph.paths),
             )
             for node, path in wanted[kind].items()
