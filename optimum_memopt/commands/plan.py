@@ -12,7 +12,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from optimum_memopt.commands import step
-from optimum_memopt.engines.api.predictions import Group, Way, fits_cell
+from optimum_memopt.engines.api.predictions import StepTimeline, Way, fits_cell
 from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
@@ -126,7 +126,7 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
         optimizers.check(args.optim)
     if args.ways == PLAIN_WAYS:
         _check_plain(args)
-    if len(sizes) > 1 and (given := _given(args, "budget", "budget_curve", "html", "at_peak")):
+    if len(sizes) > 1 and (given := _given(args, *_OF_ONE_SIZE)):
         raise MemOptError(
             f"--batch_size {args.batch_size} with --{given[0]}: {_OF_ONE_SIZE[given[0]]}; give one, or let "
             "optimum-cli memopt advise compare them"
@@ -225,9 +225,8 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     if args.ways == PLAIN_WAYS:
         only: dict[str, Any] = {"ways": _ways_dict(plain, device.memory)}
         text = _ways_text(plain, header, device.memory)
-        if args.at_peak and plain[0].timeline is not None:
-            only["at_peak"] = groups_dict(plain[0].timeline.at_peak(plain[0].peak))
-            text += f"\n\n{plain[0].timeline.peak_text(plain[0].peak)}"
+        if args.at_peak:
+            text += _at_peak(only, plain[0].timeline, plain[0].peak)
         return PlanOutput(only, text, "", ways=plain)
     estimate = engine.estimate(
         workload,
@@ -249,15 +248,17 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         shown += f"\n{ranks_text(spec.fsdp, estimate.peak, twice.peak)}"
         report["twice_the_ranks"] = {"ranks": 2 * spec.fsdp, "peak": twice.peak}
     text = f"{shown}\n\n{estimate.to_text()}"
-    if args.at_peak and estimate.timeline is not None:
-        report["at_peak"] = groups_dict(estimate.timeline.at_peak(estimate.peak))
-        text += f"\n\n{estimate.timeline.peak_text(estimate.peak)}"
+    if args.at_peak:
+        text += _at_peak(report, estimate.timeline, estimate.peak)
     return PlanOutput(report, text, config, estimate, ways)
 
 
-def groups_dict(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """For JSON; bytes."""
-    return [{**asdict(group), "where": group.where} for group in groups]
+def _at_peak(report: dict[str, Any], timeline: StepTimeline | None, peak: int) -> str:
+    """Add the tensors at the peak to a report; returns their table, empty where they are not known."""
+    if timeline is None:
+        return ""
+    report["at_peak"] = [{**asdict(group), "where": group.where} for group in timeline.at_peak(peak)]
+    return f"\n\n{timeline.peak_text(peak)}"
 
 
 def ranks_text(ranks: int, peak: int, of_twice: int) -> str:

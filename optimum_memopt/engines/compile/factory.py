@@ -92,17 +92,17 @@ class CompileFactory(EngineFactory[CompileOptions]):
         norm of released gradients is that of the engine."""
         if engine.name != "compile":
             return TrainerParts()
-        wrap_norm = engine.norm_with if options.memory_opt_release_gradients else None
+        parts = TrainerParts(wrap_norm=engine.norm_with if options.memory_opt_release_gradients else None)
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN:
-            return TrainerParts(wrap_norm=wrap_norm)
+            return parts
         from transformers import Trainer
 
         from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
-            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine), wrap_norm=wrap_norm)
-        return TrainerParts(wrap_norm=wrap_norm)
+            return replace(parts, wrap_loss=functools.partial(smoothed_by_engine, trainer, engine))
+        return parts
 
     def environment_report(self) -> Report:
         if why := self.missing():
@@ -170,6 +170,20 @@ def _check_released(options: CompileOptions) -> None:
         )
 
 
+def _check_compress(options: CompileOptions) -> None:
+    """Raise a MemOptError for a budget, whose plans are exact, and a plan file, which names what it compresses."""
+    flag = f"--memory_opt_compress {options.memory_opt_compress}"
+    if options.memory_opt_budget is not None:
+        raise MemOptError(
+            f"{flag} with --memory_opt_budget: a budget's plan is exact; give a config or a level instead, or leave "
+            "the flag out"
+        )
+    if options.memory_opt_plan is not None:
+        raise MemOptError(
+            f"{flag} with --memory_opt_plan: the file says itself what is compressed; leave the flag out"
+        )
+
+
 def _report() -> Report:
     from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
     from optimum_memopt.engines.compile.torch_compat import releases
@@ -212,19 +226,6 @@ def _name(device: str) -> str:
 
 def _inductor(device: str, lacking: str, command: str) -> Ability:
     return Ability(f"compiler inductor on {_name(device)}", not lacking, lacking or "kernels of its own", command)
-
-
-def _check_compress(options: CompileOptions) -> None:
-    flag = f"--memory_opt_compress {options.memory_opt_compress}"
-    if options.memory_opt_budget is not None:
-        raise MemOptError(
-            f"{flag} with --memory_opt_budget: a budget's plan is exact; give a config or a level instead, or leave "
-            "the flag out"
-        )
-    if options.memory_opt_plan is not None:
-        raise MemOptError(
-            f"{flag} with --memory_opt_plan: the file says itself what is compressed; leave the flag out"
-        )
 
 
 def _offload(devices: list[str]) -> Ability:
