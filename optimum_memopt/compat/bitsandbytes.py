@@ -40,7 +40,7 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Those of `named_buffers`."""
+    """Returns the tensors of `named_buffers`."""
     return [buffer for _, buffer in named_buffers(model)]
 
 

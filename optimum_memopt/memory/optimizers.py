@@ -83,7 +83,7 @@ def _factored(parameter: torch.Tensor) -> list[int]:
     return [size // parameter.shape[-1], size // parameter.shape[-2]]
 
 
-_BLOCKWISE = "quantizes states blockwise to 8 bits; those of embeddings and of fewer than 4,096 numbers are in float32"
+_BLOCKWISE = "quantizes states blockwise to 8 bits; embeddings and tensors of fewer than 4,096 numbers keep float32"
 _OF_LION = "updates by the sign of one moment: needs another learning rate"
 _OF_RMSPROP = "no first moment"
 _OF_ADEMAMIX = "a second, slower first moment"
