@@ -134,7 +134,7 @@ def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves(
         assert_bitwise_same_step(model, plain, images_first(2, 14, seed=1))
     assert "for 8 layers" in engine.plans().header[0]
     assert len(splits) == traced <= 7
-    assert sum("has put hooks" in line for line in lines) == 1, lines
+    assert sum("registered module hooks" in line for line in lines) == 1, lines
     assert not any("recompiled" in line or "one graph for" in line for line in lines), lines
 
 
