@@ -26,6 +26,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import captured_gra
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train import engine as engine_module
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -126,7 +127,7 @@ class Within(Producer):
         forward = CapturedForward((captured_graph(graph, self.costs(graph)),))
         step = self.step or StepContext(self.bytes, Footprint(0, 0))
         budget = FromBudget(Budget(f"{self.bytes} bytes", self.bytes))
-        choice = budget.solve(forward, forward.solver(step), step).choice(graph)
+        choice = budget.solve(StepModel.of(forward, step)).choice(graph)
         assert choice is not None
         return choice
 

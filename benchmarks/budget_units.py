@@ -9,7 +9,7 @@ from budget_graphs import Shape, forward
 from shared import to_markdown
 
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.memory.peak_monitor import MIB
 
 SHAPES = {
@@ -27,7 +27,7 @@ def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, dict[str, float]]:
     begin = time.process_time()
     captured = forward(shape, unit)
     traced = time.process_time()
-    solver = ForwardSolver(captured.problem())
+    solver = ForwardSolver(captured.problem(captured.first))
     solver.solver.prepare()
     return solver, {"tracing": traced - begin, "preparing": time.process_time() - traced}
 

@@ -17,9 +17,9 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable

@@ -15,8 +15,8 @@ from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.errors import DoesNotFitError

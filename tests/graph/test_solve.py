@@ -14,9 +14,9 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.solver.blocks import blocks_of
 from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
 from tests.captured import Captured, capture
 from tests.rotation import nightly

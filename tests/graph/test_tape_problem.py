@@ -15,8 +15,9 @@ from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, fake_model
 from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
 from optimum_memopt.errors import MemOptError
@@ -83,7 +84,7 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: s
 
 def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int = 0) -> None:
     """The problem has each choice's bytes; its peak may be higher by a share of it, or by bytes."""
-    tape, forward = captured.tape, captured.problem()
+    tape, forward = captured.tape, captured.problem(captured.first)
     generator = random.Random(0)
     everything = [problem.closure(problem.activations) for problem in forward.runs]
     choices = [everything, *([random_choice(p, generator) for p in forward.runs] for _ in range(8))]
@@ -153,7 +154,8 @@ def test_what_runs_outside_of_graphs_is_simulated(model: type[torch.nn.Module]) 
 @pytest.mark.nightly
 def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
     """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
-    solver = ForwardSolver(captured("llama", 32, 48, num_hidden_layers=5).problem())
+    forward = captured("llama", 32, 48, num_hidden_layers=5)
+    solver = ForwardSolver(forward.problem(forward.first))
     plan = solver.cheapest(solver.lowest)
     assert plan.peak == solver.lowest
     assert plan.extra_seconds < 0.95 * solver.solver.plan(solver.solver.lowest).extra_seconds

@@ -10,8 +10,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import MODEL
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.producers import budget
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine

@@ -13,8 +13,9 @@ from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.partition.captured_forward import ForwardSolver
 from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes
+from optimum_memopt.engines.compile.partition.step_model import StepModel
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import with_recomputed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -52,7 +53,7 @@ def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -
     accumulate(model, [batch])
     planner = engine._planned.planner
     footprint = engine.predictor.footprint()
-    lowest = planner._forward.solver(planner.step()).lowest
+    lowest = StepModel.of(planner._forward, planner.step()).solver.lowest
     engine.detach()
     budget = footprint.peak - footprint.activations + lowest - int(inputs * input_bytes(model, batch))
     return Selection(budget=Budget(f"{budget} bytes", budget))
@@ -269,7 +270,7 @@ def test_an_input_that_a_layer_has_not_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def forward():
     forward = captured("llama", 64, 256, num_hidden_layers=12)
-    return forward.graphs, forward.problem()
+    return forward.graphs, forward.problem(forward.first)
 
 
 @pytest.mark.nightly

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.compat.transformers import attention_implementation, checkpointing_flag, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import (
-    COMPUTE,
-    COPIES,
     BatchPoint,
     EagerSettings,
     Frontier,
@@ -22,18 +20,15 @@ from optimum_memopt.engines.api.predictions import (
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.costs.times import update_times
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.footprint import StepContext, trainable_of
-from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.memory.footprint import trainable_of
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
-from optimum_memopt.engines.compile.solver.offload import stall_of
-from optimum_memopt.engines.compile.solver.segments import seconds_again
-from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of
+from optimum_memopt.engines.compile.solver.solver import Infeasible
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.logs import watched
@@ -102,15 +97,15 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
     update = update_times(trained, optimizer, step.here, step.target)
 
     def way(index: int, plan: Technique) -> Way:
-        forward = traced.forward.planned_by(index)
-        events = forward.step_events(frees_gradients=context.fixed.frees_gradients)
-        around = context.footprint(events.peak())
+        model = StepModel.of(traced.forward.planned_by(index), context)
+        events = model.events()
+        around = model.footprint(events.peak())
         blocks = traced.predicted.blocks_of(events, around)
         return Way(
-            replace(plan, chunks_loss=forward.chunks_loss),
+            replace(plan, chunks_loss=model.forward.chunks_loss),
             around.peak if blocks is None else max(around.peak, blocks.allocated),
             None if blocks is None else blocks.reserved,
-            update.step(_seconds(forward, context), step.spec.gradient_accumulation_steps),
+            update.step(model.seconds(), step.spec.gradient_accumulation_steps),
         )
 
     return tuple(way(index, plan) for index, plan in plans)
@@ -126,23 +121,6 @@ def _stated(selection: Selection) -> Technique:
     if selection.compress is not None:
         name, flags = f"{name} in {selection.compress}", [*flags, f"--memory_opt_compress {selection.compress}"]
     return Technique(f"compile engine, {name}", tuple(flags))
-
-
-def _seconds(captured: CapturedForward, context: StepContext) -> dict[str, float]:
-    """Seconds of a forward and its backward: of operators, recompute among them, and of waiting for copies."""
-    forward = captured.problem(frees_gradients=context.fixed.frees_gradients)
-    plans = [captured.graphs[graph].plans[0] for graph in forward.graphs]
-    simulation = simulate(forward.problem, forward.of_all([plan.saved for plan in plans]))
-    calls, places = captured.tape.calls, enumerate(forward.places)
-    away = [
-        node
-        for node, (run, local) in places
-        if local in plans[run].offloaded or forward.runs[run].positions.inputs.get(local) in calls[run].offloaded
-    ]
-    return {
-        COMPUTE: simulation.seconds(forward.problem) + seconds_again(forward, captured.tape, context.gather_rate),
-        COPIES: stall_of(forward.problem, simulation, away, context.link),
-    }
 
 
 # How exact a prediction is, by compiler; the figures of inductor are in docs/compile.md.
@@ -219,20 +197,17 @@ def estimate(
 def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     """The costs of budgets, with the place of what is selected."""
     forward, budget = traced.forward, step.selection.budget
-    context = step.context(traced, budget or Budget("", 0))
-    solver = forward.solver(context)
-    points = solver.curve(context.fixed)
-    place = None
+    model = StepModel.of(forward, step.context(traced, budget or Budget("", 0)))
     if budget is not None:
         with contextlib.suppress(Infeasible):
-            place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
+            return model.frontier(model.solver.cheapest(model.context.allowed), model.context.limit)
     elif forward.tape == forward.tape.with_all_held() and not any(
         graph.plans[0].is_by_torch or graph.plans[0].offloaded or graph.plans[0].compressed for graph in forward.graphs
     ):
-        runs = zip(solver.forward.runs, forward.tape.calls, strict=True)
+        runs = zip(model.problem.runs, forward.tape.calls, strict=True)
         saved = [problem.saving(forward.graphs[call.graph].plans[0].saved) for problem, call in runs]
-        place = point_of(solver.saving(saved), context.fixed)
-    return Frontier(points, forward.costs, place)
+        return model.frontier(model.solver.saving(saved))
+    return model.frontier()
 
 
 def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:
@@ -285,23 +260,16 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
         predictor = step.trace(dynamic=True).predicted
         return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
     traced = step.trace(True, step.costs_of)
-    predictor, context = traced.predicted, step.context(traced, budget)
+    predictor, model = traced.predicted, StepModel.of(traced.forward, step.context(traced, budget))
 
     def is_within(rows: int) -> bool:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
         limit = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
-        return _fits(traced.forward, replace(context, limit=limit), rows)
+        of_rows = model.around(replace(model.context, limit=limit)).with_rows(rows)
+        within = int(of_rows.context.allowed * (1 - _BLOCKS))
+        return of_rows.peak(0) <= limit and of_rows.solver.fits(within)
 
     return largest(is_within, start)
-
-
-def _fits(forward: CapturedForward, step: StepContext, rows: int) -> bool:
-    """True where a plan is found for a step with n rows, of which the context's batch has those of the graphs."""
-    before = max(forward.graphs[0].row_symbols.values(), default=rows)
-    step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
-    if step.footprint(0).peak > step.limit:
-        return False
-    return forward.solver_for_rows(step, rows).fits(int(step.allowed * (1 - _BLOCKS)))
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:

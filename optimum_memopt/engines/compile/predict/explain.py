@@ -21,9 +21,10 @@ from optimum_memopt.engines.compile.memory.footprint import (
     trainable_of,
 )
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, MODEL, PLAIN
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.reconstruction import (
     Reconstruction,
     capture_failed,
@@ -31,6 +32,7 @@ from optimum_memopt.engines.compile.predict.reconstruction import (
     of_forward,
     of_plain_pytorch,
 )
+from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
@@ -84,9 +86,9 @@ class Search:
         return int(self.step.limit * (1 - _MARGIN))
 
     @cached_property
-    def solver(self) -> ForwardSolver:
-        """The solver for the run's largest batch."""
-        return self.forward().solver(self.step, largest=self.step.largest)
+    def model(self) -> StepModel:
+        """The step as the compile engine would run it."""
+        return StepModel.of(self.forward(), self.step)
 
     def suggestions(self) -> Iterator[tuple[int, Suggestion]]:
         """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found;
@@ -116,9 +118,9 @@ class Search:
     def within_budget(self) -> Iterator[Suggestion]:
         """A budget; none where nothing fits."""
         allowed = self.step.fixed.activations_within(self.budget << 20)
-        if (plan := self._within(self.solver, allowed)) is None:
+        if (plan := self._within(self.model.solver, allowed)) is None:
             return
-        peak = self.step.footprint(plan.peak).peak
+        peak = self.model.peak(plan.peak)
         if peak <= self.allowed:
             flags = f"--memory_opt_budget {self.budget}MiB"
             yield Suggestion(flags, peak, _share(plan), f"{_words(plan)} with which every step fits")
@@ -143,20 +145,17 @@ class Search:
                 return
 
     def _chunked_loss(self) -> Iterator[Suggestion]:
-        forward = self.forward()
-        if self.ran.chunks_loss or not forward.chunks_loss:
+        if self.ran.chunks_loss or not self.model.forward.chunks_loss:
             return
         # Without a plan it is torch's own partition that runs.
-        frees = self.step.fixed.frees_gradients
-        activations = forward.step_events(largest=self.step.largest, frees_gradients=frees).peak()
-        peak = self.step.footprint(activations).peak
+        peak = self.model.peak(self.model.events().peak())
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_loss chunked"
             yield Suggestion(flags, peak, None, "a loss that never holds its logits")
 
     def _level(self) -> Iterator[Suggestion]:
-        plan = self.solver.solver.plan(self.solver.solver.layers_recomputed)
-        peak = self.step.footprint(plan.peak).peak
+        plan = self.model.level_1()
+        peak = self.model.peak(plan.peak)
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_level 1"
             yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
@@ -164,28 +163,26 @@ class Search:
     def _released_gradients(self) -> Iterator[Suggestion]:
         """Level 1 with the optimizer in the backward; none where the run needs all gradients at once, and where they
         are few."""
-        fixed, forward = self.step.fixed, self.forward()
         is_possible = self.failed.accumulation == 1 and not self.step.gather_rate and world_size() == 1
-        if not is_possible or fixed.releases or self.failed.autocast == torch.float16 or len(forward.graphs) == 1:
+        is_released = self.step.fixed.releases
+        if not is_possible or is_released or self.failed.autocast == torch.float16 or len(self.forward().graphs) == 1:
             return
-        step = replace(self.step, fixed=fixed.with_released_gradients())
-        solver = forward.solver(step, largest=step.largest).solver
-        plan = solver.plan(solver.layers_recomputed)
-        peak = step.footprint(plan.peak).peak
-        if peak <= self.allowed and peak < (1 - _MARGIN) * self.step.footprint(self.solver.lowest).peak:
+        released = self.model.releasing_gradients()
+        plan = released.level_1()
+        peak = released.peak(plan.peak)
+        if peak <= self.allowed and peak < (1 - _MARGIN) * self.model.peak(self.model.solver.lowest):
             flags = "--memory_opt_engine compile --memory_opt_level 1 --memory_opt_release_gradients --max_grad_norm 0"
             what = "the optimizer steps in the backward; gradients are not clipped"
             yield Suggestion(flags, peak, _share(plan), what)
 
     def _smaller_within_budget(self) -> Iterator[Suggestion]:
-        forward = self.forward()
-        for times in self._parts(forward.rows_with(self.step.largest)):
+        for times in self._parts(self.model.forward.rows_with(self.step.largest)):
             self.deadline.check()
-            micro = replace(self.step, fixed=self.step.fixed.of_later_micro_batch())
-            solver = forward.solver(micro, times, micro.largest)
-            if (plan := self._within(solver, micro.fixed.activations_within(self.budget << 20))) is None:
+            micro = self.model.part(times)
+            allowed = micro.context.fixed.activations_within(self.budget << 20)
+            if (plan := self._within(micro.solver, allowed)) is None:
                 continue
-            peak = micro.footprint(plan.peak).peak
+            peak = micro.peak(plan.peak)
             if peak <= self.allowed:
                 flags = f"{self._micro_flags(times)} --memory_opt_budget {self.budget}MiB"
                 what = f"as many rows in an optimizer step, with {_words(plan)}"

@@ -47,10 +47,11 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.predict.table import collective_lines
@@ -85,14 +86,14 @@ _TWO_BATCHES = (2, 6)
 
 @dataclass(frozen=True)
 class _Batch:
-    """A forward for one batch; `times` are of the nodes of its problem."""
+    """A step with one batch, under a plan of the package; `times` are of the nodes of its problem."""
 
-    solver: ForwardSolver
+    step: StepModel
     times: OperatorTimes
 
     @property
     def problem(self) -> Problem:
-        return self.solver.forward.problem
+        return self.step.problem.problem
 
 
 class ForwardSteps:
@@ -159,13 +160,15 @@ class ForwardSteps:
             return True
         if plan != _BUDGET:
             return False
-        is_within = self._is_within(plan, self._batch(rows, accumulates).solver.lowest, rows, accumulates)
+        is_within = self._is_within(plan, self._batch(rows, accumulates).step.solver.lowest, rows, accumulates)
         return is_within or (self._context.link > 0 and self._within_budget(rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-        solver = self._batch(1, accumulates).solver
-        activations = solver.lowest if plan == _BUDGET else self._activations(plan, 1, accumulates)
+        is_chosen = plan == _BUDGET
+        activations = (
+            self._batch(1, accumulates).step.solver.lowest if is_chosen else self._activations(plan, 1, accumulates)
+        )
         return self._footprint(plan, 1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
@@ -223,7 +226,7 @@ class ForwardSteps:
         return self._simulation(plan, rows, accumulates).peak
 
     def _solve(self, rows: int, accumulates: bool) -> Plan | None:
-        solver, plain = self._batch(rows, accumulates).solver, self._simulation(_NO_PLAN, rows, accumulates)
+        solver, plain = self._batch(rows, accumulates).step.solver, self._simulation(_NO_PLAN, rows, accumulates)
         if self._is_within(_BUDGET, plain.peak, rows, accumulates):
             return solver.solver.plan(plain)
         allowed = self._footprint(_BUDGET, rows, accumulates, 0).activations_within(self._context.limit)
@@ -233,29 +236,21 @@ class ForwardSteps:
         return None if solver.host is None else with_offload(solver.solver, None, allowed, solver.host)
 
     def _simulate(self, plan: str, rows: int, accumulates: bool) -> GraphSimulation:
-        forward = self._batch(rows, accumulates).solver.forward
+        batch = self._batch(rows, accumulates)
         if plan in _PLAIN:
-            return _checkpointed(forward.problem, _PLAIN[plan])
+            return _checkpointed(batch.problem, _PLAIN[plan])
         number = (_NO_PLAN, _LEVEL_1).index(plan)
-        graphs = self._forward.graphs
-        return simulate(forward.problem, forward.of_all([graphs[g].plans[number].saved for g in forward.graphs]))
+        return batch.step.simulated([graph.plans[number] for graph in self._forward.graphs])
 
     def _new_batch(self, rows: int, accumulates: bool) -> _Batch:
-        times = self._times(rows)
-        graphs = zip(self._forward.graphs, times, strict=True)
-        priced = tuple(replace(graph, problem_at=partial(_priced, graph, own.seconds)) for graph, own in graphs)
-        captured = replace(self._forward, graphs=priced)
-        forward = captured.problem(captured.sizes_of(rows, self._tokens), accumulates or self._releases)
-        bounds = tuple(times[forward.graphs[run]].bounds[local] if local >= 0 else "" for run, local in forward.places)
-        calls = sum(times[graph].call for graph in forward.graphs)
-        of_nodes = OperatorTimes(forward.problem.seconds, bounds, times[0].source, calls)
-        return _Batch(ForwardSolver(forward, captured.host(forward, self._context)), of_nodes)
-
-
-def _priced(graph: CapturedGraph, seconds: Sequence[float], values: SymbolValues) -> Problem:
-    """A graph's numbers for any sizes, with the seconds of one batch."""
-    problem = graph.problem_at(values)
-    return replace(problem, seconds=tuple(seconds[: len(problem.names)]))
+        times, forward = self._times(rows), self._forward
+        context = replace(self._context, fixed=self._footprint(_BUDGET, rows, accumulates, 0))
+        priced = forward.priced([own.seconds for own in times])
+        step = StepModel(priced, context, forward.sizes_of(rows, self._tokens))
+        problem = step.problem
+        bounds = tuple(times[problem.graphs[run]].bounds[local] if local >= 0 else "" for run, local in problem.places)
+        calls = sum(times[graph].call for graph in problem.graphs)
+        return _Batch(step, OperatorTimes(problem.problem.seconds, bounds, times[0].source, calls))
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, 
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError, path_excerpt
@@ -525,11 +526,11 @@ class Planner:
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
         step = self.step(growth)
-        solver = replace(forward.solver(step, largest=self.largest), segments=segments)
-        if solver.everything > step.allowed:
-            solver.solver.prepare()
-            step = self.step(growth)
-        self.solved = self.producer.solve(forward, solver, step, self._spec.with_curve, self._spec.with_lengths)
+        model = replace(StepModel.of(forward, step), segments=segments)
+        if model.solver.everything > step.allowed:
+            model.solver.solver.prepare()
+            model = model.around(self.step(growth))
+        self.solved = self.producer.solve(model, self._spec.with_curve, self._spec.with_lengths)
         return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:

@@ -112,11 +112,11 @@ def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
     def activations(times: int) -> int:
         # Of several micro-batches all but the first have gradients before them.
         frees = times > 1 or failed.run.gradient_accumulation or failed.run.releases_gradients
-        return forward.step_events(times, largest, frees).peak()
+        return forward.events(forward.sizes_for(times, largest), frees).peak()
 
     tape = forward.tape
     return Reconstruction(
-        forward.step_events(frees_gradients=failed.accumulated > 0 or failed.run.releases_gradients),
+        forward.events(forward.first, failed.accumulated > 0 or failed.run.releases_gradients),
         {node: module for graph in forward.graphs for node, module in graph.modules.items()},
         cache(activations),
         forward.rows_with(largest),

@@ -6,4 +6,5 @@ dynamic_program  a point of each block's frontier
 offload          which activations are worth a copy
 segments         layers that are recomputed together
 solver           the solver, and the curve of budgets
+forward_solver   all graphs of a forward together
 """

@@ -4,22 +4,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
-from optimum_memopt.engines.compile.memory.composition import compose
-from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes, torchs_choice
-from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
-from optimum_memopt.engines.compile.solver.solver import ExtraByLength, Infeasible, Plan, extra_by_length, point_of
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.partition.step_model import StepModel
+from optimum_memopt.engines.compile.solver.solver import ExtraByLength, Infeasible, Plan, extra_by_length
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -39,50 +34,28 @@ class FromBudget(Producer):
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         return FromLevel(1).choose(graph)
 
-    def solve(
-        self,
-        forward: CapturedForward,
-        solver: ForwardSolver,
-        step: StepContext,
-        with_curve: bool = False,
-        with_lengths: bool = False,
-    ) -> SolvedForward:
+    def solve(self, step: StepModel, with_curve: bool = False, with_lengths: bool = False) -> SolvedForward:
         """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
-        without_graphs = replace(step.fixed, activations=0).peak
-        if without_graphs > step.limit:
-            lowest = max(without_graphs, step.footprint(solver.lowest).peak) if step.micro_batches > 1 else 0
-            why = _fewer_batches(step, lowest) or "give a larger budget, or an optimizer with fewer states"
+        context = step.context
+        without_graphs = replace(context.fixed, activations=0).peak
+        if without_graphs > context.limit:
+            lowest = max(without_graphs, step.peak(step.solver.lowest)) if context.micro_batches > 1 else 0
+            why = _fewer_batches(context, lowest) or "give a larger budget, or an optimizer with fewer states"
             why = f"that is without any activations: {why}"
-            raise self._does_not_fit(step, without_graphs, {}, why, has_activations=False)
+            raise self._does_not_fit(context, without_graphs, {}, why, has_activations=False)
         try:
-            plan = solver.cheapest(step.allowed)
+            plan = step.solver.cheapest(context.allowed)
         except Infeasible as infeasible:
-            lowest = step.footprint(infeasible.peak).peak
-            suggestion = _suggestion(forward, step, lowest)
-            raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
-        why, saved = self._chosen(forward, step, solver, plan)
-        chosen = point_of(plan, step.fixed, step.limit)
+            lowest = step.peak(infeasible.peak)
+            raise self._does_not_fit(context, lowest, dict(infeasible.holds), _suggestion(step, lowest)) from None
+        why, saved = _chosen(step, plan)
         return SolvedForward(
             why,
             saved,
             plan.segments,
-            Frontier(solver.curve(step.fixed), forward.costs, chosen) if with_curve else None,
-            _by_length(forward, plan, step) if with_lengths else None,
+            step.frontier(plan, context.limit) if with_curve else None,
+            _by_length(step, plan) if with_lengths else None,
         )
-
-    def _chosen(
-        self, forward: CapturedForward, step: StepContext, solver: ForwardSolver, plan: Plan
-    ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
-        keys = forward.run_keys
-        is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in forward.graphs)
-        sizes = f" for batches up to {step.largest}" if is_larger else ""
-        margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
-        why = f"budget {gib_text(step.limit)}{margin}{sizes}"
-        if not plan.segments and solver.everything <= step.allowed and _torchs_own_peak(forward, step) <= step.allowed:
-            return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
-                keys, SavedNodes((), is_by_torch=True)
-            )
-        return f"{why}{_gain(plan, forward.costs)}", dict(zip(keys, saved_nodes(solver.forward, plan), strict=True))
 
     def _does_not_fit(
         self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
@@ -113,6 +86,19 @@ def _longest(largest: LargestBatch) -> str:
     return f"the {largest.flattened} longest rows in one" if largest.flattened else "the longest row"
 
 
+def _chosen(step: StepModel, plan: Plan) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
+    """Why a plan was chosen, and the nodes that each run saves under it."""
+    forward, context, solver = step.forward, step.context, step.solver
+    sizes = f" for batches up to {context.largest}" if list(step.sizes) != forward.first else ""
+    margin = f" less a margin of {gib_text(context.margin)}" if context.margin else ""
+    why = f"budget {gib_text(context.limit)}{margin}{sizes}"
+    if not plan.segments and solver.everything <= context.allowed and step.torchs_own_peak() <= context.allowed:
+        own = dict.fromkeys(forward.run_keys, SavedNodes((), is_by_torch=True))
+        return f"{why}: fits without a plan, torch's own partition", own
+    nodes = saved_nodes(solver.forward, plan)
+    return f"{why}{_gain(plan, forward.costs)}", dict(zip(forward.run_keys, nodes, strict=True))
+
+
 def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
     """A plan as the nodes that each run saves."""
     sources = {link.source for link in plan.segments}
@@ -128,12 +114,12 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
     return tuple(nodes)
 
 
-def _suggestion(forward: CapturedForward, step: StepContext, lowest: int) -> str:
+def _suggestion(step: StepModel, lowest: int) -> str:
     """Returns the flags with which a step fits whose lowest peak does not."""
-    batch, fewer = smaller_batch(forward, step), _fewer_batches(step, lowest)
+    batch, fewer = smaller_batch(step), _fewer_batches(step.context, lowest)
     if batch is None and fewer:
         return fewer
-    if batch is None and step.largest is not None and step.largest.flattened:
+    if batch is None and step.context.largest is not None and step.context.largest.flattened:
         return "give a larger budget, or a smaller --per_device_train_batch_size"
     if batch is None:
         return "no smaller batch fits: give a larger budget"
@@ -157,65 +143,49 @@ def _fewer_batches(step: StepContext, peak: int) -> str:
     )
 
 
-def smaller_batch(forward: CapturedForward, step: StepContext) -> tuple[int, int] | None:
+def smaller_batch(step: StepModel) -> tuple[int, int] | None:
     """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
 
     Args:
-        forward: that does not fit.
+        step: that does not fit.
 
     Returns:
         Rows of the micro-batch as the data loader counts them, and how many of them have as many as the batch.
     """
-    rows = set(forward.rows_with(step.largest))
+    context = step.context
+    rows = set(step.forward.rows_with(context.largest))
     if len(rows) != 1:
         return None
     (of_model,) = rows
-    whole = step.rows if step.rows and of_model % step.rows == 0 else of_model
+    whole = context.rows if context.rows and of_model % context.rows == 0 else of_model
     times = 2
     while whole % times == 0:
-        # Gradients of the earlier micro-batches are there while a later one runs.
         # Trainer holds as many rows, in more micro-batches.
-        batch = step.fixed.batch if step.micro_batches else step.fixed.batch // times
-        fixed = replace(step.fixed.of_later_micro_batch(), batch=batch)
-        micro = replace(step, fixed=fixed)
-        if forward.solver(micro, times, step.largest).fits(fixed.activations_within(step.limit)):
+        batch = context.fixed.batch if context.micro_batches else context.fixed.batch // times
+        micro = replace(step, context=replace(context, fixed=replace(context.fixed, batch=batch))).part(times)
+        if micro.solver.fits(micro.context.fixed.activations_within(context.limit)):
             return whole // times, times
         times *= 2
     return None
 
 
-def _by_length(forward: CapturedForward, plan: Plan, step: StepContext) -> ExtraByLength:
-    largest = forward.sizes_for(largest=step.largest)
+def _by_length(step: StepModel, plan: Plan) -> ExtraByLength:
+    context = step.context
     lengths = [
         {symbol: size for symbol, size in sizes.items() if is_length(graph.names.get(symbol, ""))}
-        for graph, sizes in zip(forward.graphs, largest, strict=True)
+        for graph, sizes in zip(step.forward.graphs, step.sizes, strict=True)
     ]
 
     def problem_at(length: int) -> Problem:
         shortened = [
             {**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
-            for sizes, tokens in zip(largest, lengths, strict=True)
+            for sizes, tokens in zip(step.sizes, lengths, strict=True)
         ]
-        return forward.problem(shortened, step.fixed.frees_gradients).problem
+        return replace(step, sizes=shortened).problem.problem
 
     longest = max((size for tokens in lengths for size in tokens.values()), default=0)
-    batches = step.largest.lengths if step.largest is not None else ()
-    return extra_by_length(batches, longest, plan, problem_at, step.allowed)
-
-
-def _torchs_own_peak(forward: CapturedForward, step: StepContext) -> float:
-    """The peak under torch's own partition of each graph, which does not look at it, in bytes; infinite where that is
-    not known."""
-    own: list[Schedule] = []
-    for graph in forward.graphs:
-        if fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
-            return math.inf
-        modules = torchs_choice(graph.analyzed).torchs_graphs
-        assert modules is not None
-        own.append(timeline_of(graph.analyzed, modules))
-    tape, sizes = forward.sizes_of_runs(forward.sizes_for(largest=step.largest))
-    runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-    return compose(tape.with_all_held(), runs, step.fixed.frees_gradients).peak()
+    batches = context.largest.lengths if context.largest is not None else ()
+    return extra_by_length(batches, longest, plan, problem_at, context.allowed)
 
 
 def _gain(plan: Plan, costs: str) -> str:

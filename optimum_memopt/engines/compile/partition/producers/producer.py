@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.memory.footprint import StepContext
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, ForwardSolver
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes, torchs_choice
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.engines.compile.solver.solver import ExtraByLength
 from optimum_memopt.errors import MemOptError
@@ -74,20 +73,11 @@ class Producer:
         """
         raise NotImplementedError
 
-    def solve(
-        self,
-        forward: CapturedForward,
-        solver: ForwardSolver,
-        step: StepContext,
-        with_curve: bool = False,
-        with_lengths: bool = False,
-    ) -> SolvedForward:
+    def solve(self, step: StepModel, with_curve: bool = False, with_lengths: bool = False) -> SolvedForward:
         """The choices for all graphs; for a producer with a bound.
 
         Args:
-            forward: with the sizes of its first batch.
-            solver: of the run's largest batch.
-            step: with that batch.
+            step: with the run's largest batch.
 
         Raises:
             DoesNotFitError: nothing fits; it names the lowest peak and what holds it.

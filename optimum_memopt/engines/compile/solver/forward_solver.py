@@ -1,0 +1,142 @@
+"""The plans of all graphs of a forward together, for one batch. Pure."""
+
+import contextlib
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from optimum_memopt.engines.api.predictions import CurvePoint
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
+from optimum_memopt.engines.compile.solver import offload
+from optimum_memopt.engines.compile.solver.blocks import no_plans
+from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.engines.compile.solver.segments import Link, segments_within
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, points_of, solved
+
+# Budgets for which one run of a tape is solved alone.
+_PLANS_OF_RUN = 12
+# Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
+_MOST_VARIANTS = 3
+
+
+@dataclass(frozen=True)
+class ForwardSolver:
+    """Solves all graphs of a forward for one batch.
+
+    Attributes:
+        host: where activations may be offloaded to; None: nowhere.
+        segments: of every plan, as another rank has them; empty: those that each takes.
+        gather_rate: see `StepContext`.
+    """
+
+    forward: TapeProblem
+    host: Host | None = None
+    segments: tuple[Link, ...] = ()
+    gather_rate: float = 0.0
+
+    @cached_property
+    def solver(self) -> Solver:
+        return Solver(self.forward.problem, cache(self._plans_of_run) if len(self.forward.runs) > 1 else no_plans)
+
+    def _plans_of_run(self, run: int) -> tuple[frozenset[int], ...]:
+        """Extra candidate plans for one layer's run, solved on its graph alone."""
+        solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
+        low, high = solver.lowest.peak, solver.everything.peak
+        # From the largest: limits that were found for larger budgets help most with the smallest.
+        budgets = (low + (high - low) * part // _PLANS_OF_RUN for part in reversed(range(_PLANS_OF_RUN)))
+        return tuple(frozenset(numbers[node] for node in plan.saved) for plan in solver.plans(budgets))
+
+    @cached_property
+    def lowest(self) -> int:
+        """The lowest peak of recompute, bytes."""
+        return self.solver.lowest.peak
+
+    @cached_property
+    def everything(self) -> int:
+        """The peak with everything saved, bytes."""
+        return self.solver.everything.peak
+
+    def cheapest(self, allowed: int) -> Plan:
+        """The fastest plan of those in which each graph has few partitions.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
+        if self.segments:
+            return self._in_segments(allowed)
+        # Small changes to single runs of one graph would be so many graphs to compile.
+        runs = self.forward.runs
+        try:
+            plan = offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
+        except Infeasible as infeasible:
+            return self._in_segments(allowed, infeasible)
+        if not plan.offloaded:
+            return self._with_few_variants(plan, allowed)
+        with contextlib.suppress(Infeasible):
+            if allowed < self.lowest:
+                return min(plan, self._in_segments(allowed), key=lambda plan: plan.extra_seconds)
+        return plan
+
+    def _in_segments(self, allowed: int, otherwise: Infeasible | None = None) -> Plan:
+        """The fastest plan in segments of layers.
+
+        Args:
+            otherwise: without segments.
+
+        Raises:
+            Infeasible: none fits.
+        """
+        lowest, holds = (self.lowest, ()) if otherwise is None else (otherwise.peak, otherwise.holds)
+        plans: list[Plan] = []
+        for simulation in dict.fromkeys((self.solver.layers_recomputed, self.solver.lowest)):
+            plan = self._with_few_variants(self.solver.plan(simulation), max(allowed, simulation.peak))
+            saved = self.forward.of_runs(plan.saved)
+            segments = segments_within(self.forward, saved, allowed, self.segments, self.gather_rate)
+            if segments is not None and segments.peak <= allowed:
+                extra = plan.extra_seconds + segments.seconds
+                plans.append(replace(plan, peak=segments.peak, extra_seconds=extra, segments=segments.links))
+            elif segments is not None:
+                lowest = min(lowest, segments.peak)
+        if not plans:
+            raise Infeasible(lowest, holds)
+        return min(plans, key=lambda plan: plan.extra_seconds)
+
+    def _with_few_variants(self, plan: Plan, allowed: int) -> Plan:
+        """A plan, or the one like it with `_MOST_VARIANTS` partitions of each graph, as far as one fits."""
+        graphs = self.forward.graphs
+        runs = list(self.forward.of_runs(plan.saved))
+        for graph in dict.fromkeys(graphs):
+            own = [run for run, of_run in enumerate(graphs) if of_run == graph]
+            while len(ways := dict.fromkeys(runs[run] for run in own)) > _MOST_VARIANTS:
+                merges = (
+                    [new if run in own and saved == old else saved for run, saved in enumerate(runs)]
+                    for old, new in itertools.permutations(ways, 2)
+                )
+                merged = ((self.saving(merge), merge) for merge in merges)
+                fitting = [pair for pair in merged if pair[0].peak <= allowed]
+                if not fitting:
+                    break
+                plan, runs = min(fitting, key=lambda pair: pair[0].extra_seconds)
+        return plan
+
+    def curve(self, outside: Footprint) -> tuple[CurvePoint, ...]:
+        """Plans of budgets from the lowest peak to everything saved, in the step around them."""
+        return points_of(solved(self.lowest, self.everything, self.cheapest), outside)
+
+    def fits(self, allowed: int) -> bool:
+        """True where `cheapest` finds a plan."""
+        # Whatever fits will do, so that the cheapest is not searched for where something does.
+        if min(self.everything, self.lowest) <= allowed:
+            return True
+        try:
+            self.cheapest(allowed)
+        except Infeasible:
+            return False
+        return True
+
+    def saving(self, saved: Sequence[Collection[int]]) -> Plan:
+        """The plan in which each run of the forward saves these nodes of its graph."""
+        return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))
