@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.costs.times import known_costs
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.predict.planner import SWITCH, CachedPlan
+from optimum_memopt.engines.compile.predict.plan_cache import SWITCH, CachedPlan
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import parse_budget

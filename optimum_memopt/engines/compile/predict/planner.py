@@ -1,27 +1,17 @@
-"""Chooses plans for a forward's graphs, and plans again until the compiled step fits the budget.
+"""Chooses plans for a forward's graphs, and plans again until the compiled step fits the budget."""
 
-Plans that a budget was solved for are kept for the next start of the same run: from a checkpoint, for another seed. An
-entry of this cache is a plan file. Nothing rests on its key: a plan for another graph is told by its signatures, and
-where its step is over the budget in this process, another one is solved for.
-"""
-
-import hashlib
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from optimum_memopt.cache_files import entry_bytes, written_whole
-from optimum_memopt.compat.installed import software
 from optimum_memopt.compat.torch import of_all_ranks, tensors_in
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path, costs_of
+from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
@@ -34,13 +24,14 @@ from optimum_memopt.engines.compile.partition.partitioned_graph import Partition
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.partition.step_model import StepModel
+from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, entry_path
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.segments import Link
-from optimum_memopt.errors import MemOptError, path_excerpt
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
-from optimum_memopt.plans.plan_file import LARGEST_FILE, PlanFile
-from optimum_memopt.sizes import AUTO, gib_text
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
@@ -49,10 +40,6 @@ _MOST_COMPILES = 3
 _BLOCKS = 3e-3
 # The share of a budget that a process may hold less than the one that a plan was solved in.
 _LESS_HELD = 0.02
-# The environment variable that switches the cache of plans off.
-SWITCH = "OPTIMUM_MEMOPT_PLAN_CACHE"
-# The field of `PlanFile.solved_for` with the bytes that the process held beside the step, by the plan's prediction.
-_CONSTANT = "constant_bytes"
 
 
 @dataclass(frozen=True)
@@ -76,36 +63,6 @@ class PlannerSpec:
     options: str = ""
     is_sharded: bool = False
     loss: Callable[[Mapping[str, object]], EagerLoss | None] = lambda _: None
-
-
-@dataclass(frozen=True)
-class CachedPlan:
-    """A plan of an earlier start.
-
-    Attributes:
-        constant: bytes that the process held beside the step then.
-    """
-
-    file: PlanFile
-    constant: int
-
-    @classmethod
-    def read(cls, path: Path) -> "CachedPlan | None":
-        """The entry at a path; None where there is none, or a damaged one."""
-        if (content := entry_bytes(path, LARGEST_FILE)) is None:
-            return None
-        try:
-            file = PlanFile.parse(content, path_excerpt(path))
-        except MemOptError as error:
-            get_logger().debug(f"replaced: {error}")
-            return None
-        constant = file.solved_for.get(_CONSTANT)
-        return cls(file, constant) if type(constant) is int else None
-
-    def write(self, path: Path) -> None:
-        """Keep it for the next start, where the folder can be written to."""
-        kept = replace(self.file, solved_for={**self.file.solved_for, _CONSTANT: self.constant})
-        written_whole(path, kept.to_json())
 
 
 # The runs of a forward's graphs: digest, layer and call index of each, as in `SolvedForward.saved`.
@@ -224,7 +181,9 @@ class Planner:
             largest = self._spec.run().largest_batch()
             self.largest = largest and shaped_as(largest, input_sizes(inputs or {}))
         self._warn_of_loss()
-        entry = self._entry(inputs or {})
+        entry, bound = None, self.producer.bound
+        if bound is not None and self._spec.options:
+            entry = entry_path(self._model, inputs or {}, bound, self.largest, self.run, self._spec.options)
         self._cached = CachedPlan.read(entry) if entry is not None else None
         planned, number = attempt(), 1
         if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
@@ -306,31 +265,6 @@ class Planner:
             get_logger().warning(
                 f"--memory_opt_budget bounds the forward and backward of {name} alone; {self.loss.caveat}"
             )
-
-    def _entry(self, inputs: Mapping[str, object]) -> Path | None:
-        """The path of this run's plan in the cache; None where it is switched off, or none is to be kept, as what is
-        free when it starts changes."""
-        bound, run, model = self._spec.producer.bound, self._spec.run(), self._model
-        if bound is None or bound.text == AUTO or not self._spec.options or os.environ.get(SWITCH) == "0":
-            return None
-        optimizer = f"{type(run.optimizer).__name__} {run.releases_gradients}"
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        facts = [
-            f"{bound} {self.largest} {optimizer} {run.gradient_accumulation} {self._spec.options}",
-            cache_path(next(model.parameters()).device).name,
-            *map(str, software().items()),
-            f"{model!r} {getattr(model, 'config', None)}",
-            *(
-                f"{name} {each.dtype} {each.device} {list(each.shape)} {each.requires_grad}"
-                for name, each in tensors.items()
-            ),
-            *(
-                f"{name} {value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{name} {value!r}"
-                for name, value in sorted(inputs.items())
-            ),
-        ]
-        digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        return cache_folder() / "plans" / f"{digest}.json"
 
     def _is_within_by_cache(self, predictor: StepMemoryPredictor) -> bool:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""
