@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import MODEL
-from optimum_memopt.engines.compile.partition.producers import budget
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
@@ -144,7 +144,7 @@ def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
     engine = CompileEngine(Selection(budget=parse_budget("100%")), "inductor", unit=MODEL)
     lowest = mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver.solver.plan(solver.solver.lowest))
     # Whatever this process has free.
-    not_by_torch = mock.patch.object(budget, "_torchs_own_peak", return_value=math.inf)
+    not_by_torch = mock.patch.object(StepModel, "torchs_own_peak", return_value=math.inf)
     with recorded() as splits, lowest, not_by_torch:
         engine.attach(model)
         try:
