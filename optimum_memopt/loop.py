@@ -68,36 +68,28 @@ def optimize(
     engine.run = lambda: Run(held(), gradient_accumulation, has_trainer=False)
     engine.attach(model)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
-    _show_plans(model, engine)
-    _compare_ranks(model, engine, resolved.options)
+    _wrap_forwards(model, engine, resolved.options)
     return engine
 
 
-def _compare_ranks(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:
-    """Compare the options of ranks before the first training forward of a model whose parameters they gather together:
-    ranks with other options would wait for each other. The model may be sharded until then."""
-    patch = training_forward(model)
-    train = patch.train
-    assert train is not None
+def _wrap_forwards(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:
+    """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer.
 
-    def compare_and_train(*args: Any, **kwargs: Any) -> Any:
-        if distributed.gathers_parameters(model):
-            distributed.check_ranks_agree(distributed.facts(engine.name, options))
-        patch.train = train
-        return train(*args, **kwargs)
-
-    patch.train = compare_and_train
-
-
-def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
-    """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
+    Before the first forward of a model whose parameters ranks gather together, compare the options of the ranks, which
+    would wait for each other if they differed. The model may be sharded until then.
+    """
     patch = training_forward(model)
     train = patch.train
     # Batches of several kinds have tables that take turns.
     shown: list[PlanTable] = []
+    is_first = True
     assert train is not None
 
     def train_and_show(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if is_first and distributed.gathers_parameters(model):
+            distributed.check_ranks_agree(distributed.facts(engine.name, options))
+        is_first = False
         outputs = train(*args, **kwargs)
         if (table := engine.plans()) is not None and not any(each is table for each in shown):
             shown.append(table)
