@@ -26,12 +26,17 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def written_whole(path: Path, text: str) -> None:
-    """Write a file that others read while it is written; a folder that cannot be written to has no cache."""
+def write_entry(path: Path, content: bytes) -> None:
+    """Write an entry that others read while it is written. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     # In a folder that goes whatever fails, as on a full disk.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        written.write_bytes(content)
+        written.replace(path)
+
+
+def written_whole(path: Path, text: str) -> None:
+    """Write an entry; a folder that cannot be written to has no cache."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            written.write_text(text, encoding="utf-8")
-            written.replace(path)
+        write_entry(path, text.encode())

@@ -10,7 +10,6 @@ the export (RoBERTa 12x768: 1.4 of 5.8 CPU-seconds), and never returns another m
 import contextlib
 import functools
 import hashlib
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from optimum_memopt.cache_files import entry_bytes
+from optimum_memopt.cache_files import entry_bytes, write_entry
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.logs import get_logger
 
@@ -95,16 +94,8 @@ class ExportCache:
         return None
 
     def _write(self, key: str, content: bytes) -> None:
-        entry = self._entry(key, content)
-        # Not tempfile: entries of a shared folder need the permissions of the umask.
-        part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex}.part")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_bytes(content)
-                part.replace(entry)
-            finally:
-                part.unlink(missing_ok=True)
+            write_entry(self._entry(key, content), content)
         except OSError as error:
             get_logger().warning(
                 f"{FLAG}: cannot write into {self._folder} ({_reason(error)}); training continues, the exported "
