@@ -217,26 +217,21 @@ _PROMPT = "prompt_ids"
 _ANSWERS = {"chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"}
 
 
-def row_lengths(dataset: Any, collator: Any, length_column: str = "length") -> np.ndarray:
+def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
     """Tokens of the longest row that a Trainer makes of each sample, shape (samples,); reads the whole data set once.
-
-    Args:
-        collator: the Trainer's, which may cut what it joins.
-
-    Raises:
-        MemOptError: the samples do not tell.
-    """
+    Raises MemOptError where the samples do not tell."""
     is_stored = hasattr(dataset, "select_columns")
     names = set(dataset.column_names if is_stored else dataset[0])
     if not (answers := names & _ANSWERS):
-        return complexities(dataset, length_column)
+        return complexities(dataset, trainer.args.length_column_name)
     counts = {
         name: np.asarray([len(value) for value in _values(dataset, name, is_stored)])
         for name in (*answers, *(names & {_PROMPT}))
     }
     prompts = counts.pop(_PROMPT, 0)
     lengths = prompts + np.max(list(counts.values()), axis=0)
-    most = getattr(collator, "max_length", None)
+    # A collator may cut what it joins.
+    most = getattr(trainer.data_collator, "max_length", None)
     return np.asarray(lengths if most is None else np.minimum(lengths, most), dtype=np.float64)
 
 
@@ -344,7 +339,7 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
         return None
     rows = train_batch_size(trainer)
     try:
-        lengths = row_lengths(dataset, trainer.data_collator, trainer.args.length_column_name)
+        lengths = row_lengths(trainer, dataset)
         most_tokens = int(np.sort(lengths)[-rows:].sum())
     except (MemOptError, TypeError, ValueError):
         return None

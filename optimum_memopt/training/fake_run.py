@@ -156,7 +156,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
     try:
         if has_few_rows(data):
             with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
-                lengths = row_lengths(data, trainer.data_collator, trainer.args.length_column_name)
+                lengths = row_lengths(trainer, data)
                 longest = np.argsort(-lengths, kind="stable")
                 return collator(trainer, kind)([data[int(longest[place % len(data)])] for place in range(rows)])
         return _longest_texts(next(iter(dataloader())), data)
