@@ -67,7 +67,7 @@ BREAKS = {
     ),
     "nvtx": ("ortmodule._silence_missing_nvtx = lambda: None; words()", "RuntimeError: NVTX functions not installed"),
     "export": (
-        "internals.export_arguments = lambda: {}; words()",
+        "internals.EXPORT_ARGUMENTS = {}; words()",
         f"torch{os.sep}onnx{os.sep}_internal{os.sep}exporter{os.sep}",
     ),
     "type_utils": (
@@ -264,13 +264,6 @@ train(Speaking(), torch.arange(10).reshape(2, 5))
 """,
     )
     assert ("exporting" in output) is with_patch
-
-
-def test_the_exporter_s_argument_is_given_only_where_it_exists(monkeypatch):
-    monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, opset_version=None: None)
-    assert internals.export_arguments() == {}
-    monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, dynamo=True: None)
-    assert internals.export_arguments() == {"dynamo": False}
 
 
 def test_environment_is_restored_even_after_an_error(monkeypatch):

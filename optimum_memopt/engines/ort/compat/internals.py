@@ -39,6 +39,9 @@ DROPOUTS = torch.nn.modules.dropout._DropoutNd
 # A module's own dicts by name, and the set of names of its non-persistent buffers, at no cost at each step.
 children, buffers = attrgetter("_modules"), attrgetter("_buffers")
 non_persistent_buffers = attrgetter("_non_persistent_buffers_set")
+# For `torch.onnx.export`, which exports by dynamo since torch 2.9: those graphs lack the names and dynamic axes that
+# ORTModule relies on (pytorch PR 162726).
+EXPORT_ARGUMENTS = {"dynamo": False}
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -87,7 +90,7 @@ class SessionInternals:
                 when that call returns.
         """
         transition, owner = self._transition, type(self._transition)
-        transition._export_extra_kwargs = {**transition._export_extra_kwargs, **export_arguments()}
+        transition._export_extra_kwargs = {**transition._export_extra_kwargs, **EXPORT_ARGUMENTS}
         original, export = transition.get_post_processed_model, owner._export_model
 
         def export_model(*args: Any, **kwargs: Any) -> Any:
@@ -180,12 +183,6 @@ def _accept_buffers_and_numbers(transition_manager: type) -> AbstractContextMana
         )
 
     return mock.patch.object(transition_manager, name, staticmethod(reprocess_check))
-
-
-def export_arguments() -> dict[str, bool]:
-    """Arguments that ORT has to pass to `torch.onnx.export`: dynamo=True is the default since torch 2.9, and its
-    graphs lack the names and dynamic axes that ORTModule relies on (pytorch PR 162726)."""
-    return {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
 
 
 @contextlib.contextmanager
