@@ -147,11 +147,8 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 
 
 def substitute(text: str, substitution: Substitution) -> str:
-    """`text` with the substitution applied.
-
-    Raises:
-        MemOptError: the text does not occur exactly once: not the sources of onnxruntime-training 1.19.2.
-    """
+    """`text` with the substitution applied. Raises MemOptError where its old text does not occur exactly once: not the
+    sources of onnxruntime-training 1.19.2."""
     old = substitution.old
     pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
     patched, count = pattern.subn(lambda _: substitution.new, text)
@@ -173,11 +170,7 @@ def patch_source(file: str, text: str) -> str:
 
 
 def sources_dir() -> Path:
-    """The wheel's own C++ sources.
-
-    Raises:
-        MemOptError: onnxruntime-training is not installed.
-    """
+    """The wheel's own C++ sources. Raises MemOptError where onnxruntime-training is not installed."""
     package = onnxruntime_dir()
     sources = package and package.joinpath("training", "ortmodule", "torch_cpp_extensions", "cpu")
     if not (sources and sources.is_dir()):
