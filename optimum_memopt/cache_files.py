@@ -13,17 +13,15 @@ def entry_bytes(path: Path, largest: int) -> bytes | None:
     Args:
         largest: bytes; an entry with more is none.
     """
-    # ValueError: a path with a NUL.
-    with contextlib.suppress(OSError, ValueError), open(path, "rb", opener=_without_waiting) as file:
+    # Without waiting, since a FIFO may have no writer. ValueError: a path with a NUL.
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file,
+    ):
         status = os.fstat(file.fileno())
         if stat.S_ISREG(status.st_mode) and status.st_size <= largest:
             return file.read()
     return None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file, and a FIFO without a writer too. Windows has neither FIFOs nor the flag."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_entry(path: Path, content: bytes) -> None:

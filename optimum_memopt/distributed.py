@@ -210,11 +210,10 @@ def accelerate_launch(command: Sequence[str]) -> tuple[int, str] | None:
 def _launch_arguments(command: Sequence[str]) -> list[str] | None:
     """The words behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
     for place, word in enumerate(command):
-        # The word itself for a module, its stem for a program (Scripts\accelerate.exe).
-        names, behind = {word, PurePath(word).stem}, list(command[place + 1 :])
-        if names & {"accelerate-launch", "accelerate.commands.launch"}:
+        name, behind = PurePath(word).name, list(command[place + 1 :])
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
             return behind
-        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and behind[:1] == ["launch"]:
+        if name in ("accelerate", "accelerate.commands.accelerate_cli") and behind[:1] == ["launch"]:
             return behind[1:]
     return None
 

@@ -17,7 +17,6 @@ ONE_PROCESS_ONLY = {"ACCELERATE_USE_CPU": "True"}
 
 COMMANDS = {
     "console-script": ["/venv/bin/python3", "/venv/bin/accelerate", "launch"],
-    "windows": ["python.exe", "accelerate.exe", "launch"],
     "own-script": ["/venv/bin/python", "/venv/bin/accelerate-launch"],
     "module": ["python", "-m", "accelerate.commands.launch"],
     "module-of-all-commands": ["python", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
