@@ -1,7 +1,6 @@
 """Private names of accelerate: sharding and parallelism that are asked for, outputs under autocast."""
 
 import importlib
-import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any

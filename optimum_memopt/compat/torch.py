@@ -1,7 +1,6 @@
 """Private names of torch: modules and their hooks, tensors, the backward that runs, the process group."""
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
