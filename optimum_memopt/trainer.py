@@ -25,7 +25,7 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import callback_of, removing_hooks
 from optimum_memopt.compat.accelerate import leave_out_fsdp_checkpointing
-from optimum_memopt.compat.transformers import checkpoint_layers, outputs_read_by
+from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, checkpoint_layers, outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
@@ -245,7 +245,7 @@ def _put_on(
 
 def run_summary(trainer: Trainer) -> str:
     """A few lines for the end of a run of a Trainer with an engine: plans, claimed and measured memory, speed."""
-    memopt: Attachment | None = getattr(trainer, "memopt", None)
+    memopt: Attachment | None = getattr(trainer, ATTACHMENT, None)
     if memopt is None:
         raise MemOptError("run_summary needs a Trainer with an engine; see attach(trainer)")
     table = memopt.table
@@ -277,8 +277,8 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
         )
     given = options if options is not None else args
     if not isinstance(given, MemOptOptions):
-        # Which becomes level 1; its names in transformers 5 and 6.
-        asked = (getattr(args, f"{kind}_checkpointing", False) for kind in ("gradient", "activation"))
+        # Which becomes level 1.
+        asked = (getattr(args, name, False) for name in CHECKPOINTING_FIELDS)
         if not overrides and not any(asked):
             get_logger().warning(
                 "attach without a plan: the Trainer's arguments are not MemOptTrainingArguments and no option was "
