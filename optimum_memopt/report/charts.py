@@ -55,14 +55,14 @@ _STYLE = {
 
 
 @contextmanager
-def figure(name: str, width: float, height: float) -> Iterator["Figure"]:
-    """A figure of so many inches that `svg_of` understands; pictures of one page have different names."""
+def figure(name: str, height: float) -> Iterator["Figure"]:
+    """A figure of this height in inches that `svg_of` understands; pictures of one page have different names."""
     import matplotlib
     from matplotlib.figure import Figure
 
     style: Any = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
-        yield Figure(figsize=(width, height), layout="constrained")
+        yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def svg_of(drawn: "Figure", description: str) -> str:
@@ -146,7 +146,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
     shown = shown_categories(timeline)
     beside = 0 if OTHER in shown else max(timeline.held[OTHER])
     unit, count = unit_of(timeline.peak - beside)
-    with figure("timeline", WIDTH, 3.9) as drawn:
+    with figure("timeline", 3.9) as drawn:
         axes = drawn.subplots()
         place = _Places(timeline)
         heights = [sum(timeline.held[name][index] for name in shown) for index in range(len(timeline.operators))]
@@ -235,7 +235,7 @@ def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
     names = list(kinds[0][0])
     largest = max(size for values, _ in kinds for size in values.values())
     unit, count = unit_of(largest)
-    with figure("phases", WIDTH, 0.6 + 0.3 * len(names) * len(kinds)) as drawn:
+    with figure("phases", 0.6 + 0.3 * len(names) * len(kinds)) as drawn:
         axes = drawn.subplots()
         thick = 0.8 / len(kinds)
         for number, (values, colour) in enumerate(kinds):
@@ -256,7 +256,7 @@ def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
 
 def frontier_svg(frontier: Frontier) -> str:
     """Extra time over the peak, with the plan in force."""
-    with figure("frontier", WIDTH, 3.2) as drawn:
+    with figure("frontier", 3.2) as drawn:
         axes = drawn.subplots()
         draw_frontier(axes, frontier, OF_LINE[0])
         if (chosen := frontier.chosen) is not None:
@@ -288,7 +288,7 @@ def density_svg(densities: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Percent of each input that is not padding, over steps."""
     from matplotlib.ticker import MaxNLocator
 
-    with figure("density", WIDTH, 2.6) as drawn:
+    with figure("density", 2.6) as drawn:
         axes = drawn.subplots()
         for number, (name, points) in enumerate(densities.items()):
             steps, percents = zip(*points, strict=True)
