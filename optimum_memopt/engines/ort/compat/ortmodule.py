@@ -14,7 +14,6 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.utils.checkpoint
@@ -44,20 +43,15 @@ _REPLACED_BY_IMPORT = (
 )
 
 
-@dataclass(frozen=True)
-class Imported:
-    """ORT's patched package; `has_extensions` tells whether its C++ extensions for torch are loaded."""
-
-    ortmodule: types.ModuleType
-    has_extensions: bool
-
-
 # Guards process-wide state: the environment, ORT's classes, the registry of torch.onnx, warnings.
 _lock = threading.RLock()
 
 
-def load() -> Imported:
-    """Import `onnxruntime.training.ortmodule` with every patch it needs here; later calls return the same object.
+def load() -> tuple[types.ModuleType, bool]:
+    """Import `onnxruntime.training.ortmodule` with every patch it needs here, once.
+
+    Returns:
+        The package, and whether its C++ extensions for torch are loaded.
 
     Raises:
         ImportError: onnxruntime-training is not installed.
@@ -76,7 +70,7 @@ def runs_on_gpus() -> bool:
 
 
 @functools.cache
-def _load() -> Imported:
+def _load() -> tuple[types.ModuleType, bool]:
     has_extensions = _provide_extensions()
     # Options are per model; read at import, these two variables would decide for the whole process.
     switches = {
@@ -102,7 +96,7 @@ def _load() -> Imported:
     ortmodule._FALLBACK_INIT_EXCEPTION = None
     if not has_extensions:
         _run_without_extensions()
-    return Imported(ortmodule, has_extensions)
+    return ortmodule, has_extensions
 
 
 @contextlib.contextmanager

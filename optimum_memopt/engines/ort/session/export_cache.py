@@ -34,76 +34,73 @@ class _NotCacheable(Exception):
     """The traced graph holds something whose value cannot be compared between processes."""
 
 
-class ExportCache:
-    """Exported graphs in `folder`, which is created with the first entry, and may be shared between processes.
+@contextlib.contextmanager
+def cached_exports(folder: Path, dependencies: Sequence[str]) -> Iterator[None]:
+    """Make `torch.onnx.export` into a buffer read from a folder, and write to it what is missing.
 
-    The name of an entry contains a hash of its content, which detects damaged entries. If the folder cannot be read
-    or written, the export runs without the cache, with a warning. `dependencies` (versions, symbolics) are part of the
-    key, besides the traced graph and the arguments of `torch.onnx.export`.
+    The folder is created with the first entry, and may be shared between processes. The name of an entry contains a
+    hash of its content, which detects damaged entries. If the folder cannot be read or written, the export runs
+    without the cache, with a warning. `dependencies` (versions, symbolics) are part of the key, besides the traced
+    graph and the arguments of `torch.onnx.export`.
     """
+    original = torch.onnx.export
 
-    def __init__(self, folder: str, dependencies: Sequence[str]) -> None:
-        self._folder = Path(folder)
-        self._dependencies = dependencies
+    # ORT inspects the parameters of torch.onnx.export.
+    @functools.wraps(original)
+    def export(model: Any, args: Any, file: Any, **arguments: Any) -> Any:
+        key = ""
 
-    @contextlib.contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Make `torch.onnx.export` into a buffer read from the cache, and write to it what is missing."""
-        original = torch.onnx.export
-
-        # ORT inspects the parameters of torch.onnx.export.
-        @functools.wraps(original)
-        def export(model: Any, args: Any, file: Any, **arguments: Any) -> Any:
-            key = ""
-
-            def look_up(graph: Any) -> None:
-                nonlocal key
-                settings = repr(sorted(arguments.items()))
-                try:
-                    key = _hash((*_graph_text(graph), *_tensors(model), settings, *self._dependencies))
-                except _NotCacheable as reason:
-                    get_logger().info(f"{FLAG}: {reason}, so this graph is exported in each run")
-                    return
-                if (content := self._read(key)) is not None:
-                    raise _CacheHit(content)
-
+        def look_up(graph: Any) -> None:
+            nonlocal key
+            settings = repr(sorted(arguments.items()))
             try:
-                with internals.observe_traced_graphs(look_up):
-                    outputs = original(model, args, file, **arguments)
-            except _CacheHit as hit:
-                file.write(hit.args[0])
-                return None
-            if key:
-                self._write(key, file.getvalue())
-            return outputs
+                key = _hash((*_graph_text(graph), *_tensors(model), settings, *dependencies))
+            except _NotCacheable as reason:
+                get_logger().info(f"{FLAG}: {reason}, so this graph is exported in each run")
+                return
+            if (content := _read(folder, key)) is not None:
+                raise _CacheHit(content)
 
-        with mock.patch.object(torch.onnx, "export", export):
-            yield
-
-    def _read(self, key: str) -> bytes | None:
         try:
-            for entry in sorted(self._folder.glob(f"{key}-*.onnx")):
-                content = entry_bytes(entry, _LARGEST)
-                if content is not None and entry == self._entry(key, content):
-                    get_logger().info(f"{FLAG}: loaded the exported graph from {entry}")
-                    return content
-                get_logger().warning(f"{FLAG}: {entry} is damaged and is replaced")
-                entry.unlink(missing_ok=True)
-        except OSError as error:
-            get_logger().warning(f"{FLAG}: cannot read {self._folder} ({_reason(error)}); exporting the model again")
-        return None
+            with internals.observe_traced_graphs(look_up):
+                outputs = original(model, args, file, **arguments)
+        except _CacheHit as hit:
+            file.write(hit.args[0])
+            return None
+        if key:
+            _write(folder, key, file.getvalue())
+        return outputs
 
-    def _write(self, key: str, content: bytes) -> None:
-        try:
-            write_entry(self._entry(key, content), content)
-        except OSError as error:
-            get_logger().warning(
-                f"{FLAG}: cannot write into {self._folder} ({_reason(error)}); training continues, the exported "
-                "graph is not cached"
-            )
+    with mock.patch.object(torch.onnx, "export", export):
+        yield
 
-    def _entry(self, key: str, content: bytes) -> Path:
-        return self._folder / f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.onnx"
+
+def _read(folder: Path, key: str) -> bytes | None:
+    try:
+        for entry in sorted(folder.glob(f"{key}-*.onnx")):
+            content = entry_bytes(entry, _LARGEST)
+            if content is not None and entry == _entry(folder, key, content):
+                get_logger().info(f"{FLAG}: loaded the exported graph from {entry}")
+                return content
+            get_logger().warning(f"{FLAG}: {entry} is damaged and is replaced")
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        get_logger().warning(f"{FLAG}: cannot read {folder} ({_reason(error)}); exporting the model again")
+    return None
+
+
+def _write(folder: Path, key: str, content: bytes) -> None:
+    try:
+        write_entry(_entry(folder, key, content), content)
+    except OSError as error:
+        get_logger().warning(
+            f"{FLAG}: cannot write into {folder} ({_reason(error)}); training continues, the exported graph is not "
+            "cached"
+        )
+
+
+def _entry(folder: Path, key: str, content: bytes) -> Path:
+    return folder / f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.onnx"
 
 
 def _reason(error: OSError) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -23,7 +22,7 @@ from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
 from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
-from optimum_memopt.engines.ort.session.export_cache import ExportCache
+from optimum_memopt.engines.ort.session.export_cache import cached_exports
 from optimum_memopt.errors import MemOptError, excerpt, says_out_of_memory
 from optimum_memopt.logs import announced, get_logger
 from optimum_memopt.plans.table import PlanTable
@@ -57,12 +56,10 @@ class OrtSession:
     """
 
     def __init__(self, module: torch.nn.Module, options: OrtOptions, selection: Selection) -> None:
-        imported = ortmodule.load()
-        ort = imported.ortmodule
+        ort, self._has_extensions = ortmodule.load()
         self.plans, self.insight = graph_plans.GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
-        self._has_extensions = imported.has_extensions
         self._options, self._selection = options, selection
         self._environment = variables(options)
         self._config_file = ""
@@ -169,7 +166,7 @@ class OrtSession:
             if folder := self._options.ort_cache_dir:
                 versions = torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",))
                 dependencies = (*versions, *internals.symbolic_names(), *sorted(self._environment.items()))
-                stack.enter_context(ExportCache(os.fspath(folder), tuple(map(str, dependencies))).enabled())
+                stack.enter_context(cached_exports(Path(folder), tuple(map(str, dependencies))))
             yield
 
     def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
