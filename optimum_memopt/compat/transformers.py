@@ -165,10 +165,15 @@ def checkpoint_layers(model: Any, every: int) -> None:
         )
 
 
+def checkpoint_function(module: Any) -> Any:
+    """The function that checkpoints a module's layers, a partial of torch's (5.23); None without one."""
+    return getattr(module, "_gradient_checkpointing_func", None)
+
+
 def offloads_checkpoints(module: Any) -> bool:
     """True for a module whose activation checkpointing holds its inputs in host memory: `offload` of transformers'
     `activation_checkpointing_enable` (5.23), or a function of the user's that does as much."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
+    function = checkpoint_function(module)
     while isinstance(function, functools.partial):
         function = function.func
     return torch.autograd.graph.save_on_cpu.__name__ in getattr(getattr(function, "__code__", None), "co_names", ())

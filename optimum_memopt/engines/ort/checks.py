@@ -10,7 +10,7 @@ from transformers import Trainer
 from optimum_memopt.compat.accelerate import fsdp_version
 from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.compat.torch import writes_to
-from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, attention_implementation
+from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, attention_implementation, checkpoint_function
 from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
@@ -48,7 +48,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL}")
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    functions = (internals.checkpoint_function(module) for module in checkpointed)
+    functions = (checkpoint_function(module) for module in checkpointed)
     if checkpointing and not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         # The exporter traces through checkpointing that is not re-entrant, so nothing would be checkpointed.
         raise UnsupportedModelError(

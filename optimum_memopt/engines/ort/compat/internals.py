@@ -46,11 +46,6 @@ EXPORT_ARGUMENTS = {"dynamo": False}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def checkpoint_function(module: torch.nn.Module) -> Any:
-    """The function that checkpoints a module's layers, of transformers (5.23): a partial of torch's; else None."""
-    return getattr(module, "_gradient_checkpointing_func", None)
-
-
 class SessionInternals:
     """The training session inside an ORTModule that has not run yet; `module` is the one that ORT exports."""
 
