@@ -47,11 +47,9 @@ class _BarSafeHandler(logging.Handler):
             self.handleError(record)
 
 
-class _RankFilter(logging.Filter):
-    """Passes records of rank 0; those below `info` (devinfo, verbose), and of `log_from_any_rank`, of every rank."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return rank() == 0 or record.levelno < logging.INFO or getattr(record, _ANY_RANK, False)
+def _is_shown(record: logging.LogRecord) -> bool:
+    """True for records of rank 0; those below `info` (devinfo, verbose), and of `log_from_any_rank`, of every rank."""
+    return rank() == 0 or record.levelno < logging.INFO or getattr(record, _ANY_RANK, False)
 
 
 def get_logger() -> logging.Logger:
@@ -60,7 +58,7 @@ def get_logger() -> logging.Logger:
     if not any(isinstance(handler, _BarSafeHandler) for handler in logger.handlers):
         handler = _BarSafeHandler()
         handler.setFormatter(logging.Formatter("[memopt] %(message)s"))
-        handler.addFilter(_RankFilter())
+        handler.addFilter(_is_shown)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
