@@ -3,7 +3,7 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 
@@ -83,6 +83,12 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
 def path_excerpt(path: object) -> str:
     """`excerpt` with a higher limit, since paths are long."""
     return excerpt(str(path), longest=4 * QUOTED)
+
+
+def abbreviate(texts: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """The first texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{separator.join(texts[:most])}{more}"
 
 
 @contextlib.contextmanager

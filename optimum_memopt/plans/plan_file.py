@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of, writing
+from optimum_memopt.errors import MemOptError, abbreviate, excerpt, path_excerpt, reason_of, writing
 
 
 def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
@@ -104,8 +104,7 @@ class GraphSignature:
         ]
         if not texts and self.digest != other.digest:
             return "the same operators in other modules, or in another order"
-        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-        return "; ".join(texts[:3]) + more
+        return abbreviate(texts, separator="; ")
 
 
 @dataclass(frozen=True)

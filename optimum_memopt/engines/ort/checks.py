@@ -16,7 +16,7 @@ from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import ForwardState
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, abbreviate
 from optimum_memopt.generators import TORCH
 from optimum_memopt.logs import get_logger
 
@@ -151,11 +151,6 @@ def _depends_on_mode(module: torch.nn.Module) -> bool:
         return module.p > 0
     dropouts = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
     return getattr(module, "track_running_stats", False) or any(value > 0 for value in dropouts)
-
-
-def abbreviate(names: Sequence[str]) -> str:
-    """The first three names and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_autocast(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from optimum_memopt.engines.shared.forward_patch import (
     TrainingForward,
     training_forward,
 )
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, abbreviate
 from optimum_memopt.logs import get_logger
 
 # Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
@@ -175,9 +175,8 @@ class InPlaceEngine(Engine):
 
     def _replace_compilation(self) -> None:
         if names := self._attached.compilation.switch_off():
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             get_logger().info(
-                f"Module.compile of {names[0]}{others} is off while the {self.name} engine trains "
+                f"Module.compile of {abbreviate(names, most=1)} is off while the {self.name} engine trains "
                 f"{type(self._model).__name__}, whose operators it has to see"
             )
 
