@@ -13,7 +13,6 @@ from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, attention_implementation, checkpoint_function
 from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
-from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, abbreviate
@@ -74,7 +73,7 @@ def check_device(name: str, device_type: str) -> None:
     """Refuse devices that the installed ONNX Runtime does not support: it would read GPU memory as host memory."""
     if device_type == "cpu":
         return
-    build = " ".join(installed_version(DISTRIBUTIONS) or ("onnxruntime-training",))
+    build = " ".join(installed_version(installation.DISTRIBUTIONS) or ("onnxruntime-training",))
     if device_type == "cuda" and ortmodule.runs_on_gpus():
         if library := installation.missing_library():
             raise UnsupportedModelError(

@@ -12,7 +12,6 @@ from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
 from optimum_memopt.engines.api.run import EXPLAIN, Selection
 from optimum_memopt.engines.ort.compat import extensions, installation, ortmodule
-from optimum_memopt.engines.ort.compat.installation import clash, install_command
 from optimum_memopt.engines.ort.options import PREFIX, OrtOptions, from_environment
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
@@ -135,8 +134,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
-    what, command = "ort engine", install_command(versions, torch.version.cuda)
-    if packages := clash(versions):
+    what, command = "ort engine", installation.install_command(versions, torch.version.cuda)
+    if packages := installation.clash(versions):
         why = f"{' and '.join(packages)} are installed together and overwrite each other's files"
         return Ability(what, False, why, command)
     if why := installation.missing():
