@@ -44,7 +44,7 @@ from optimum_memopt.engines.api.predictions import (
     Group,
 )
 from optimum_memopt.engines.shared.in_place import engine_of
-from optimum_memopt.engines.shared.registry import factory, registrations
+from optimum_memopt.engines.shared.registry import factory, predicting_factory
 from optimum_memopt.errors import is_out_of_memory, line_of, shortage, with_causes
 from optimum_memopt.logs import get_logger, rank
 from optimum_memopt.memory import process
@@ -336,15 +336,11 @@ def _explained(
         accumulation=trainer.args.gradient_accumulation_steps,
         autocast=_HALVES.get(trainer.accelerator.mixed_precision),
     )
-    for registration in registrations():
-        explaining = factory(registration.name)
-        if explaining.predicts and not explaining.missing():
-            try:
-                return explaining.explain(failed)
-            except Exception as second:
-                get_logger().debug("the failed step could not be traced", exc_info=second)
-                return Explanation(moment, (), (), _untraced(second, failed_with))
-    return Explanation(moment, (), (), ("no engine here can trace the step",))
+    try:
+        return predicting_factory().explain(failed)
+    except Exception as second:
+        get_logger().debug("the failed step could not be traced", exc_info=second)
+        return Explanation(moment, (), (), _untraced(second, failed_with))
 
 
 def _parts(
