@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Building them takes minutes.
         if nightly in item.path.parents or item.get_closest_marker("extensions"):
             item.add_marker(pytest.mark.nightly)
-    left_out = [item for item in items if item.get_closest_marker("nightly") and not share.has(item.nodeid)]
+    left_out = [item for item in items if not share.has(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

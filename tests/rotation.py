@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+# Of files with such tests each commit takes an eighth: what a test nearer to the user would mostly find, too.
+EIGHTHS = 8
+in_turn = pytest.mark.nightly(shares=EIGHTHS)
+
 
 def nightly(values: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
     """Parameters for `pytest.mark.parametrize` that are nightly, `but` for some.
@@ -25,7 +29,7 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 def _is_in(value: Any, names: Collection[Any]) -> bool:
     first = _arguments(value)[0]
-    return value in names or first in names or getattr(value, "__name__", None) in names
+    return value in names or first in names or getattr(value, "__name__", "") in names
 
 
 class Share:
@@ -39,5 +43,15 @@ class Share:
         which, _, parts = ("0/1" if text == "all" else text).partition("/")
         self.which, self.parts = int(which), int(parts)
 
-    def has(self, name: str) -> bool:
-        return (zlib.crc32(name.encode()) - self.which) % self.parts == 0
+    def has(self, item: pytest.Item) -> bool:
+        """True for tests that are not nightly, and for those whose turn it is; tests in turn of a file go together."""
+        marks = list(item.iter_markers("nightly"))
+        if not marks:
+            return True
+        if all("shares" in mark.kwargs for mark in marks):
+            parts = min(self.parts, *(mark.kwargs["shares"] for mark in marks))
+            return self._is_at(item.nodeid.partition("::")[0], parts)
+        return self._is_at(item.nodeid, self.parts)
+
+    def _is_at(self, name: str, parts: int) -> bool:
+        return (zlib.crc32(name.encode()) - self.which) % parts == 0
