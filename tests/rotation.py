@@ -28,8 +28,8 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 
 def _is_in(value: Any, names: Collection[Any]) -> bool:
-    first = _arguments(value)[0]
-    return value in names or first in names or getattr(value, "__name__", "") in names
+    first, function = _arguments(value)[0], getattr(value, "__name__", None)
+    return value in names or first in names or (function is not None and function in names)
 
 
 class Share:

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from optimum_memopt import MemOptError
+from tests.rotation import in_turn
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
 AUTO = {"memory_opt_engine": "compile", "memory_opt_batch": "auto", "memory_opt_loss": "plain"}
@@ -57,6 +58,7 @@ def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):
     assert seen.batches == [seen.during[0]] * seen.during[1]
 
 
+@in_turn
 def test_what_cannot_be_chosen_for(tmp_path):
     with pytest.raises(MemOptError, match="memory_opt_batch auto needs training data that can be read beforehand"):
         make(tmp_path, "small", train_dataset=Drawn(), **FREE)

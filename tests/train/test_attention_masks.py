@@ -16,7 +16,7 @@ import optimum_memopt
 from optimum_memopt import MemOptError, optimize
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import VOCABULARY, ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines, make
 
 OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -58,6 +58,7 @@ def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
     assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__
 
 
+@in_turn
 def test_where_the_first_batch_has_padding_all_count_so() -> None:
     model, plain = twins("bert-classification", num_hidden_layers=1)
     optimize(model, **OPTIONS)
@@ -78,6 +79,7 @@ def local_twins(window: int | None) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model, copy.deepcopy(model)
 
 
+@in_turn
 @pytest.mark.parametrize("window", nightly([None, 13, 12, 6], but=[None, 12]))
 def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> None:
     """Which take none; rows as long as the window of local attention have one."""
@@ -104,6 +106,7 @@ def test_rows_shorter_and_longer_than_the_window_of_local_attention(unit: str) -
     assert not any(line.startswith("recompiled") for line in lines)
 
 
+@in_turn
 def test_where_the_first_batch_is_as_long_as_the_window_all_count_so() -> None:
     model, plain = local_twins(8)
     optimize(model, **OPTIONS, memory_opt_level=1)
@@ -116,6 +119,7 @@ def test_where_the_first_batch_is_as_long_as_the_window_all_count_so() -> None:
     assert compiled(lines) == 1
 
 
+@in_turn
 def test_a_mask_that_is_not_given_is_not_made() -> None:
     model, plain = twins("llama", **GROUPED)
     optimize(model, **OPTIONS, memory_opt_level=1)
@@ -178,6 +182,7 @@ def test_an_adapter_and_a_user_s_wrapper() -> None:
         assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(["t5", "modernbert-mlm", "gpt2", "whisper"], but=["modernbert-mlm"]))
 def test_other_kinds_of_models(name: str) -> None:
     case = ZOO[name]
@@ -254,6 +259,7 @@ def test_a_plan_for_rows_without_padding_saves_less() -> None:
     assert without.peak < with_masks.peak - 4 * bias
 
 
+@in_turn
 @pytest.mark.parametrize("padding", nightly([0, 2], but=[0]))
 def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
     """One for batches with padding goes with all, one for others says so where there is padding."""
@@ -305,6 +311,7 @@ def test_two_threads_train_two_models() -> None:
     assert masking_utils.find_packed_sequence_indices.__module__ == masking_utils.__name__
 
 
+@in_turn
 def test_masks_are_kept_where_transformers_makes_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release in which the patch cannot apply: a warning with its consequence, in the table's header too."""
     prepare = masking_utils._preprocess_mask_arguments

@@ -9,7 +9,7 @@ from torch._functorch import config as functorch_config
 from optimum_memopt import optimize
 from tests.gradients import Sink
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_hooks import Net
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -114,6 +114,7 @@ class TwoGraphs(torch.nn.Module):
         return x.square(), self.third(beside)
 
 
+@in_turn
 @pytest.mark.parametrize("unit", nightly(["model", "layer", "graphs"], but=["layer", "graphs"]))
 def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
     if unit == "graphs":

@@ -20,7 +20,7 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.sizes import Budget
 from tests.captured import by_bytes
 from tests.compiled import hold_still, selection
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import EXACT
 from tests.train.tower import Block
 from tests.trainer_runs import distance, log_lines, make, tables
@@ -220,6 +220,7 @@ def test_what_torch_guards_on_is_a_kind() -> None:
     assert kind(False, x=x).first_after(kind(x=x)) == "other parameters train than before"
 
 
+@in_turn
 @pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
 def test_layers_that_begin_to_train_are_shown_and_predicted(attached, unit: str) -> None:
     model = Tasks()
@@ -242,6 +243,7 @@ def test_layers_that_begin_to_train_are_shown_and_predicted(attached, unit: str)
     assert one.engine.plans() is head
 
 
+@in_turn
 def test_states_of_what_trains_for_the_first_time_are_counted(attached) -> None:
     """Else a plan is solved for fewer bytes than the next step holds."""
     model = Tasks()

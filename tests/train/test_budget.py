@@ -26,7 +26,7 @@ from tests.captured import by_bytes
 from tests.compiled import DROPOUT, recorded
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import SMALL, ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make
@@ -88,6 +88,7 @@ def test_the_allocator_stays_within_the_budget(case: str, shares: tuple[float, .
     assert peaks == sorted(peaks)
 
 
+@in_turn
 def test_a_budget_that_all_fits_in_is_torchs_own_partition() -> None:
     batch = ZOO["roberta-mlm"].batch(4, 16)
     _, _, _, table, header = trained("roberta-mlm", 2**30, {"num_hidden_layers": 1}, batch)
@@ -235,6 +236,7 @@ class Wide(torch.nn.Module):
         return {"loss": self.down(torch.nn.functional.gelu(self.up(x))).square().mean()}
 
 
+@in_turn
 def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: None, tmp_path, monkeypatch) -> None:
     # Nothing is known of operators from before.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -268,6 +270,7 @@ class Viewed(torch.nn.Module):
         return x.square().mean()
 
 
+@in_turn
 def test_another_graph_of_the_same_operators_is_solved_by_itself(steady_process: None) -> None:
     model, x = Viewed(), torch.randn(512, 64)
     free = CompileEngine(compiler="aot_eager")

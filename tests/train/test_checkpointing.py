@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from optimum_memopt import optimize
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.small_model import WIDTH, Block
 from tests.trainer_runs import CLOSE, build, distance, log_lines, make, weights
 
@@ -57,6 +57,7 @@ def test_a_plan_stays_the_plan(tmp_path, engine):
     assert "config Gelu+:1:-1 recomputes instead" in line
 
 
+@in_turn
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="offload came with 5.17")
 @pytest.mark.parametrize(
     "asked, said", nightly([({"offload": True}, 1), ({"use_reentrant": False}, 0)], but=[({"offload": True}, 1)])
@@ -68,6 +69,7 @@ def test_a_lost_offload_is_said(tmp_path, asked, said):
     assert sum("its offload is off too" in line and "--memory_opt_budget" in line for line in lines) == said
 
 
+@in_turn
 def test_a_model_that_is_switched_on_in_the_middle(engine):
     model, plain, batch = build(NAME), build(NAME), ZOO[NAME].batch()
     trained = optimize(model, memory_opt_engine=engine)
@@ -125,6 +127,7 @@ class InSegments(torch.nn.Module):
         return {"loss": self.head(x).square().mean()}
 
 
+@in_turn
 @pytest.mark.parametrize(
     "plan",
     nightly([{"memory_opt_level": 1}, {"memory_opt_budget": "8GiB"}, {}], but=[{"memory_opt_level": 1}]),
@@ -142,6 +145,7 @@ def test_checkpoints_of_ones_own_around_layers_train_in_a_loop(plan):
     assert sum(line.startswith("running layers under torch.utils.checkpoint in plain PyTorch") for line in lines) == 1
 
 
+@in_turn
 @pytest.mark.parametrize("unit", ["layer", "model"])
 def test_layers_that_checkpoint_themselves_train_within_a_budget(unit):
     model, x, found = Checkpointed(), torch.randn(4, 8), []

@@ -18,7 +18,7 @@ from optimum_memopt.plans.grammar import ConfigError, parse
 from tests.compiled import recorded
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import measured
 from tests.trainer_runs import collate, distance, log_lines, make, weights
 
@@ -123,6 +123,7 @@ def test_less_memory_and_all_of_it_predicted(model):
         assert peaks["chunked", size] < 0.5 * peaks["plain", size]
 
 
+@in_turn
 def test_backward_twice_and_a_gradient_that_is_not_one(model):
     """The first backward must not change what the second one reads."""
     plain = copy.deepcopy(model)
@@ -172,6 +173,7 @@ def test_a_loop_of_ones_own(model):
         engine.detach()
 
 
+@in_turn
 def test_a_config_beside_other_rows(model):
     batch = batch_of()
     engine = attached(model)
@@ -186,6 +188,7 @@ def test_a_config_beside_other_rows(model):
     engine.detach()
 
 
+@in_turn
 def test_a_loss_over_few_classes():
     """Nothing to win, which is said only when it was asked for."""
     case = ZOO["vit"]
@@ -201,6 +204,7 @@ def test_a_loss_over_few_classes():
     engine.detach()
 
 
+@in_turn
 def test_a_loss_that_cannot_be_chunked():
     model = Causal(weighted=True)
     engine = CompileEngine(Selection(config=parse(ROW)), "aot_eager")
@@ -215,6 +219,7 @@ def test_a_loss_that_cannot_be_chunked():
     engine.detach()
 
 
+@in_turn
 def test_a_label_that_is_no_class(model):
     engine = attached(model)
     batch = batch_of()
@@ -284,7 +289,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", nightly(SETTINGS, but=["default", "label smoothing, accumulation", "bf16"]))
 def test_trains_and_logs_as_a_stock_trainer(tmp_path, name, setting):
     changes = SETTINGS[setting]
     stock, ours = (made(tmp_path / str(plain), name, plain, **changes) for plain in (True, False))
@@ -338,6 +343,7 @@ class HooksLater(TrainerCallback):
             model.register_forward_hook(lambda module, inputs, outputs: self.seen.append(outputs.logits.shape))
 
 
+@in_turn
 def test_a_hook_that_comes_later_sees_the_logits(tmp_path):
     hooks = HooksLater()
     trainer = made(tmp_path, TINY, callbacks=[hooks], max_steps=4)

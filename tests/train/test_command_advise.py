@@ -12,7 +12,7 @@ from optimum_memopt.commands import step
 from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
 from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.compile.predict.live_step import plain_step
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 ROWS = 16
 FLAGS = {
@@ -95,6 +95,7 @@ def is_setup(row: dict[str, Any], setup: dict[str, Any]) -> bool:
     return all(row[key] == setup[key] for key in ("plan", "chunked_loss", "rows"))
 
 
+@in_turn
 def test_a_budget_that_a_larger_optimizer_exceeds(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", folder, "--seq_len", "100", "--device", "h100", "--compiler", "aot_eager")
     with pytest.raises(SystemExit):

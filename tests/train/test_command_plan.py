@@ -16,6 +16,7 @@ from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse_file
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.predict import workload
+from tests.rotation import in_turn
 from tests.saved_configs import save
 from tests.unit.pages import cells, check_alone
 
@@ -223,6 +224,7 @@ def test_twice_the_ranks_may_hold_more() -> None:
     ]
 
 
+@in_turn
 @pytest.mark.parametrize(
     ("arguments", "given"), [(["--bf16"], "autocast to bfloat16"), (["--dtype", "bfloat16"], "weights in bfloat16")]
 )
@@ -237,6 +239,7 @@ def test_a_device_that_does_not_compute_in_bfloat16_is_said_in_a_line(arguments,
         assert re.search(r"^plain PyTorch +plain +\S+ MiB +fits +", printed.out, re.MULTILINE)
 
 
+@in_turn
 def test_what_does_not_fit_is_said(folder, tmp_path, capsys) -> None:
     small = {"name": "tiny", "memory": 2**20, "bandwidth": 1e9, "link": 1e9, "flops": {"float32": 1e9}}
     Path(tmp_path, "tiny.json").write_text(json.dumps(small))
@@ -332,6 +335,7 @@ def test_what_budgets_cost(folder, tmp_path, capsys):
     assert page.by_id("frontier") and "this plan" not in page.root.text
 
 
+@in_turn
 @pytest.mark.parametrize("ways", [[], ["--ways", "plain"]], ids=["engine", "plain"])
 def test_tensors_at_the_peak(folder, capsys, ways):
     arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "60", "--device", "h100", "--at_peak", *ways]

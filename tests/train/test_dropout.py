@@ -10,7 +10,7 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from tests.compiled import DROPOUT, GPT2_DROPOUT, run, selection
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 CPU = torch.device("cpu")
 # Dropouts run again from their masks, masks from the generator's states.
@@ -205,6 +205,7 @@ class Unread(torch.nn.Module):
         return {"loss": loss}
 
 
+@in_turn
 @pytest.mark.parametrize("asked", ["", "level 1"])
 def test_random_numbers_that_nobody_reads_are_drawn_all_the_same(asked):
     model, x = Unread(), torch.randn(512, 32)

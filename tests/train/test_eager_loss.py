@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.errors import DoesNotFitError
 from tests.compiled import hold_still
 from tests.model_zoo import SMALL
+from tests.rotation import in_turn, nightly
 from tests.small_model import CLASSES
 from tests.trainer_runs import arguments, distance, log_lines, make, weights
 
@@ -154,7 +155,7 @@ def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterat
     ("kind", "changes"),
     [
         (Plain, {}),
-        (TeacherFirst, {}),
+        pytest.param(TeacherFirst, {}, marks=pytest.mark.nightly),
         (TeacherLast, {"memory_opt_level": 0}),
         pytest.param(TwoForwards, {}, marks=pytest.mark.nightly),
         pytest.param(TakesOut, {}, marks=pytest.mark.nightly),
@@ -173,6 +174,7 @@ def test_a_step_is_predicted_with_its_loss(kind: type[Wide], changes: dict[str, 
     assert "not counted" not in str(trainer.memopt.table)
 
 
+@in_turn
 def test_what_a_script_has_is_left_as_it_is(tmp_path: Path) -> None:
     SEEN.clear()
     COUNTING.count = 0
@@ -186,6 +188,7 @@ def test_what_a_script_has_is_left_as_it_is(tmp_path: Path) -> None:
     assert type(HEAD.weight) is torch.nn.Parameter and HEAD.weight.grad is None
 
 
+@in_turn
 def test_a_batch_of_other_sizes_is_predicted(tmp_path: Path) -> None:
     trainer = trainer_of(TeacherFirst, tmp_path, max_steps=4)
     short, long = equal_rows(4), equal_rows(12)
@@ -235,6 +238,7 @@ class Draws(Wide):
         return loss
 
 
+@in_turn
 def test_counting_leaves_no_trace(tmp_path: Path) -> None:
     """Losses, random numbers, counters and what was kept are those of a Trainer without an engine."""
     ours = trainer_of(Draws, tmp_path / "ours")
@@ -277,11 +281,14 @@ class Backward(Plain):
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [
-        (FromIterator, "it may take from an iterator, others"),
-        (Reads, "the value of a tensor is read"),
-        (Backward, "it calls backward by itself"),
-    ],
+    nightly(
+        [
+            (FromIterator, "it may take from an iterator, others"),
+            (Reads, "the value of a tensor is read"),
+            (Backward, "it calls backward by itself"),
+        ],
+        but=[Reads],
+    ),
 )
 def test_what_cannot_be_counted_is_said(kind: type[Wide], why: str, tmp_path: Path) -> None:
     trainer = trainer_of(kind, tmp_path, memory_opt_level=0, memory_opt_budget="16GiB", max_steps=1)
@@ -298,6 +305,7 @@ def test_what_cannot_be_counted_is_said(kind: type[Wide], why: str, tmp_path: Pa
         assert next(trainer.others) == 1
 
 
+@in_turn
 @pytest.mark.parametrize("returns_loss", [True, False])
 def test_a_training_loop_that_computes_its_own_loss(returns_loss: bool) -> None:
     model, batch = SMALL.build("eager").train(), SMALL.batch()
@@ -311,6 +319,7 @@ def test_a_training_loop_that_computes_its_own_loss(returns_loss: bool) -> None:
     engine.detach()
 
 
+@in_turn
 def test_a_stock_loss_is_the_models_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, "small", memory_opt_level=1, max_steps=1, **OPTIONS)
     losses = []

@@ -11,6 +11,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import assert_bitwise_same_step
 from tests.model_zoo import ZOO
+from tests.rotation import in_turn
 from tests.train.test_caveat import Output
 
 LAYERS = 5
@@ -54,8 +55,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-@pytest.mark.parametrize("unit", [LAYER, MODEL])
-@pytest.mark.parametrize("asked", ["", "level 1"])
+@pytest.mark.parametrize("unit", [LAYER, pytest.param(MODEL, marks=in_turn)])
+@pytest.mark.parametrize("asked", ["level 1", pytest.param("", marks=in_turn)])
 def test_runs_are_noted_once_for_each_size(unit: str, asked: str, recorded: list[int]) -> None:
     model, zoo = ZOO["roberta-mlm"].build(**ZOO["roberta-mlm"].deep(LAYERS)), ZOO["roberta-mlm"]
     engine = CompileEngine(selection(asked), "aot_eager", loss="plain", unit=unit)
@@ -86,6 +87,7 @@ def test_layers_that_are_left_out_are_seen(recorded: list[int]) -> None:
     engine.detach()
 
 
+@in_turn
 def test_an_argument_that_is_another_one_is_recorded(recorded: list[int]) -> None:
     """The same tensor twice is not two equal ones."""
     zoo = ZOO["llama"]

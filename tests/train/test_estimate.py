@@ -14,7 +14,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -93,6 +93,7 @@ def test_nothing_is_allocated_and_nothing_left_behind(tmp_path):
     assert "Predicted, not run: attention is " in found.to_text()
 
 
+@in_turn
 def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):
     from transformers import RobertaForMaskedLM
 
@@ -197,6 +198,7 @@ def test_batch_sizes_are_predicted_from_one_trace(folder: str) -> None:
     assert [row.split()[0] for row in rows] == ["3", "8"]
 
 
+@in_turn
 def test_on_a_device_the_allocator_counts_too_and_the_step_is_foreachs(folder: str) -> None:
     workload = Workload(folder, "text-generation", 8, 24)
     spec = StepSpec("h100", "aot_eager", optim="adamw_torch")

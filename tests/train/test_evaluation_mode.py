@@ -8,6 +8,7 @@ from transformers import Trainer
 
 from optimum_memopt import MemOptTrainer, optimize
 from optimum_memopt.errors import MemOptError
+from tests.rotation import in_turn
 from tests.trainer_runs import CLOSE, build, collate, distance, log_lines, make, rows, weights
 
 NAME = "roberta-classification"
@@ -62,6 +63,7 @@ class Ours(_Evaluates, MemOptTrainer):
     pass
 
 
+@in_turn
 def test_a_trainer_whose_compute_loss_switches_the_mode(tmp_path) -> None:
     plain = make(tmp_path / "plain", NAME, plain=True, trainer=Plain)
     ours = make(tmp_path / "ours", NAME, trainer=Ours, model=copy.deepcopy(plain.model), memory_opt_level=1, **COMPILE)

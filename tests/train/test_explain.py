@@ -22,7 +22,7 @@ from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_caveat import BrokenLoop, Output
 from tests.train.test_layers import Perceptrons
 from tests.trainer_runs import log_lines
@@ -95,6 +95,7 @@ def test_the_parts_add_up_to_what_was_held(name, share):
     assert any(each.layers for each in saved.tensors)
 
 
+@in_turn
 @pytest.mark.parametrize("frozen", nightly([False, True], but=[False]), ids=["trained", "frozen"])
 def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     """A loop over layers with a graph break in each is one graph, which runs for each layer."""
@@ -110,6 +111,7 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     assert told == pytest.approx(limited.at_failure, rel=0.15)
 
 
+@in_turn
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_that_alone_are_too_many_may_be_released(accumulation, monkeypatch):
     # What the process itself holds.
@@ -138,6 +140,7 @@ class WithReference(torch.nn.Module):
         return Output(loss=(self.head(x) - expected).square().mean())
 
 
+@in_turn
 def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeypatch):
     hold_still(monkeypatch)
     batch = {"x": torch.randn(512, 64)}

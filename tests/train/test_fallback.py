@@ -12,7 +12,7 @@ from peft import CPTConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt import MemOptError, optimize
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import build, log_lines, make, rows, weights
 
 pytestmark = pytest.mark.falls_back
@@ -106,6 +106,7 @@ def test_what_only_the_compiled_step_cannot_do_is_done_by_plain_pytorch(tmp_path
     assert not any("compiling" in line for line in lines)
 
 
+@in_turn
 def test_a_loop_without_a_trainer_goes_on_after_a_forward_that_fails():
     batch = {key: value[None] for key, value in rows("small")[0].items()}
     model, plain = faulty("forward"), faulty("forward")
@@ -128,6 +129,7 @@ def test_a_budget_is_refused(tmp_path, fails):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@in_turn
 def test_a_plan_file_is_refused(tmp_path):
     model, file = faulty("backward"), tmp_path / "plan.json"
     engine = optimize(model, **ENGINE)
@@ -182,6 +184,7 @@ def prompted(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": ones, "labels": ids, "input_type_mask": 4 * ones}
 
 
+@in_turn
 def test_cpt_of_peft_trains_as_plain_pytorch(tmp_path):
     torch.manual_seed(2)
     data = {"train_dataset": [prompted(7) for _ in range(8)], "data_collator": torch.utils.data.default_collate}
@@ -221,6 +224,7 @@ class Layered(torch.nn.Module):
         return {"loss": x.square().mean()}
 
 
+@in_turn
 @pytest.mark.parametrize(
     "plan", nightly([{}, {"memory_opt_level": 1}, {"memory_opt_budget": "64GiB"}], but=[{"memory_opt_level": 1}])
 )

@@ -62,7 +62,7 @@ def states() -> GeneratorStates:
 
 
 PLANS = {"level": {"memory_opt_level": 1}, "budget": {"memory_opt_budget": "4GiB"}}
-IN_EACH_RUN = [("own of numpy", "level"), ("python", "level"), ("python", "budget")]
+IN_EACH_RUN = [("own of numpy", "level"), ("python", "budget")]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_caveat import BrokenLoop, Output
 from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
@@ -213,6 +213,7 @@ class Watched(InPieces):
         return Output(loss=self.part(x, 1).square().mean())
 
 
+@in_turn
 def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     _, free = without_plan("one break")
     monkeypatch.setitem(MODELS, "one break", Watched)
@@ -223,6 +224,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
     engine.detach()
 
 
+@in_turn
 @pytest.mark.parametrize("share", nightly([0.6, 0.42], but=[0.42]))
 def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
     """Nothing runs, so that what earlier graphs have saved is nowhere in memory."""
@@ -254,6 +256,7 @@ def test_a_curve_is_that_of_all_graphs() -> None:
     assert run.frontier is not None and run.frontier.chosen == point
 
 
+@in_turn
 def test_a_run_has_the_curve_of_all_graphs(steady_process: None) -> None:
     engine = CompileEngine(Selection(budget=Budget("1GiB", 2**30)), "aot_eager", dynamic=False, with_frontier=True)
     engine.attach(MODELS["one break"]())

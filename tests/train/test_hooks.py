@@ -1,6 +1,7 @@
 """Hooks of submodules that come and go after the first step are called as in plain PyTorch."""
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt import optimize
 from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
 
 
@@ -87,7 +88,10 @@ HOOKS = (forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_
 
 @pytest.mark.parametrize(
     ("layers", "register"),
-    nightly([(layers, register) for layers in (2, 4) for register in HOOKS], but=[4, (2, forward_hook)]),
+    nightly(
+        [(layers, register) for layers in (2, 4) for register in HOOKS],
+        but=[(2, forward_hook), (4, forward_hook), (4, backward_hook)],
+    ),
 )
 def test_hooks_come_and_go(register, layers):
     """On a module in a layer, and on layers that are compiled by themselves."""
@@ -105,6 +109,7 @@ def test_hooks_come_and_go(register, layers):
         assert [calls[each] for each in hooked] == [2, 2]
 
 
+@in_turn
 def test_a_hook_in_a_layer_is_the_one_reason_for_another_graph():
     ours = Net(4)
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
@@ -117,6 +122,7 @@ def test_a_hook_in_a_layer_is_the_one_reason_for_another_graph():
     assert reasons == ["compiling another training graph: layers have hooks"]
 
 
+@in_turn
 def test_hooks_of_layers_come_and_go_while_the_forward_runs():
     """Such layers are compiled by themselves, and have no hooks while torch traces what is around them."""
     ours, plain, batch = Net(4), Net(4), {"x": torch.randn(4, 8)}
@@ -152,6 +158,7 @@ def test_hidden_states_that_hooks_of_layers_collect():
         assert torch.equal(found, expected)
 
 
+@in_turn
 def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
     """Such a hook splits the graph, and each layer is a graph of its own."""
     ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
@@ -207,8 +214,13 @@ class Recorder:
         return lambda module, inputs, outputs: seen.append(type(module).__name__)
 
 
-@pytest.mark.parametrize("kind", ["__call__", "of_a_method", "in_a_closure"])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "later"),
+    nightly(
+        itertools.product(("__call__", "of_a_method", "in_a_closure"), (False, True)),
+        but=[("__call__", False), ("in_a_closure", True)],
+    ),
+)
 def test_a_hook_of_layers_and_of_what_is_around_them_sees_both(kind: str, later: bool) -> None:
     model, x = Net(layers=4), torch.randn(2, 8)
     model.layers.append(torch.nn.Linear(8, 8))

@@ -21,6 +21,7 @@ from optimum_memopt.sizes import parse_budget
 from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, recorded, run
 from tests.gradients import TOLERANCE, Batch, accumulate, assert_bitwise_same, assert_same, wrong_gradients
 from tests.model_zoo import ZOO
+from tests.rotation import in_turn
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -89,6 +90,7 @@ class Embedded(torch.nn.Module):
         return CausalLMOutput(loss=(self.words(ids) * weight).float().sum())
 
 
+@in_turn
 def test_a_gradient_of_words_is_pytorchs_and_held_once():
     """inductor's own would be added up in float32, three times as large, beside the gradients of all layers."""
     generator = torch.Generator().manual_seed(0)
@@ -136,6 +138,7 @@ class Biased(torch.nn.Module):
         return CausalLMOutput(loss=x.sin().sum())
 
 
+@in_turn
 def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(2, 96, 96, dtype=torch.bool).tril()

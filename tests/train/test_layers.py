@@ -19,7 +19,7 @@ from optimum_memopt.sizes import Budget
 from tests.compiled import below_recompute, hold_still, selection
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_caveat import Output
 from tests.train.test_step_memory import EXACT, measured
 from tests.trainer_runs import log_lines
@@ -80,6 +80,7 @@ def test_a_count_is_of_layers(count: int) -> None:
     engine.detach()
 
 
+@in_turn
 def test_a_name_means_the_same_row_in_all_graphs() -> None:
     """The graph behind GPT-2's layers has a normalization that the name would mean if there were none in them."""
     model, batch = deep("gpt2"), ZOO["gpt2"].batch()
@@ -131,6 +132,7 @@ def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp
     engine.detach()
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(["own", "roberta-mlm", "llama", "t5"], but=["own"]))
 def test_gradients_that_are_added_come_layer_by_layer(name: str) -> None:
     """A later micro-batch does not hold a second set of all gradients."""
@@ -371,6 +373,7 @@ def test_layers_of_one_structure_may_return_different_things(changes: tuple[int 
     engine.detach()
 
 
+@in_turn
 def test_layers_that_return_different_things_by_their_place_go_with_the_model() -> None:
     model, x = Optional(by_place=True), torch.randn(4, 8)
     for layer in model.layers:
@@ -380,6 +383,7 @@ def test_layers_that_return_different_things_by_their_place_go_with_the_model() 
     engine.detach()
 
 
+@in_turn
 def test_layers_may_begin_to_train_one_after_another() -> None:
     model, x = Counted(same=True), torch.randn(4, 16)
     model.requires_grad_(False)
@@ -413,6 +417,7 @@ class Stages(torch.nn.Module):
         return Output(loss=x.square().mean())
 
 
+@in_turn
 @pytest.mark.parametrize("asked", nightly(["", "level 1"], but=["level 1"]))
 def test_a_part_of_a_layers_result_is_computed_behind_it(asked: str) -> None:
     model, x = Stages(), torch.randn(8, 64, 16)
@@ -451,6 +456,7 @@ class Streams(torch.nn.Module):
         return Output(loss=(streams[0] + streams[1]).square().mean())
 
 
+@in_turn
 def test_a_gradient_of_two_results_is_held_until_both_are_done_with() -> None:
     model, x = Streams(), torch.randn(500, 16)
     expected = stepped(model, x)
@@ -475,6 +481,7 @@ class Pooling(torch.nn.Module):
         return Output(loss=(x.square() if len(x) > 300 else x.exp()).mean())
 
 
+@in_turn
 def test_what_is_traced_anew_behind_layers_says_nothing_of_these() -> None:
     model = Pooling()
     engine = attached(model, selection("level 1"))
@@ -562,6 +569,7 @@ class Averaging(torch.nn.Module):
         return {"loss": (x * self.average).sum()}
 
 
+@in_turn
 def test_a_forward_that_is_planned_again_leaves_attributes_as_one_does(steady_process: None) -> None:
     model, x = Averaging(), torch.randn(64, 16)
     plain = copy.deepcopy(model)

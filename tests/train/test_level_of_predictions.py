@@ -4,7 +4,7 @@ import pytest
 from transformers import DebertaV2Config, GPT2Config, LlamaConfig, PretrainedConfig, RobertaConfig, T5Config
 
 from optimum_memopt import plan
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 # The vocabulary is most of the parameters, as in models of a few hundred million.
 _SIZES = {"vocab_size": 20_000, "pad_token_id": 0}
@@ -35,6 +35,7 @@ PRECISIONS = {"fp16": {"fp16": True}, "bfloat16": {"dtype": "bfloat16"}, "float3
 CASES = [(model, precision) for model in MODELS for precision in PRECISIONS]
 
 
+@in_turn
 @pytest.mark.parametrize("compiler", nightly(["inductor", "aot_eager"], but=["inductor"]))
 @pytest.mark.parametrize(("model", "precision"), nightly(CASES, but=[("llama", "bfloat16")]))
 def test_level_1_is_below_checkpointing(model: str, precision: str, compiler: str) -> None:

@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import recorded
 from tests.gradients import Batch, Sink, assert_bitwise_same_step
 from tests.model_zoo import VOCABULARY, ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -123,14 +123,11 @@ CASES = [
     (Trainer, assign_compute_loss, "after", {}),
     (Trainer, None, "before", {"label_smoothing_factor": 0.1}),
 ]
-# Each way to read an output once: in the Trainer's loss, in a step of one's own, in hooks, in a wrapped forward.
+# In the Trainer's loss, in a step of one's own, in hooks.
 FAST = {
     ("OwnStep", None, "before"),
-    ("AsksForOutputs", None, "before"),
     ("Trainer", "assign_compute_loss", "in training"),
-    ("Trainer", "assign_loss_function", "before"),
     ("Trainer", "hook_all_modules", "in training"),
-    ("Trainer", "wrap_forward", "before"),
 }
 
 
@@ -173,7 +170,7 @@ def gradients_taken(split):
     return sum("tangents" in node.name for node in split.backward.graph.find_nodes(op="placeholder"))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("arguments", nightly([{}, {"bf16": True}], but=[{}]), ids=str)
 def test_a_stock_trainer_with_observers_goes_back_from_the_loss_alone(tmp_path, arguments):
     trainer = make(tmp_path, NAME, True, model=Classifier(), max_steps=2, **arguments)
     attach(trainer, **OPTIONS, log_memory_phases=True, log_input_density=True)
@@ -193,6 +190,7 @@ class OnOddSteps(TrainerCallback):
             self.handle.remove()
 
 
+@in_turn
 def test_both_forwards_are_kept_while_a_hook_comes_and_goes(tmp_path):
     found = []
     with recorded() as splits, log_lines() as lines:

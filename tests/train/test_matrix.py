@@ -34,7 +34,7 @@ from optimum_memopt.sizes import Budget
 from tests.compiled import Split, hold_still, recorded
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import EXACT, measured
 
 _AOT_EAGER = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -53,6 +53,8 @@ MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # Of which the compile engine trains two as one graph, and two by layers.
 LEFT_OUT = {("compile", "deberta-v2-mlm"), ("layers", "roberta-classification")}
+# Each model is trained by each engine all the same.
+IN_TURN = {("compile", "gpt2", "eager"), ("ort", "gpt2", "eager")}
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others some of them, and one of them for their second kind of attention.
 EVERY_PLAN = FAST
@@ -228,12 +230,16 @@ def cells(way: str, attention: str, names: Collection[str], plans: Collection[st
     """Each model of these names under each plan; a model's plans follow one another and share its `pair`."""
     models = [(way, *model) for model in MODELS if model[1] == attention and model[0] in names]
     return [
-        pytest.param(
-            model, plan, id="-".join((*model, plan)), marks=[] if is_fast(*model, plan) else [pytest.mark.nightly]
-        )
+        pytest.param(model, plan, id="-".join((*model, plan)), marks=marks(*model, plan))
         for model in models
         for plan in plans
     ]
+
+
+def marks(way: str, name: str, attention: str, plan: str) -> list[pytest.MarkDecorator]:
+    if not is_fast(way, name, attention, plan):
+        return [pytest.mark.nightly]
+    return [in_turn] if (way, name, attention) in IN_TURN else []
 
 
 def is_fast(way: str, name: str, attention: str, plan: str) -> bool:

@@ -39,7 +39,7 @@ from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.predict.phases import GENERATION, OF_ROWS
 from optimum_memopt.training.compat_dry_run import longest_generation
 from optimum_memopt.training.fake_run import dry_run
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import arguments, collate
 
 WITHIN = 0.02
@@ -128,7 +128,7 @@ def measured(trainer: Trainer, call: Callable[[], Any]) -> int:
         gc.set_threshold(*threshold)
 
 
-@pytest.mark.parametrize("name", nightly(MODELS, but=["roberta", "llama", "adapter"]))
+@pytest.mark.parametrize("name", nightly(MODELS, but=["roberta", "adapter"]))
 def test_phases_are_those_of_real_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The process itself is no tensor.
     monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
@@ -186,6 +186,7 @@ def test_generation_of_causal_models(
     assert found.peak - found.given == pytest.approx(max(itertools.accumulate(allocations, initial=0)), rel=WITHIN)
 
 
+@in_turn
 def test_what_trl_generates_and_runs_without_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
     llama().save_pretrained(tmp_path / "llama")

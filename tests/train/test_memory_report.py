@@ -14,6 +14,7 @@ from optimum_memopt import MemoryReportCallback
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP
 from optimum_memopt.engines.api.predictions import OPTIMIZER, PARAMETERS, SAVED
 from tests.limited_memory import LimitedTensors, RunsOut
+from tests.rotation import in_turn
 from tests.trainer_runs import log_lines, make
 
 
@@ -87,6 +88,7 @@ def reported(tmp_path, hook) -> MemoryReportCallback:
     return callback
 
 
+@in_turn
 def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path):
     def reads_values(module: torch.nn.Module, args: Any) -> None:
         assert args[0].abs().max().item() >= 0
@@ -98,6 +100,7 @@ def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path)
     assert (tmp_path / "memory_report.md").exists()
 
 
+@in_turn
 def test_too_little_memory_to_trace_it(tmp_path):
     def runs_out(module: torch.nn.Module, args: Any) -> None:
         if isinstance(args[0], FakeTensor):
@@ -109,6 +112,7 @@ def test_too_little_memory_to_trace_it(tmp_path):
     assert "half of --per_device_train_batch_size" in callback.report.remarks[2]
 
 
+@in_turn
 def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
     """A report takes seconds, and there may be a dozen of them until one fits."""
     steps = {1: "forward", 2: "backward", 3: "forward"}
@@ -154,6 +158,7 @@ class Failing(torch.optim.AdamW):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
 
+@in_turn
 def test_the_optimizers_step(tmp_path):
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, optimizers=(None, None), callbacks=[callback])
@@ -166,6 +171,7 @@ def test_the_optimizers_step(tmp_path):
     assert held["gradients"] == held[PARAMETERS] == held[OPTIMIZER]
 
 
+@in_turn
 def test_another_optimizer_would_have_fit(tmp_path):
     callback, model = MemoryReportCallback(), Wide()
     trainer = make(tmp_path, "small", plain=True, model=model, optimizers=(None, None), callbacks=[callback])

@@ -9,6 +9,7 @@ from optimum_memopt import optimize
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import assert_same_step
 from tests.model_zoo import SMALL
+from tests.rotation import in_turn
 from tests.trainer_runs import distance, log_lines, make, weights
 
 OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -37,6 +38,7 @@ def test_a_level_recomputes_in_layers_that_the_user_compiled(unit):
     assert [vars(layer)["_compiled_call_impl"] for layer in model.layer] == before
 
 
+@in_turn
 @pytest.mark.parametrize("which", ["model", "layer", "wrapper"])
 def test_what_is_compiled_after_the_engine_was_attached(which):
     model, plain = SMALL.build("eager").train(), SMALL.build("eager").train()

@@ -14,7 +14,7 @@ from optimum_memopt.errors import DoesNotFitError, MemOptError
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 WIDTH = 512
 OPTIONS = {
@@ -86,6 +86,7 @@ def test_the_peak_of_a_run_is_in_one_line_and_no_stack_is_walked(tmp_path, capsy
     assert "of the measured steps highest up to " in said
 
 
+@in_turn
 @pytest.mark.parametrize(
     "plan",
     nightly([{"memory_opt_level": 1}, {"memory_opt_budget": "100MiB"}], but=[{"memory_opt_level": 1}]),

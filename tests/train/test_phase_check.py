@@ -17,6 +17,7 @@ from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.predict.phases import RunPhase, host_suggestions
 from optimum_memopt.training import compat_dry_run, fake_run
 from optimum_memopt.training.fake_run import left_as_it_is
+from tests.rotation import in_turn
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
 BUDGET = {"memory_opt_engine": "compile", "memory_opt_loss": "plain", "max_steps": 1}
@@ -50,6 +51,7 @@ def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Pat
     assert not run(tmp_path, budget, eval_dataset=MANY, **METRICS)[1]
 
 
+@in_turn
 def test_auto_says_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_step, "capacity", lambda _: Capacity(2**36, 2**35, 2**34))
     trainer = make(tmp_path, "small", memory_opt_budget="auto", **BUDGET)
@@ -75,12 +77,14 @@ def reads_logits(logits: torch.Tensor, _: Any) -> torch.Tensor:
     return logits if (logits > 0).any() else -logits
 
 
+@in_turn
 def test_an_evaluation_that_reads_values_is_not_predicted(tmp_path: Path) -> None:
     trainer, (line,) = run(tmp_path, "100GiB", preprocess_logits_for_metrics=reads_logits, **METRICS)
     assert line.startswith("phases beside training are not predicted: the value of a tensor is read")
     assert trainer.state.global_step == 1
 
 
+@in_turn
 def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("broken")
@@ -91,6 +95,7 @@ def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: p
     assert trainer.state.global_step == 1
 
 
+@in_turn
 def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
     """TRL's Trainers log what they have evaluated, in queues and lists within dictionaries."""
     trainer = make(tmp_path, "small", **BUDGET)
@@ -109,6 +114,7 @@ def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
     assert all(module.training for module in trainer.model.modules())
 
 
+@in_turn
 def test_what_goes_to_the_host_has_to_fit_there() -> None:
     phases = [RunPhase("evaluation", 2**30, 2**33), RunPhase("save", 2**30, 2**31), RunPhase("resume", 2**30, 2**33)]
     evaluation, resume = host_suggestions(phases, 2**32)

@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import Forward, Pendi
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_caveat import Layer
 from tests.train.test_step_memory import EXACT, Predicted, measured, predicted
 
@@ -60,6 +60,7 @@ def batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, tokens, 64)}
 
 
+@in_turn
 @pytest.mark.parametrize("dynamic", nightly([True, False], but=[True]))
 def test_the_highest_peak_of_a_run_is_that_of_the_largest_batch(dynamic: bool) -> None:
     model = Squares()
@@ -85,6 +86,7 @@ def test_sizes_of_inputs_in_a_dict_count() -> None:
     assert engine.predictor.sizes_of({"inputs": batch(6, 40)}) == {"inputs_x_dim0": 6, "inputs_x_dim1": 40}
 
 
+@in_turn
 @pytest.mark.parametrize("lengths", [(8, 40), (40, 8)])
 def test_forwards_of_several_traces_before_one_backward(lengths: tuple[int, int]) -> None:
     model, batches = Squares(), {tokens: batch(64, tokens) for tokens in (8, 40)}
@@ -103,6 +105,7 @@ def test_forwards_of_several_traces_before_one_backward(lengths: tuple[int, int]
     assert (after - before) * 2**20 == pytest.approx(both - alone, **EXACT)
 
 
+@in_turn
 @pytest.mark.parametrize(("kind", "is_bound"), [(Squares, False), (Blocks, True)])
 def test_a_length_that_the_graph_is_bound_to_is_a_caveat(kind: type[torch.nn.Module], is_bound: bool) -> None:
     model = kind()

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, Re
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.planned_forward import _MOST_OF_CAUSE, Recompiles
 from optimum_memopt.plans.grammar import parse
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.small_model import CLASSES, WIDTH, Block
 from tests.trainer_runs import log_lines
 
@@ -60,6 +60,7 @@ def rows(count: int = 32) -> torch.Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(count))
 
 
+@in_turn
 @pytest.mark.parametrize(
     "isolates",
     [dynamo._ISOLATES, pytest.param(False, marks=pytest.mark.nightly)],
@@ -108,7 +109,7 @@ def unchanged(model: torch.nn.Module, step: int) -> None:
     """Nothing changes."""
 
 
-@pytest.mark.parametrize("build", [Whole, Broken])
+@pytest.mark.parametrize("build", nightly([Whole, Broken], but=[Whole]))
 def test_code_that_recompiles_with_every_batch_is_left_to_python_and_named(build: type[torch.nn.Module]) -> None:
     said = trained(build(), [{"x": rows(2 + step)} for step in range(LIMIT + 6)], unchanged)
     lines = [line for of_step in said for line in of_step]
@@ -139,6 +140,7 @@ class Counting(Whole):
         return {"loss": super().forward(x)["loss"] * self.calls / self.second.temperature}
 
 
+@in_turn
 def test_a_number_that_changes_at_every_step_is_named_once_with_a_suggestion() -> None:
     said = trained(Counting(), [{"x": rows()}] * (LIMIT + 3), unchanged)
     lines = [line for of_step in said for line in of_step]
@@ -216,6 +218,7 @@ AROUND: dict[str, tuple[type[Annealed], list[dict[str, Any]], Callable[[Any, int
 }
 
 
+@in_turn
 @pytest.mark.parametrize("case", nightly(AROUND, but=["argument"]))
 def test_layers_keep_their_plan_where_the_code_around_them_is_left_to_python(case: str) -> None:
     build, batches, change, guard = AROUND[case]

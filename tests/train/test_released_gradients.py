@@ -24,7 +24,7 @@ from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still
 from tests.gradients import Batch
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import EXACT
 from tests.trainer_runs import arguments, build, make, weights
 
@@ -78,7 +78,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), nightly(CASES, but=[("llama", "fused"), ("llama", "momentum")]))
+@pytest.mark.parametrize(("name", "kind"), nightly(CASES, but=[("llama", "fused")]))
 def test_weights_are_those_of_a_step_behind_the_backward(name: str, kind: str) -> None:
     model, batches = deep(name), [ZOO[name].batch(seed=seed) for seed in range(STEPS)]
     plain = copy.deepcopy(model)
@@ -98,6 +98,7 @@ def test_weights_are_those_of_a_step_behind_the_backward(name: str, kind: str) -
     engine.detach()
 
 
+@in_turn
 def test_a_model_with_tied_weights_that_some_steps_skip_a_layer_of() -> None:
     """What a step did not reach is stepped, or not, as behind the backward."""
     name = "llama"
@@ -136,6 +137,7 @@ def test_the_peak_has_the_gradients_of_one_layer(name: str) -> None:
     assert name == "t5" or peaks[True] < 0.8 * peaks[False]
 
 
+@in_turn
 def test_a_budget_counts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that nothing fits where all gradients are held at the end of the backward."""
     hold_still(monkeypatch)

@@ -12,7 +12,7 @@ from optimum_memopt import MemOptError, MemOptTrainingArguments
 from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.memory import footprint
 from tests.limited_memory import RunsOut
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
 
 PLAIN = {"memory_opt_engine": "compile", "memory_opt_loss": "plain"}
@@ -131,6 +131,7 @@ def test_each_run_has_its_three_times(tmp_path):
     assert [line[-8:] for line in lines if "running it again" in line] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
 
 
+@in_turn
 def test_gradients_of_earlier_micro_batches_stay(tmp_path):
     accumulating = {"gradient_accumulation_steps": 2, "max_steps": 2}
     enough, _, _ = run_small(tmp_path / "enough", {}, **accumulating)
@@ -140,6 +141,7 @@ def test_gradients_of_earlier_micro_batches_stay(tmp_path):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@in_turn
 def test_gradients_that_were_added_to_cannot_be_taken_back(tmp_path):
     accumulating = {"gradient_accumulation_steps": 2, "max_steps": 2}
     trainer = make(tmp_path, "small", trainer=partial(Small, fails={}), **REPLAN, **accumulating)
@@ -184,6 +186,7 @@ class WithLossModule(Small):
         return self.loss_module(0)(logits).square().sum()
 
 
+@in_turn
 @pytest.mark.parametrize("holds", nightly(["attribute", "dictionary"], but=["attribute"]))
 def test_a_loss_with_parameters_and_statistics_of_its_own(tmp_path, holds):
     def run(folder: str, fails: dict[int, str]) -> Any:
@@ -207,6 +210,7 @@ def test_a_loss_module_that_is_not_the_trainers_is_refused(tmp_path):
     assert trainer.forwards == 0
 
 
+@in_turn
 def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
     trainer = make(tmp_path / "hooks", "small", trainer=partial(Small, fails={}), **REPLAN)
     next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
@@ -220,6 +224,7 @@ def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
         trainer.train()
 
 
+@in_turn
 def test_parameters_that_have_changed_cannot_be_taken_back(tmp_path):
     trainer = make(tmp_path, "small", trainer=partial(Small, fails={2: "backward"}), **REPLAN)
     changed = next(trainer.model.parameters())
@@ -266,6 +271,7 @@ class Strict(Small):
         return loss
 
 
+@in_turn
 def test_another_error_of_the_step_that_is_run_again_comes_out(tmp_path):
     trainer = make(tmp_path, "small", trainer=partial(Strict, fails={2: "forward"}), **REPLAN)
     with pytest.raises(ValueError, match="this batch was here before") as caught:

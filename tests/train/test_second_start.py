@@ -9,6 +9,7 @@ import pytest
 
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from tests import fresh_process
+from tests.rotation import in_turn
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -86,6 +87,7 @@ def first(caches) -> dict[str, Any]:
     return found
 
 
+@in_turn
 def test_it_compiles_nothing_and_is_the_same_run(caches, first) -> None:
     second = caches.start(LEVEL)
     assert second["misses"] == 0 and second["hits"] == first["misses"]

@@ -26,7 +26,7 @@ from tests.compiled import DROPOUT, below_recompute, hold_still
 from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same, assert_bitwise_same_step
 from tests.graph.test_tape_problem import captured
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_layers import Perceptrons
 from tests.train.test_step_memory import EXACT, measured
 
@@ -197,6 +197,7 @@ class Counting(torch.nn.Module):
         return CausalLMOutput(loss=x.square().mean())
 
 
+@in_turn
 def test_layers_with_running_statistics_are_in_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     hold_still(monkeypatch)
     engine = attached(model := Counting(), Selection(budget=Budget("2 GiB", 2**31)))
@@ -205,6 +206,7 @@ def test_layers_with_running_statistics_are_in_no_segment(monkeypatch: pytest.Mo
     engine.detach()
 
 
+@in_turn
 def test_layers_with_running_statistics_run_once_whatever_a_plan_says(tmp_path: Path) -> None:
     model, x = Counting(), torch.randn(64, 32)
     plain = copy.deepcopy(model)
@@ -241,6 +243,7 @@ def level_1(model: torch.nn.Module, batch: Batch) -> tuple[PlanFile, int]:
     return plan, place
 
 
+@in_turn
 @pytest.mark.parametrize("name", ["llama"])
 def test_inputs_of_layers_wait_on_the_host(name: str) -> None:
     """On a CPU, where the host's memory is the device's: a test of gradients and of what the device holds."""

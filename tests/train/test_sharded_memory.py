@@ -41,7 +41,7 @@ from optimum_memopt.sizes import Budget, parse_budget
 from tests.compiled import below_recompute, hold_still
 from tests.fresh_process import run
 from tests.gradients import Batch
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_segments import attached
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -288,6 +288,7 @@ def test_the_third_gather_of_a_layer_takes_time(tmp_path: Path) -> None:
     assert slow > 1.5 * fast > 0
 
 
+@in_turn
 def test_plain_pytorch_is_not_simulated_on_ranks() -> None:
     estimate = plan(CONFIG, "text-generation", batch_size=4, seq_len=64, device="h100", fsdp=2)
     with pytest.raises(MemOptError, match="ways together with fsdp: plain PyTorch is simulated on one device"):

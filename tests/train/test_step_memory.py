@@ -19,7 +19,7 @@ from optimum_memopt.plans.table import PlanTable
 from tests.compiled import DROPOUT, selection
 from tests.gradients import Batch
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 MODELS = {
     "roberta": ("roberta-classification", {**DROPOUT, "num_hidden_layers": 1}),
@@ -31,17 +31,20 @@ MODELS = {
 SIZES = ((8, 48), (5, 31), (11, 60))
 PLANS_BY_NAME = ("keep all", "recompute", "offload", "compress")
 PLANS = ("no plan", "no plan fp8", "level 1", "level 1 fp8", "level 2", *PLANS_BY_NAME)
-BY_DEFAULT = {("roberta", "level 1"), ("roberta", "offload"), ("roberta", "level 1 fp8")}
+BY_DEFAULT = {("roberta", "level 1")}
+IN_TURN = {("roberta", "offload")}
 # 0.5%, or what is not worth counting: the loss, seeds, offsets.
 EXACT = {"rel": 5e-3, "abs": 64}
 
 
-def cases(compiled: dict[str, Any], by_default: set[tuple[str, str]]) -> list[Any]:
-    return [
-        pytest.param(name, plan, marks=[] if (name, plan) in by_default else [pytest.mark.nightly])
-        for name in compiled
-        for plan in PLANS
-    ]
+def marks(*case: str) -> list[pytest.MarkDecorator]:
+    if case in BY_DEFAULT:
+        return []
+    return [in_turn if case in IN_TURN else pytest.mark.nightly]
+
+
+def cases() -> list[Any]:
+    return [pytest.param(name, plan, marks=marks(name, plan)) for name in MODELS for plan in PLANS]
 
 
 def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
@@ -109,7 +112,7 @@ def models() -> Iterator[dict[str, Predicted]]:
         model.engine.detach()
 
 
-@pytest.mark.parametrize(("name", "plan"), cases(MODELS, BY_DEFAULT))
+@pytest.mark.parametrize(("name", "plan"), cases())
 def test_saved_bytes_and_peak_are_the_allocators(models: dict[str, Predicted], name: str, plan: str) -> None:
     if name not in models:
         models[name] = predicted(name, "aot_eager")
@@ -211,6 +214,7 @@ def test_states_are_adamws_before_the_first_step_and_as_they_are_after_it(small_
     small_and_wide.model.zero_grad(set_to_none=True)
 
 
+@in_turn
 def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     subject = predicted("roberta", "aot_eager")
     for parameter in subject.model.roberta.parameters():

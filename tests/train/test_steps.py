@@ -22,7 +22,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise, fitting
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 
 BIG = {"vocab_size": 3000, "n_layer": 2, "n_embd": 64, "n_positions": 64}
@@ -109,6 +109,7 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
     assert steps.lowest(free, False) == few.peak
 
 
+@in_turn
 @pytest.mark.parametrize("micro_batches", nightly([1, 4], but=[1]))
 def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
     """Of plain PyTorch and of the engine, by the same rates; a graph with symbols has some launches more."""
@@ -222,7 +223,7 @@ def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     assert not steps.within(floor // 4).fits(chosen, rows, False)
 
 
-@pytest.mark.parametrize(("every", "rows"), [(1, 1), (1, 9), (2, 9)])
+@pytest.mark.parametrize(("every", "rows"), nightly([(1, 1), (1, 9), (2, 9)], but=[(2, 9)]))
 def test_checkpointing_of_any_batch_takes_what_it_takes_by_itself(steps, folder, every, rows):
     name = f"Trainer's checkpointing, every {'layer' if every == 1 else '2 layers'}"
     workload = Workload(folder, "text-generation", rows, LENGTH)
@@ -251,7 +252,7 @@ def by_unit(deep_folder, by_layer):
 
 
 @pytest.mark.parametrize("accumulates", nightly([False, True], but=[True]))
-@pytest.mark.parametrize("name", ["no plan", "level 1"])
+@pytest.mark.parametrize("name", nightly(["no plan", "level 1"], but=["level 1"]))
 def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder, name, accumulates):
     """With a batch of other rows than the traced ones."""
     steps = by_layer
@@ -263,6 +264,7 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
     assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
 
 
+@in_turn
 def test_released_gradients_are_those_of_one_layer(by_layer, deep_folder):
     spec = StepSpec("h100", "aot_eager", unit=LAYER, releases_gradients=True)
     steps = of_workload(Workload(deep_folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)

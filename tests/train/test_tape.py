@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.memory.tape import Call, RunId, Tape, TapeRe
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.small_model import VOCABULARY
 from tests.train.test_step_memory import EXACT, measured
 
@@ -54,6 +54,7 @@ def batch_of(name: str, rows: int, length: int) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(MODELS, but=["yoso", "led"]))
 @pytest.mark.parametrize("asked", ["", pytest.param("level 1", marks=pytest.mark.nightly)])
 def test_predictions_are_the_allocators(name: str, asked: str) -> None:

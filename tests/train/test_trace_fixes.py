@@ -21,6 +21,7 @@ from transformers.models.deberta import modeling_deberta
 
 from optimum_memopt import optimize
 from tests.gradients import assert_bitwise_same_step, assert_same_step
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1}
@@ -113,7 +114,7 @@ def with_dora(model):
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "4 bits"])
+@pytest.mark.parametrize("quantized", nightly([False, True], but=[False]), ids=["plain", "4 bits"])
 def test_dora_is_one_graph(quantized):
     torch.manual_seed(0)
     model = with_dora(in_4_bits() if quantized else Products())
@@ -150,6 +151,7 @@ class Mixture(torch.nn.Module):
         return CausalLMOutput(loss=x.square().sum())
 
 
+@in_turn
 def test_adapters_of_experts_are_one_graph():
     """Of one adapter and of two at once, which PEFT adds to a weight in other ways; and without any."""
     torch.manual_seed(0)
@@ -171,6 +173,7 @@ def test_adapters_of_experts_are_one_graph():
     assert ParamWrapper.forward is theirs
 
 
+@in_turn
 def test_layers_of_8_bits_are_compiled_once():
     torch.manual_seed(0)
     model, plain = (Products(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False) for _ in range(2))
@@ -201,6 +204,7 @@ class Normalized(torch.nn.Module):
         return {"loss": x.square().sum()}
 
 
+@in_turn
 def test_what_reads_running_statistics_is_not_recomputed():
     torch.manual_seed(0)
     model, plain = Normalized().train(), Normalized().train()

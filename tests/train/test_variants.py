@@ -23,7 +23,7 @@ from optimum_memopt.sizes import Budget
 from tests.captured import by_bytes
 from tests.compiled import recorded
 from tests.gradients import Batch, assert_bitwise_same_step
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import EXACT, measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make, tables
@@ -129,6 +129,7 @@ def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
     assert single.engine.plan_file().graphs == one.engine.plan_file().graphs
 
 
+@in_turn
 @pytest.mark.parametrize("unit", nightly([MODEL, LAYER], but=[MODEL]))
 def test_another_bucket_is_traced_by_none(attached, budget: int, unit: str) -> None:
     """It is another choice for the graphs of the first one, whichever batch was traced."""
@@ -217,6 +218,7 @@ def test_a_batch_without_need_of_a_plan_needs_no_variant(attached) -> None:
     assert one.header[-1] == "one variant: another one would save less than 0.5% time"
 
 
+@in_turn
 def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(attached, budget, monkeypatch) -> None:
     one = attached(budget, 2)
     one.step(LONG)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fresh_process import run
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.launchers.launching import needs_deepspeed
 
 # As of a model with more parameters than DeepSpeed leaves gathered.
@@ -49,6 +49,7 @@ def steps(folder: Path, cases: dict[str, dict[str, Any]], group: str = "fake") -
     return json.loads(found.read_text())
 
 
+@in_turn
 @needs_deepspeed
 @pytest.mark.parametrize("names", nightly(SETS, but=["released frozen"]))
 def test_a_step_is_predicted_to_the_byte(tmp_path: Path, names: str) -> None:

@@ -129,6 +129,24 @@ def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
     return _checked(Done(folder, done))
 
 
+_TWO_RANKS = """
+import sys
+from tests.fresh_process import fork_ranks
+from tests.train.launchers import worker
+
+fork_ranks(2, timeout=int(sys.argv[1]))
+sys.argv = ["worker.py", sys.argv[2]]
+worker.main()
+"""
+
+
+def run_jobs_on_two_ranks(folder: Path, jobs: Sequence[Job], **environment: str) -> Done:
+    """Run the jobs on two ranks without a launcher, in two thirds of the time: imports are made once."""
+    path, variables = write_jobs(folder, jobs), {**os.environ, **ENVIRONMENT, **environment}
+    done = fresh_process.run("-c", _TWO_RANKS, LONG, path, environment=variables, timeout=LONG)
+    return _checked(Done(folder, done))
+
+
 def _checked(done: Done) -> Done:
     assert done.process.returncode == 0 or "error: " in done.output, done.output[-4000:]
     return done

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests import fresh_process
+from tests.rotation import in_turn
 from tests.train.launchers import launching
 from tests.train.launchers.sharded_jobs import DEPTH
 from tests.train.launchers.test_fsdp import fsdp
@@ -92,6 +93,7 @@ worker.main()
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
 
 
+@in_turn
 @pytest.mark.parametrize(
     "deepspeed",
     [None, pytest.param(ZERO, marks=[pytest.mark.nightly, launching.needs_deepspeed, launching.needs_compiler])],

@@ -1,6 +1,6 @@
 """FSDP2 with layers as the unit, on two ranks: losses and weights are bitwise those without the package.
 
-Of the launches `make test` takes the first one.
+Of the launches `make test` takes the first one, without a launcher; ZeRO 3 has torchrun there.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.rotation import nightly
-from tests.train.launchers.launching import launcher, run_jobs, start
+from tests.train.launchers.launching import launcher, run_jobs, run_jobs_on_two_ranks, start
 from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, SEGMENTS, compared, differing
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
@@ -89,17 +89,21 @@ def test_ranks_end_together_where_nothing_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level"]))
 def test_weights_are_those_of_fsdp2(tmp_path: Path, names: str) -> None:
-    compare("torchrun", tmp_path, names)
+    compare("", tmp_path, names)
 
 
 @pytest.mark.nightly
-def test_by_accelerates_launcher(tmp_path: Path) -> None:
-    compare("accelerate", tmp_path, "level budget config lora")
+@pytest.mark.parametrize("launched_by", ["accelerate", "torchrun"])
+def test_by_a_launcher(tmp_path: Path, launched_by: str) -> None:
+    compare(launched_by, tmp_path, "level budget config lora")
 
 
 def compare(launched_by: str, tmp_path: Path, names: str) -> None:
     wanted = [job for name in names.split() for job in jobs(name, tmp_path, **CASES[name])]
-    done = run_jobs(launcher(launched_by), tmp_path, wanted)
+    if launched_by:
+        done = run_jobs(launcher(launched_by), tmp_path, wanted)
+    else:
+        done = run_jobs_on_two_ranks(tmp_path, wanted)
     for job in wanted:
         name, ranks = job.name.partition("-")[0], done.trained(job.name)
         assert {rank["world_size"] for rank in ranks} == {2}

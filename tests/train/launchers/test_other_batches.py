@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.rotation import nightly
-from tests.train.launchers.launching import Done, launcher, needs_compiler, needs_deepspeed, run_jobs
+from tests.train.launchers.launching import (
+    Done,
+    launcher,
+    needs_compiler,
+    needs_deepspeed,
+    run_jobs,
+    run_jobs_on_two_ranks,
+)
 from tests.train.launchers.sharded_jobs import DEPTH, SEGMENTS
 from tests.train.launchers.test_fsdp import fsdp
 from tests.train.launchers.test_zero3 import RELEASED, zero_3
@@ -88,7 +95,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Ranks that train, and ranks that are refused."""
     cells = ("ddp-padding-stock", "ddp-padding-level")
     jobs = [*map(other_options, OTHER_OPTIONS), *(job(*cell.split("-")) for cell in cells)]
-    return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("launched"), jobs)
+    return run_jobs_on_two_ranks(tmp_path_factory.mktemp("launched"), jobs)
 
 
 def check(done: Done, *cells: str) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 3 with layers as the unit, on two ranks: weights are bitwise those without the package.
 
 The comparison has the same leaf modules, as gradients of one are summed over the ranks together. Of the launches
-`make test` takes the first one.
+`make test` takes the first one, and of the second one an eighth.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.launchers.launching import launcher, needs_deepspeed, run_jobs
 from tests.train.launchers.sharded_jobs import DEPTH, LAYERS, SAVED, SEGMENTS, compared, differing
 from tests.train.launchers.worker import Job
@@ -56,7 +56,8 @@ RELEASED = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4000}
 # Matrices are sharded, and what is smaller is on all ranks.
 PERSISTENT = {"stage3_param_persistence_threshold": 100}
 CASES: dict[str, dict[str, Any]] = {
-    "level": {"zero": RELEASED, "arguments": SAVED},
+    "level": {"zero": RELEASED},
+    "resumed": {"zero": RELEASED, "arguments": SAVED},
     "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}, "zero": PERSISTENT},
     "gathered": {},
     "lora": {"adapters": ["q_proj", "down_proj"]},
@@ -80,6 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LAUNCHES = (
     "level",
+    "resumed",
     "budget",
     "config lora bf16",
     "accumulation init all",
@@ -91,7 +93,7 @@ ROUNDS = ("router",)
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("names", nightly(LAUNCHES, but=["level"]))
+@pytest.mark.parametrize("names", [*LAUNCHES[:1], pytest.param(LAUNCHES[1], marks=in_turn), *nightly(LAUNCHES[2:])])
 def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
     compare("torchrun", tmp_path, names)
 
@@ -100,7 +102,7 @@ def test_weights_are_those_of_zero_3(tmp_path: Path, names: str) -> None:
 @needs_deepspeed
 @pytest.mark.parametrize("launched_by", ["accelerate", "deepspeed"])
 def test_by_another_launcher(tmp_path: Path, launched_by: str) -> None:
-    compare(launched_by, tmp_path, "level config lora")
+    compare(launched_by, tmp_path, "resumed config lora")
 
 
 def compare(launched_by: str, tmp_path: Path, names: str) -> None:

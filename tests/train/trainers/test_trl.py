@@ -228,7 +228,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-@pytest.mark.parametrize("script", [sft, dpo, reward, grpo])
+@pytest.mark.parametrize("script", nightly([sft, dpo, reward, grpo], but=[sft, grpo]))
 def test_observers_leave_log_entries_as_they_are(tmp_path, monkeypatch, script):
     """TRL's trainers average and clear counters of their own in `log`."""
     observers = [InputDensityCallback(log_steps=1), MemoryPhasesCallback(log_steps=1), PlanStatsCallback()]
