@@ -22,7 +22,7 @@ from optimum_memopt import optimize
 from tests.compiled import recorded
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
 
 CASE = ZOO["qwen2-vl"]
@@ -233,6 +233,7 @@ READ_SIZES = {
 }
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(READ_SIZES, but=["mistral3"]))
 def test_modules_that_read_their_images_run_outside_of_graphs(name):
     """Other numbers of images are not compiled again, and the layers are by themselves."""

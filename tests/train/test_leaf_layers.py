@@ -14,6 +14,7 @@ from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from tests.compiled import selection
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
+from tests.rotation import in_turn
 from tests.train.launchers.launching import needs_deepspeed
 from tests.trainer_runs import log_lines
 
@@ -146,6 +147,7 @@ def test_only_layers_are_compiled() -> None:
     engine.detach()
 
 
+@in_turn
 @needs_deepspeed
 def test_hooks_in_a_layer_run() -> None:
     case = ZOO["llama"]
@@ -169,6 +171,7 @@ def test_a_layer_that_shares_a_trained_parameter_is_refused() -> None:
         Zero3Layers({}).start(model)
 
 
+@in_turn
 @needs_deepspeed
 def test_two_forwards_of_one_backward_are_refused() -> None:
     case = ZOO["llama"]

@@ -54,7 +54,7 @@ FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # Of which the compile engine trains two as one graph, and two by layers.
 LEFT_OUT = {("compile", "deberta-v2-mlm"), ("layers", "roberta-classification")}
 # Each model is trained by each engine all the same.
-IN_TURN = {("compile", "gpt2", "eager"), ("ort", "gpt2", "eager")}
+IN_TURN = {("compile", "gpt2", "eager")}
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others some of them, and one of them for their second kind of attention.
 EVERY_PLAN = FAST

@@ -21,7 +21,7 @@ def compiled(modules: Iterable[torch.nn.Module]) -> None:
         module.compile(backend="eager")
 
 
-@pytest.mark.parametrize("unit", ["layer", "model"])
+@pytest.mark.parametrize("unit", ["layer", pytest.param("model", marks=in_turn)])
 def test_a_level_recomputes_in_layers_that_the_user_compiled(unit):
     model, plain = SMALL.build("eager").train(), SMALL.build("eager").train()
     for each in (model, plain):

@@ -19,7 +19,7 @@ from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
 from tests.gradients import accumulate, assert_same
 from tests.model_zoo import in_4_bits
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG = transformers.LlamaConfig(
@@ -70,6 +70,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@in_turn
 def test_an_evaluation_leaves_gradients_as_they_were() -> None:
     """On a CPU with AVX512-BF16 bitsandbytes would compute wrong ones from then on."""
     torch.manual_seed(0)
