@@ -209,7 +209,8 @@ CLASSES = 999
 
 
 def attached(model: torch.nn.Module, loss_only: bool) -> CompileEngine:
-    engine = CompileEngine(Selection(level=1), compiler="aot_eager", loss="plain")
+    # Only the former gets batches of several sizes.
+    engine = CompileEngine(Selection(level=1), compiler="aot_eager", dynamic=loss_only, loss="plain")
     engine.outputs_read_by = lambda: "" if loss_only else "a test"
     engine.attach(model)
     return engine

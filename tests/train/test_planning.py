@@ -94,6 +94,7 @@ def test_tensors_at_the_peak_add_up_to_it(how, compiler: str) -> None:
         assert all(group.count > 0 for group in of_category)
 
 
+@in_turn
 def test_tensors_at_the_peak_here_and_with_gradients_of_earlier_micro_batches() -> None:
     estimate = of_llama(2, gradient_accumulation_steps=2)
     assert sum(group.bytes for group in estimate.at_peak) == estimate.peak
