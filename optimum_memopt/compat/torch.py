@@ -28,6 +28,12 @@ def backward_pass() -> int:
     return number
 
 
+def is_in_function_transform() -> bool:
+    """True within a transform of `torch.func` (`grad`, `vmap`, `jvp`), of whose tensors none has a storage that a
+    compiled graph could read (torch 2.13)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """The module's forward hooks by the ids in their handles, which grow with each hook that is registered; to be
     changed in place (torch 2.13)."""

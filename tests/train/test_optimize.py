@@ -11,10 +11,11 @@ from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCall
 from optimum_memopt.callbacks import reporting
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.errors import DoesNotFitError, MemOptError
-from tests.gradients import accumulate
+from tests.gradients import accumulate, assert_bitwise_same_step
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
+from tests.trainer_runs import log_lines
 
 WIDTH = 512
 OPTIONS = {
@@ -42,6 +43,30 @@ def test_the_log_level_decides(capsys):
     engine = optimize(model, memory_opt_level=1, memory_opt_log_level="warning", **OPTIONS["compile"])
     accumulate(model, [CASE.batch()])
     assert "[memopt]" not in capsys.readouterr().err
+    assert engine.plans().enabled
+    engine.detach()
+
+
+def test_function_transforms_run_in_plain_pytorch() -> None:
+    """Gradients of each sample by `torch.func`, beside steps of the engine."""
+    ours, plain, batch = CASE.build("eager"), CASE.build("eager"), CASE.batch()
+
+    def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        def loss(parameters: dict[str, torch.Tensor], sample: dict[str, torch.Tensor]) -> torch.Tensor:
+            one = {name: value.unsqueeze(0) for name, value in sample.items()}
+            return torch.func.functional_call(model, parameters, (), one).loss
+
+        parameters = {name: each.detach() for name, each in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")(parameters, batch)
+
+    engine = optimize(ours, memory_opt_level=1, **OPTIONS["compile"])
+    with log_lines() as lines:
+        found = gradients_of(ours), gradients_of(ours)
+    expected = gradients_of(plain)
+    for each in found:
+        assert all(torch.equal(each[name], gradient) for name, gradient in expected.items())
+    assert [line for line in lines if "torch.func (grad, vmap, jvp) run in plain PyTorch" in line] == lines
+    assert_bitwise_same_step(ours, plain, batch)
     assert engine.plans().enabled
     engine.detach()
 

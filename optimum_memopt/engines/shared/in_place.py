@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat.torch import is_in_function_transform
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import (
@@ -67,7 +68,7 @@ class InPlaceEngine(Engine):
     def __init__(self, selection: Selection | None = None) -> None:
         self._last_attached: Attached | None = None
         self._is_attached = False
-        self._was_called = False
+        self._was_called = self._was_transformed = False
         self.apply(selection or Selection())
 
     @property
@@ -147,6 +148,9 @@ class InPlaceEngine(Engine):
         get_logger().warning(f"{unused}; {instead}")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_function_transform():
+            self._say_transformed()
+            return self._attached.training_forward.plain_forward(*args, **kwargs)
         if not self._was_called:
             self._was_called = True
             # Compiled since `attach`, as by a training loop.
@@ -155,6 +159,14 @@ class InPlaceEngine(Engine):
             # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
             self._replace_checkpointing()
         return self._train_forward(*args, **kwargs)
+
+    def _say_transformed(self) -> None:
+        if not self._was_transformed:
+            self._was_transformed = True
+            get_logger().warning(
+                f"forwards of {type(self._model).__name__} under torch.func (grad, vmap, jvp) run in plain PyTorch, "
+                "outside of plan and prediction"
+            )
 
     def _replace_checkpointing(self) -> None:
         offloads = self._attached.checkpointing.offloads
