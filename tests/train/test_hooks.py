@@ -148,6 +148,20 @@ def test_hooks_of_layers_come_and_go_while_the_forward_runs():
     assert "for 4 layers" in engine.plans().header[0]
 
 
+class HookedNet(Net):
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x = layer(x)
+            x.register_hook(lambda gradient: gradient * 2)
+        return CausalLMOutput(loss=x.square().sum())
+
+
+def test_hooks_on_tensors_between_layers() -> None:
+    ours, plain, batch = HookedNet(4), HookedNet(4), {"x": torch.randn(4, 8)}
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    assert_bitwise_same_step(ours, plain, batch, batch)
+
+
 def test_hidden_states_that_hooks_of_layers_collect():
     """transformers puts these hooks on the layers in the first forward."""
     case = ZOO["llama"]

@@ -334,6 +334,12 @@ class Regions:
     def _call_key(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
         return self._trace, layer, tuple(map(_kind, given))
 
+    def check_graph(self, graph: fx.Graph) -> None:
+        """Raise RuntimeError where what is traced around the layers registers a hook on a tensor: a piece of the graph
+        that returns what it was given, with a hook on it, is passed by in the backward."""
+        if any(map(dynamo.registers_hook, graph.nodes)):
+            raise self._refused("a hook is registered on a tensor between layers")
+
     def check_around(self, trace: dynamo.Trace) -> None:
         """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
         to a list that all hooks append to: what the hook writes there while the graph runs would be lost."""

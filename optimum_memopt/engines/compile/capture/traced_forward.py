@@ -472,6 +472,7 @@ class TracedForward:
         given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
         if not any(map(dynamo.is_operator_of_python, module.graph.nodes)):
             return self._owned(self._traced(module, given, names, losses, None))
+        self._regions.check_graph(module.graph)
         if (trace := dynamo.Trace.current()) is not None:
             self._regions.check_around(trace)
         whole = around_regions(module)

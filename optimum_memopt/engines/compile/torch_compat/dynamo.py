@@ -446,6 +446,12 @@ def is_operator_of_python(node: fx.Node) -> bool:
     return getattr(node.target, "is_operator_of_python", False)
 
 
+def registers_hook(node: fx.Node) -> bool:
+    """True for a hook on a tensor that a traced forward has computed (torch 2.13 and later, `register_hook_op` in
+    `torch/_higher_order_ops/register_hook.py`; earlier ones break the graph there)."""
+    return getattr(node.target, "__name__", "") == "register_hook"
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which breaks a graph where it is called and is not traced, nor what it calls."""
     return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=MEANT))
