@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
+from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
@@ -160,6 +161,14 @@ def test_hooks_on_tensors_between_layers() -> None:
     ours, plain, batch = HookedNet(4), HookedNet(4), {"x": torch.randn(4, 8)}
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     assert_bitwise_same_step(ours, plain, batch, batch)
+
+
+def test_hooks_on_tensors_between_layers_refuse_these_by_themselves() -> None:
+    """A forward that registers hooks cannot run without gradients."""
+    ours = HookedNet(4)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_unit="layer")
+    with pytest.raises(UnsupportedModelError, match="a hook is registered on a tensor between layers"):
+        ours(torch.randn(4, 8))
 
 
 def test_hidden_states_that_hooks_of_layers_collect():

@@ -390,14 +390,19 @@ class PlannedForward:
         if self.traced.spec.only_layers or fully_shard.is_sharded(self._model):
             return
         before = ForwardState.of(self._model, with_buffers=True)
-        try:
-            with torch.no_grad():
-                self.run_plainly(call)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise error from None
-        finally:
-            before.restore()
+        # Without gradients it takes the least memory; one that registers a hook on a tensor needs them.
+        for has_gradients in (False, True):
+            try:
+                with torch.set_grad_enabled(has_gradients):
+                    self.run_plainly(call)
+                return
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return
+                if has_gradients:
+                    raise error from None
+            finally:
+                before.restore()
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:
         """Plain PyTorch's outputs, where the compiled forward has failed.
