@@ -101,10 +101,10 @@ Runner = tuple[str, bool, int]
 
 def print_advice(folder: Path, name: str) -> None:
     """The advice within each budget."""
-    from optimum_memopt.engines.api.run import StepSpec
     from optimum_memopt.engines.compile.predict.micro_batches import of_workload
     from optimum_memopt.predict.advise import advise, to_dict
     from optimum_memopt.sizes import parse_budget
+    from optimum_memopt.step_settings import StepSpec
 
     free = of_workload(workload(folder, name), parse_budget("auto"), StepSpec())
     plans = {plan.name: plan for plan in free.plans if not plan.chunks_loss}

@@ -16,10 +16,10 @@ from typing import Any
 from shared import fill, to_markdown
 from transformers import ElectraConfig, GPT2Config, PretrainedConfig, RobertaConfig
 
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
+from optimum_memopt.step_settings import StepSpec
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def still(config: PretrainedConfig) -> PretrainedConfig:
 
 def row_of(published: Published) -> dict[str, Any]:
     workload = Workload(
-        still(published.config), published.task, published.rows, published.tokens, attention="eager", has_padding=False
+        still(published.config), published.task, published.rows, published.tokens, attention="eager", padding=False
     )
-    predictor = of_workload(workload, parse_budget("70GiB"), StepSpec("a100", autocast="float16"))
+    predictor = of_workload(workload, parse_budget("70GiB"), StepSpec("a100", fp16=True))
     names = ("plain PyTorch", "no plan")
     plans = [next(plan for plan in predictor.plans if plan.name == name and not plan.chunks_loss) for name in names]
     plain, compiled = (sum(predictor.step(plan, published.rows, False).seconds.values()) for plan in plans)

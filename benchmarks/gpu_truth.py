@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, EagerSettings
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.costs import bounded
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
@@ -39,6 +38,7 @@ from optimum_memopt.engines.compile.memory.live import LiveRecorder
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.predict.workload import ModuleWorkload
+from optimum_memopt.step_settings import StepSpec
 
 GIB, MIB = 2**30, 2**20
 BATCH_SIZE = 4

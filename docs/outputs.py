@@ -4,6 +4,7 @@
     python docs/outputs.py level-1    # only these
     python docs/outputs.py --check    # runs nothing: every block has its recipe, and the same text wherever it stands
 
+The table of the settings of a planned step is written by each of them but the last, which checks it.
 A block is a fence behind `<!-- output: NAME -->`. Blocks that show the same command show the same run of it.
 """
 
@@ -23,6 +24,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(
     r"^(?P<marker> *<!-- output: (?P<name>\S+) -->\n\n?) *```\n(?P<text>(?:.*\n)*?) *```$", re.MULTILINE
 )
+SETTINGS = re.compile(r"(?<=<!-- settings: begin -->\n\n).*(?=\n<!-- settings: end -->)", re.DOTALL)
+SETTINGS_PAGE = ROOT / "docs/plan.md"
 WIDTH = 132
 ELLIPSIS = "…"
 # What makes a run shorter or quieter, and nothing that is shown different.
@@ -327,6 +330,21 @@ def blocks(page: Path) -> dict[str, str]:
     }
 
 
+def settings() -> str:
+    """The page with the settings of a planned step as their dataclasses declare them."""
+    from optimum_memopt.commands.flags import flags_of
+    from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec
+
+    rows = ["| flag | in Python | meaning |", "|---|---|---|"]
+    for kind in (ModelSettings, StepSpec, PlanSettings):
+        for name, field in flags_of(kind).items():
+            keyword = "plan_file" if name == "plan" else field.name
+            python = f"`{keyword}=False`" if field.default is True else f"`{keyword}`"
+            rows.append(f"| `--{name}` | {python} | {field.metadata['help'].replace('%%', '%')} |")
+    table = "\n".join(rows) + "\n"
+    return SETTINGS.sub(lambda _: table, SETTINGS_PAGE.read_text(encoding="utf-8"))
+
+
 def check() -> list[str]:
     """The mistakes of the pages: a line each."""
     shown = [(page, name, text) for page in PAGES for name, text in blocks(page).items()]
@@ -342,6 +360,7 @@ def check() -> list[str]:
         *(f"{page.name}: no output is called {name}" for page, name, _ in shown if name not in OUTPUTS),
         *(f"{name} stands in no page" for name in OUTPUTS if name not in texts),
         *(f"{name} is shown with different text" for name, different in texts.items() if len(different) > 1),
+        *(["the table of settings is an old one"] if settings() != SETTINGS_PAGE.read_text(encoding="utf-8") else []),
     ]
 
 
@@ -403,6 +422,7 @@ def main() -> int:
         wrong = check()
         print(*wrong, sep="\n", end="\n" if wrong else "")
         return bool(wrong)
+    SETTINGS_PAGE.write_text(settings(), encoding="utf-8")
     printed: dict[tuple[str, ...], str] = {}
     texts, failed = {}, []
     with tempfile.TemporaryDirectory() as name:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
@@ -22,7 +23,8 @@ _PLURALS = {
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field of a dataclass of options: its default and help, and `choices` where only some values are allowed."""
+    """A field of a dataclass of options: its default and help, `choices` where only some values are allowed, and what
+    else argparse takes."""
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -98,7 +100,8 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
     numbers = Numbers()
     if get_origin(hint) is Annotated:
         hint, numbers = get_args(hint)
-    kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = {get_origin(kind) or kind for kind in (get_args(hint) if is_union else (hint,))}
     allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
     if not any(_is_a(value, kind) for kind in kinds):
         shown = f"'{excerpt(value)}'" if isinstance(value, str) else excerpt(value)

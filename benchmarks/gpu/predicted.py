@@ -11,11 +11,12 @@ import torch
 from gpu.checks import ALONE, Check, Figure, Setting, Turn, clean_up, within
 from gpu.steps import BASE, MIB, MODELS, TINY, Held, Shape, adamw, batch_of, build, offload_config, planned, train
 
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 
 # Of the predicted peak; reserved has no limit of its own, it is what the allocator's fragmentation makes of it.
 _REQUESTED, _ALLOCATED, _RESERVED = 0.005, 0.03, 0.25
@@ -163,7 +164,7 @@ def plan_for_device(setting: Setting, model: str) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         trained.config.save_pretrained(folder)
         task = "text-generation" if model == "llama" else "fill-mask"
-        workload = Workload(folder, task, shape.batch, shape.length, has_padding=False)
+        workload = Workload(folder, task, shape.batch, shape.length, padding=False)
         told = estimate(workload, Selection(level=1), StepSpec(device="h100", compiler="aot_eager"))
     optimizer = adamw(trained)
     engine = planned(trained, compiler="aot_eager", level=1)

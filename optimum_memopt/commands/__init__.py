@@ -2,5 +2,5 @@
 
 memopt  the group of commands and their arguments
 plan    `memopt plan`
-step    the flags of a step that is predicted
+flags   the flags of commands that predict a step
 """

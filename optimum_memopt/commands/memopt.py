@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_memopt.commands import step
+from optimum_memopt.commands import flags
+from optimum_memopt.step_settings import StepSpec
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.api.factory import Report
@@ -23,37 +24,13 @@ _ADVISE_DESCRIPTION = (
     "recommends one. The model is traced from its config; no training step is run. Without --device the speed of "
     "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
 )
-_HERE = "here"
-# Of --optim.
-_ALL = "all"
 
 
 class AdviseCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _ADVISE_DESCRIPTION
-        step.add_model(parser)
-        parser.add_argument(
-            "--device",
-            default=_HERE,
-            help="The device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file (docs/budget.md). "
-            "Default: here, this machine.",
-        )
-        parser.add_argument(
-            "--budget",
-            default="auto",
-            help="Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).",
-        )
-        parser.add_argument(
-            "--global_batch",
-            type=int,
-            help="Rows of an optimizer step on one device, divided into equal micro-batches. Default: each "
-            "micro-batch is a step, of any size.",
-        )
-        step.add_arguments(parser)
-        parser.add_argument_group("output").add_argument(
-            "--json", action="store_true", help="Print JSON instead of a table."
-        )
+        flags.add_flags(parser, flags.OF_ADVISE, without=flags.CHOSEN_BY_ADVISE)
         parser.epilog = (
             "--optim all also compares the memory of all known optimizers, with --optim's default in force."
         )
@@ -81,19 +58,19 @@ class AdviseCommand(BaseOptimumCLICommand):
         from optimum_memopt.predict.workload import warn_of_precision
 
         args = self.args
-        workload = step.workload_of(args)
-        step.check_counts(args, "global_batch")
-        optimizers = args.optim == _ALL
+        workload = flags.workload_of(args)
+        flags.check_numbers(args, flags.AdviseFlags)
+        optimizers = args.optim == flags.ALL
         if optimizers:
-            args.optim = None
-        spec = step.spec_of(args, None if args.device == _HERE else args.device)
+            args.optim = StepSpec.optim
+        if args.device == flags.HERE:
+            args.device = None
+        spec = flags.spec_of(args)
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
         name = predicting_engine()
         warn_of_precision(factory(name).planned_device(spec.device), spec.autocast, workload)
-        options = step.checked_options(
-            memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
-        )
+        options = flags.checked_options(args, name)
         with watched("comparing plans and micro-batches"):
             steps = factory(name).predict_steps(workload, options, spec)
             advice = advise(steps, args.global_batch)
@@ -203,86 +180,7 @@ class PlanCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _PLAN_DESCRIPTION
-        step.add_model(parser)
-        parser.add_argument(
-            "--batch_size",
-            default="8",
-            help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
-            "trace of the largest.",
-        )
-        parser.add_argument(
-            "--device",
-            help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
-            "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
-        )
-        parser.add_argument(
-            "--budget", help="Bytes that the step must not pass, as 24GiB, 90%% or auto; the cheapest plan that fits."
-        )
-        plan = parser.add_argument_group("plan, instead of a budget")
-        plan.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
-        plan.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
-        plan.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
-        plan.add_argument("--compress", help="What the plan saves, as --memory_opt_compress takes it.")
-        step.add_arguments(parser)
-        engine = parser.add_argument_group("engine")
-        engine.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
-        engine.add_argument("--loss", help="compile engine: as --memory_opt_loss takes it (default: auto).")
-        engine.add_argument(
-            "--gradient_accumulation_steps",
-            type=int,
-            help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
-        )
-        output = parser.add_argument_group("output")
-        output.add_argument(
-            "--ways",
-            choices=("all", "plain"),
-            default="all",
-            help="The ways to train that are compared: plain PyTorch and Trainer's checkpointing, which take two "
-            "seconds, and all: also the compile engine without a plan, under level 1 and under what is selected "
-            "(default).",
-        )
-        output.add_argument(
-            "--symbolic",
-            action="store_true",
-            help="compile engine: show savings as formulas in batch size and sequence length; several times slower.",
-        )
-        output.add_argument(
-            "--budget_curve",
-            nargs="?",
-            const="",
-            metavar="PICTURE",
-            help="Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg "
-            "or .png file also as a picture (pip install optimum-memopt[report]).",
-        )
-        output.add_argument(
-            "--at_peak",
-            action="store_true",
-            help="compile engine: list the tensors at the predicted peak, by category, row of the plan table or "
-            "operator, and module; their bytes add up to the peak.",
-        )
-        output.add_argument(
-            "--html",
-            metavar="FILE",
-            help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "
-            "plan table (pip install optimum-memopt[report]). Solves for ten budgets.",
-        )
-        output.add_argument(
-            "--output",
-            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
-            "with --budget or --compress a plan file for --memory_opt_plan.",
-        )
-        output.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
-        measured = parser.add_argument_group("measured in fresh processes, and not predicted")
-        measured.add_argument(
-            "--measure",
-            action="store_true",
-            help="Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows "
-            "with the lowest peak. Takes minutes: 10 to 30 seconds per process.",
-        )
-        measured.add_argument(
-            "--steps", type=int, help="Steps to measure, after a first one that compiles (default: 2)."
-        )
-        measured.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
+        flags.add_flags(parser, flags.OF_PLAN)
 
     def run(self) -> None:
         from optimum_memopt.compat.installed import without_kernel_warning

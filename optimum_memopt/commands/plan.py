@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,35 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from optimum_memopt.commands import step
+from optimum_memopt.commands import flags
+from optimum_memopt.commands.flags import PLAIN, MeasureFlags
 from optimum_memopt.engines.api.predictions import StepTimeline, Way, fits_cell
-from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, reason_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure import Case, spawn, sweep
-from optimum_memopt.memory import optimizers
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.predict.workload import Workload, warn_of_precision
 from optimum_memopt.report import charts
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.sizes import AUTO, gib_text
+from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options
 
-# What only a prediction has.
-_VALUES = (
-    "optim",
-    "gradient_accumulation_steps",
-    "trainable",
-    "dtype",
-    "peft",
-    "quantize",
-    "attention",
-    "loss",
-    "fsdp",
-    "release_gradients",
-)
-_PREDICTED = ("bf16", "fp16", *_VALUES, "fsdp", "no_padding", "keep_outputs")
-_OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
-PLAIN_WAYS = "plain"
-# Why several batch sizes are refused.
+_OF_PLAN = tuple(flags.flags_of(PlanSettings))
+# Why several batch sizes are refused, by the flags that need one.
 _OF_ONE_SIZE = {
     **dict.fromkeys(("budget", "budget_curve", "html"), "a budget has a plan for each"),
     "at_peak": "each has a peak of its own",
 }
+# What only a prediction has: of a device and its peak, and of the step.
+_OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
+_MEASURED = {"model", "task", "batch_size", "seq_len", "device", "compiler"}
+_OF_STEP = [name for kind in (StepSpec, ModelSettings) for name in flags.flags_of(kind) if name not in _MEASURED]
+# What is refused beside --ways plain, and beside --measure.
+_OF_ENGINE = (*_OF_PLAN, "loss", "compiler", "budget_curve", "output", "measure", "fsdp")
+_OF_PREDICTION = (*(name for name in _OF_PLAN if name not in ("level", "config")), "compiler", *_OF_DEVICE)
 _NUMBER = re.compile(r"[1-9][0-9]*")
 # Digits up to which the error of a step of too many tokens has the number.
 _MOST_DIGITS = 19
@@ -60,89 +52,83 @@ def case_of(args: Any) -> Case:
         MemOptError: one line.
     """
     sizes = batch_sizes(args.batch_size)
-    workload = step.workload_of(args, max(sizes))
-    _check(args, sizes)
-    options = {
-        "memory_opt_engine": args.engine,
-        "memory_opt_config": args.config,
-        "memory_opt_level": args.level,
-        "memory_opt_budget": args.budget,
-        "memory_opt_plan": args.plan,
-        "memory_opt_compress": args.compress,
-        "memory_opt_compiler": args.compiler,
-        "memory_opt_loss": args.loss or AUTO,
-    }
-    asks_for_prediction = len(sizes) > 1 or args.ways == PLAIN_WAYS or _given(args, *_OF_DEVICE, *_PREDICTED)
-    if args.engine == AUTO and not args.measure and asks_for_prediction:
-        options["memory_opt_engine"] = predicting_engine()
-    (name, *_), _ = choose_engines(options["memory_opt_engine"], step.checked_options(**options))
+    workload, given = flags.workload_of(args, max(sizes)), flags.given_flags(args)
+    flags.spec_of(args)
+    _check(args, sizes, given)
+    engine = args.engine
+    asks_for_prediction = len(sizes) > 1 or args.ways == PLAIN or given.keys() & {*_OF_DEVICE, *_OF_STEP}
+    if engine == AUTO and not args.measure and asks_for_prediction:
+        engine = predicting_engine()
+    (name, *_), _ = choose_engines(engine, flags.checked_options(args, engine))
     if args.measure or not factory(name).predicts:
-        _check_measured(args, name, sizes)
+        _check_measured(args, name, sizes, given)
     elif args.steps is not None:
         raise MemOptError(
             f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
-    return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
+    return Case(workload, {"memory_opt_engine": name, **engine_options(vars(args))}, steps=args.steps or 2)
 
 
-def _given(args: Any, *flags: str) -> list[str]:
-    return [flag for flag in flags if getattr(args, flag) is not None and getattr(args, flag) is not False]
+def _refuse(given: Mapping[str, str], names: Iterable[str], why: str) -> None:
+    """Raise a MemOptError for the first of these flags that was given."""
+    for name in names:
+        if name in given:
+            raise MemOptError(f"--{name}{why}")
 
 
-def _check_measured(args: Any, engine: str, sizes: Sequence[int]) -> None:
+def _check_measured(args: Any, engine: str, sizes: Sequence[int], given: Mapping[str, str]) -> None:
     """Refuse what only a prediction has. Raises MemOptError."""
-    if given := _given(args, *_OF_DEVICE):
-        raise MemOptError(f"--{given[0]}: the {engine} engine is measured, on this machine; leave it out")
-    if given := _given(args, *_PREDICTED):
-        value = getattr(args, given[0])
-        shown = "" if value is True else f" {excerpt(value)}"
-        raise MemOptError(f"--{given[0]}{shown}: is predicted, and not measured; leave it out")
+    _refuse(given, _OF_DEVICE, f": the {engine} engine is measured, on this machine; leave it out")
+    for name in _OF_STEP:
+        if name in given:
+            raise MemOptError(f"{given[name]}: is predicted, and not measured; leave it out")
     if len(sizes) > 1:
         raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
     if args.symbolic:
         raise MemOptError(f"--symbolic is for predictions of the {predicting_engine()} engine; leave it out")
 
 
-def batch_sizes(text: str) -> tuple[int, ...]:
+def batch_sizes(text: str | int) -> tuple[int, ...]:
     """The numbers of `--batch_size`, in order.
 
     Raises:
         MemOptError: what is no number from 1 on, or far beyond any batch.
     """
-    numbers = [part.strip() for part in text.split(",")]
+    numbers = [part.strip() for part in str(text).split(",")]
     if not all(_NUMBER.fullmatch(number) for number in numbers):
         raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
     if max(map(len, numbers)) > _MOST_DIGITS:
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {step.MOST_COUNT}")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {flags.MOST_COUNT}")
     return tuple(sorted({int(number) for number in numbers}))
 
 
-def _check(args: Any, sizes: Sequence[int]) -> None:
+def _check(args: Any, sizes: Sequence[int], given: Mapping[str, str]) -> None:
     """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    step.check_counts(args, "steps", "max_runs", "gradient_accumulation_steps")
+    flags.check_numbers(args, MeasureFlags)
     if args.max_runs is not None and not args.measure:
         raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
-    if args.optim is not None:
-        optimizers.check(args.optim)
-    if args.ways == PLAIN_WAYS:
-        _check_plain(args)
-    if len(sizes) > 1 and (given := _given(args, *_OF_ONE_SIZE)):
-        raise MemOptError(
-            f"--batch_size {args.batch_size} with --{given[0]}: {_OF_ONE_SIZE[given[0]]}; give one, or let "
-            "optimum-cli memopt advise compare them"
-        )
+    if args.ways == PLAIN:
+        _refuse(given, _OF_ENGINE, " with --ways plain: is the engine's; leave one of the two out")
+        if args.symbolic or len(sizes) > 1:
+            several = "--symbolic" if args.symbolic else f"--batch_size {args.batch_size}"
+            raise MemOptError(
+                f"{several} with --ways plain: a step of plain PyTorch has one size; leave one of the two out"
+            )
+    for name, reason in _OF_ONE_SIZE.items():
+        if len(sizes) > 1 and name in given:
+            raise MemOptError(
+                f"--batch_size {args.batch_size} with --{name}: {reason}; give one, or let optimum-cli memopt advise "
+                "compare them"
+            )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
-    chosen = args.config or args.level or args.budget or args.compress
-    if args.output and not args.measure and not chosen:
+    if args.output and not (given.keys() & {*_OF_PLAN, "measure"} - {"plan"}):
         raise MemOptError(
             "--output writes the plans that are on; give --config, --level, --budget, --compress or --measure"
         )
-    if args.measure and (
-        given := _given(args, "budget", "plan", "compress", "device", "compiler", "budget_curve", "html", "at_peak")
-    ):
-        raise MemOptError(f"--{given[0]} with --measure: measured are rows and levels, on this machine; leave it out")
-    if args.budget_curve is not None and (chosen or args.plan):
+    if args.measure:
+        _refuse(given, _OF_PREDICTION, " with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None and given.keys() & {*_OF_PLAN}:
         raise MemOptError(
             "--budget_curve: it has all budgets; leave out --config, --level, --budget, --plan and --compress"
         )
@@ -153,28 +139,6 @@ def _check(args: Any, sizes: Sequence[int]) -> None:
         check_written("--output", args.output)
     if args.html is not None:
         check_page("--html", args.html)
-
-
-def _check_plain(args: Any) -> None:
-    """Refuse what plain PyTorch does not have. Raises MemOptError."""
-    for flag in (
-        "config",
-        "level",
-        "budget",
-        "plan",
-        "compress",
-        "loss",
-        "compiler",
-        "budget_curve",
-        "output",
-        "measure",
-        "fsdp",
-    ):
-        if getattr(args, flag):
-            raise MemOptError(f"--{flag} with --ways plain: is the engine's; leave one of the two out")
-    if args.symbolic or "," in args.batch_size:
-        given = "--symbolic" if args.symbolic else f"--batch_size {args.batch_size}"
-        raise MemOptError(f"{given} with --ways plain: a step of plain PyTorch has one size; leave one of the two out")
 
 
 @dataclass(frozen=True)
@@ -214,7 +178,7 @@ def table_of(args: Any) -> PlanOutput:
 def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOutput:
     resolved = resolve(options)
     sizes = batch_sizes(args.batch_size)
-    spec = step.spec_of(args, args.device, args.gradient_accumulation_steps or 1, args.loss or AUTO)
+    spec = flags.spec_of(args)
     engine = factory(resolved.engine)
     device = engine.planned_device(spec.device)
     warn_of_precision(device, spec.autocast, workload)
@@ -222,7 +186,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     has_plain = len(sizes) == 1 and spec.fsdp == 1
     plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
-    if args.ways == PLAIN_WAYS:
+    if args.ways == PLAIN:
         only: dict[str, Any] = {"ways": _ways_dict(plain, device.memory)}
         text = _ways_text(plain, header, device.memory)
         if args.at_peak:
@@ -270,10 +234,10 @@ def ranks_text(ranks: int, peak: int, of_twice: int) -> str:
 
 def _header(workload: Workload, spec: StepSpec) -> str:
     tokens = f" of {workload.seq_len} tokens" if workload.tokens else ""
-    padding = "" if workload.has_padding or not tokens else " without padding"
+    padding = "" if workload.padding or not tokens else " without padding"
     autocast = f", autocast to {spec.autocast}" if spec.autocast else ""
-    adapter = f", adapter {workload.adapter}" if workload.adapter else ""
-    quantized = f" quantized to {workload.quantization}" if workload.quantization else ""
+    adapter = f", adapter {workload.peft}" if workload.peft else ""
+    quantized = f" quantized to {workload.quantize}" if workload.quantize else ""
     sharded = f", one of {spec.fsdp} ranks under FSDP2" if spec.fsdp > 1 else ""
     if sharded and autocast:
         sharded += ", which holds in float32 what trains"
@@ -351,7 +315,7 @@ def _save_page(args: Any, result: PlanOutput) -> None:
     # It imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
     from optimum_memopt.report.page import of_estimate, of_way, render
 
-    data = of_way(result.ways[0], args.model) if args.ways == PLAIN_WAYS else of_estimate(result.estimate, args.model)
+    data = of_way(result.ways[0], args.model) if args.ways == PLAIN else of_estimate(result.estimate, args.model)
     render(data).save(args.html)
 
 

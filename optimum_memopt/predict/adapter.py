@@ -13,9 +13,8 @@ import torch
 
 from optimum_memopt.compat.bitsandbytes import cast_biases, quantize_4bit
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.step_settings import DTYPES
 
-# Types of weights, and of the products of quantized ones.
-DTYPES = ("float32", "bfloat16", "float16")
 _QUANTIZATION = "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false"
 
 

@@ -1,8 +1,9 @@
 """`plan`: the memory of a training step from Python, before anything is loaded, allocated or run."""
 
 import html
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -15,7 +16,7 @@ from optimum_memopt.compat.installed import without_kernel_warning
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Group, Way
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.registry import factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.generators import preserved_generators
@@ -27,13 +28,13 @@ from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of, warn_of_precision
 from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
+from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, patterns
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Beyond as many rows or tokens torch's operators index with more than 32 bits.
-_MOST_RANKS = 2**20
-_SIZE = Annotated[int | None, Numbers(1, 2**31)]
+# Fields of a model by its config that a module has itself.
+_OF_MODULE = ("dtype", "attention", "peft", "quantize")
 
 
 def plan(
@@ -73,101 +74,53 @@ def plan(
         task: as `fill-mask`; None: by the name of the class that the config or the model has.
         example_inputs: of a module's forward, which should return a loss: a dict of keyword arguments, a tuple, or a
             tensor. None: a batch for `task`, for a model with a transformers config.
-        batch_size: rows; default: those of `example_inputs`, else 8.
-        seq_len: tokens of a row, without `example_inputs`; default: 128.
-        budget: bytes that the step must not pass, as `24GiB`, `90%`; the cheapest recompute that fits is planned.
-        device: that is planned for, as `h100`, or a JSON file; None: this machine's.
-        bf16: under autocast, as Trainer's.
-        fp16: under autocast, as Trainer's.
-        trainable: patterns of the parameters that train, as PEFT's `target_modules`, globs or regular expressions;
-            empty: all that the model trains.
-        compiler: `inductor` or `aot_eager`; None: the one that would train.
-        loss: `auto`, `plain` or `chunked`, as the engine computes it.
-        dtype: of the weights, as `bfloat16`; None: that of the config, as transformers 5 loads it.
-        attention: `sdpa` or `eager`; None: transformers' choice.
-        peft: PEFT's adapter as `r=16,target=all-linear`, or the path of an adapter_config.json; None: none.
-        quantize: weights of 4 bits, as bitsandbytes loads them for QLoRA: `nf4` or `fp4`, with fields as
-            `nf4,double=false,compute=float32,prepare=false`, see `adapter.Quantization`; needs `peft`. None: none.
-        padding: rows are of different lengths, so that models have masks.
-        keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
-        fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; the
-            step is that of one of them. 1: not sharded.
-        release_gradients: the optimizer steps in the backward, as `--memory_opt_release_gradients` has it.
-        compress: `fp8`, for what the config, the level or no plan saves; None: nothing.
+
+    All other arguments are settings of the step, which `optimum-cli memopt plan` has as flags.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
             cannot be traced without data.
     """
-    task, optim = checked("task", task, str | None), checked("optim", optim, str)
-    batch_size, seq_len = checked("batch_size", batch_size, _SIZE), checked("seq_len", seq_len, _SIZE)
-    device = checked("device", device, str | PathLike | None)
-    bf16, fp16 = checked("bf16", bf16, bool), checked("fp16", fp16, bool)
-    steps = checked("gradient_accumulation_steps", gradient_accumulation_steps, Annotated[int, Numbers(1)])
-    if bf16 and fp16:
-        raise MemOptError("bf16 together with fp16: give one of the two")
-    given = {
-        "dtype": checked("dtype", dtype, str | None) or "",
-        "attention": checked("attention", attention, str | None) or "",
-        "adapter": checked("peft", peft, str | None) or "",
-        "quantization": checked("quantize", quantize, str | None) or "",
-        "has_padding": checked("padding", padding, bool),
-    }
-    workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable), given)
-    engine = predicting_engine()
-    options = MemOptOptions(
-        memory_opt_engine=engine,
-        memory_opt_budget=budget,
-        memory_opt_level=level,
-        memory_opt_config=config,
-        memory_opt_plan=plan_file,
-        memory_opt_compress=compress,
-        memory_opt_compiler=compiler,
-        memory_opt_loss=loss,
-    )
+    given = _given(locals()) | {"plan": plan_file, "trainable": patterns(trainable)}
+    given["device"] = checked("device", device, str | PathLike | None)
+    options = MemOptOptions(memory_opt_engine=predicting_engine(), **engine_options(given))
     options.check()
-    device = None if device is None else fspath(device)
-    ranks = checked("fsdp", fsdp, Annotated[int, Numbers(1, _MOST_RANKS)])
-    if quantize and ranks > 1:
-        raise MemOptError("quantize with fsdp: shares of quantized weights are not predicted; leave one out")
-    autocast = "bfloat16" if bf16 else "float16" if fp16 else ""
-    keeps_outputs = checked("keep_outputs", keep_outputs, bool)
-    spec = StepSpec(
-        device,
-        compiler,
-        autocast,
-        optim,
-        steps,
-        loss,
-        keeps_outputs=keeps_outputs,
-        fsdp=ranks,
-        releases_gradients=checked("release_gradients", release_gradients, bool),
-    )
-    warn_of_precision(factory(engine).planned_device(device), autocast, workload)
+    spec = StepSpec(**_settings(StepSpec, given))
+    spec.check(quantize)
+    workload = _workload(model, example_inputs, _settings(ModelSettings, given))
+    warn_of_precision(factory(options.memory_opt_engine).planned_device(spec.device), spec.autocast, workload)
     with without_kernel_warning():
-        return Estimate(engine, workload, resolve(options).selection, spec)
+        return Estimate(options.memory_opt_engine, workload, resolve(options).selection, spec)
 
 
-def _patterns(trainable: object) -> tuple[str, ...]:
-    patterns = trainable.split(",") if isinstance(trainable, str) else trainable
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise MemOptError(f"trainable {excerpt(patterns)}: allowed are strings, and lists and tuples of them")
-    return tuple(patterns)
+plan.__doc__ = f"{plan.__doc__}\n" + "\n".join(
+    f"    {setting.name}: {setting.metadata['help']}"
+    for kind in (ModelSettings, StepSpec, PlanSettings)
+    for setting in fields(kind)
+    if "help" in setting.metadata
+)
 
 
-def _workload(
-    model: object,
-    task: str | None,
-    inputs: object,
-    batch_size: int | None,
-    seq_len: int | None,
-    trainable: tuple[str, ...],
-    given: Mapping[str, Any],
-) -> Workload | ModuleWorkload:
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments of `plan` that are no defaults."""
+    parameters = inspect.signature(plan).parameters
+    return {name: each for name, each in arguments.items() if name != "model" and each is not parameters[name].default}
+
+
+def _settings(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass among arguments, checked. Raises MemOptError."""
+    return {
+        setting.name: checked(setting.name, given[setting.name], setting.type)
+        for setting in fields(kind)
+        if setting.name in given
+    }
+
+
+def _workload(model: object, inputs: object, settings: Mapping[str, Any]) -> Workload | ModuleWorkload:
     if isinstance(model, torch.nn.Module):
-        if said := [name for name, value in given.items() if value and name != "has_padding"]:
+        if said := [name for name in _OF_MODULE if settings.get(name)]:
             raise MemOptError(f"{', '.join(said)}: a module has it already; leave it out")
-        return _of_module(model, task, inputs, batch_size, seq_len, trainable)
+        return _of_module(model, inputs, settings)
     if inputs is not None:
         raise MemOptError("example_inputs: are those of a torch.nn.Module; leave them out")
     from transformers import PretrainedConfig
@@ -179,23 +132,16 @@ def _workload(
                 f"{excerpt(type(model).__name__)}"
             )
         model = fspath(model)
-    workload = Workload(model, "" if task is None else task, batch_size or 8, seq_len or 128, trainable, **given)
-    return workload.checked(finds_task=task is None)
+    return Workload(model, **settings).checked()
 
 
-def _of_module(
-    module: torch.nn.Module,
-    task: str | None,
-    inputs: object,
-    batch_size: int | None,
-    seq_len: int | None,
-    trainable: tuple[str, ...],
-) -> ModuleWorkload:
+def _of_module(module: torch.nn.Module, inputs: object, settings: Mapping[str, Any]) -> ModuleWorkload:
+    trainable = settings.get("trainable", ())
     if inputs is not None:
-        for name, value in (("task", task), ("seq_len", seq_len)):
-            if value is not None:
+        for name in ("task", "seq_len"):
+            if name in settings:
                 raise MemOptError(f"{name} together with example_inputs, which have it; leave one of them out")
-        return ModuleWorkload.of(module, inputs, batch_size, trainable)
+        return ModuleWorkload.of(module, inputs, settings.get("batch_size"), trainable)
     from transformers import PretrainedConfig
 
     if not isinstance(model_config := getattr(module, "config", None), PretrainedConfig):
@@ -203,9 +149,8 @@ def _of_module(
     # PEFT's class tells nothing of the task.
     base_of: Any = getattr(module, "get_base_model", None)
     inner = base_of() if base_of is not None else module
-    task = task_of([type(inner).__name__]) if task is None else task
-    batch = Workload(model_config, task, batch_size or 8, seq_len or 128)
-    batch.check()
+    named = settings if "task" in settings else {**settings, "task": task_of([type(inner).__name__])}
+    batch = Workload(model_config, **named).checked()
     with preserved_generators(), torch.device("meta"):
         inputs = batch.batch_of(model_config)
     return ModuleWorkload.of(module, inputs, None, trainable)

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,8 @@ from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
-from optimum_memopt.predict.adapter import DTYPES, parse_adapter, parse_quantization, quantized, with_adapter
+from optimum_memopt.predict.adapter import parse_adapter, parse_quantization, quantized, with_adapter
+from optimum_memopt.step_settings import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -121,9 +122,6 @@ def task_of(classes: Sequence[str]) -> str:
     raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
 
 
-# Those of a batch that is no device's own: flash attention's package needs a GPU.
-ATTENTIONS = ("eager", "sdpa")
-
 # Ids of models without a vocabulary, which read characters (CANINE).
 _CHARACTERS = 256
 # Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
@@ -133,46 +131,28 @@ _MOST_MODULES = 20_000
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(ModelSettings):
     """A model by its config, and the batch that it trains on.
 
     Attributes:
-        model: a folder with a config.json, the path of one, a name on the hub, or a config. Weights are not read.
+        model: weights are not read.
         task: a key of `TASKS`.
-        batch_size: rows per step.
-        seq_len: tokens per row, without padding; images have the size of their config.
-        trainable: patterns of the parameters that train, see `matches`; empty: those that the model trains.
-        has_padding: some row of a batch is shorter than others.
-        dtype: of the weights, as `bfloat16`; empty: the config's, else float32.
-        attention: transformers' name of the implementation, as `eager`; empty: transformers' choice.
-        adapter: PEFT's, see `parse_adapter`; empty: none.
-        quantization: of the weights, see `parse_quantization`; empty: none.
+        trainable: see `matches`.
+        padding: some row of a batch is shorter than others.
+        peft: see `parse_adapter`.
+        quantize: see `parse_quantization`.
     """
-
-    model: "str | PretrainedConfig"
-    task: str
-    batch_size: int = 8
-    seq_len: int = 128
-    trainable: tuple[str, ...] = ()
-    has_padding: bool = True
-    dtype: str = ""
-    attention: str = ""
-    adapter: str = ""
-    quantization: str = ""
 
     def with_rows(self, rows: int) -> "Workload":
         return replace(self, batch_size=rows)
 
-    def checked(self, finds_task: bool) -> "Workload":
-        """The same, checked.
-
-        Args:
-            finds_task: the task is that of the class that the config names.
+    def checked(self) -> "Workload":
+        """The same, checked; its task is that of the class that the config names where it has none.
 
         Raises:
             MemOptError: see `check`; or the config cannot be read, or names no class that tells the task.
         """
-        if not finds_task:
+        if self.task is not None:
             self.check()
             return self
         replace(self, task=next(iter(TASKS))).check()
@@ -194,7 +174,7 @@ class Workload:
     @property
     def values(self) -> dict[str, torch.Tensor]:
         """Inputs whose values models branch on; a mask that is not among them counts as one with padding."""
-        if self.has_padding or not self.tokens:
+        if self.padding or not self.tokens:
             return {}
         return {"attention_mask": torch.ones(self.batch_size, self.seq_len, dtype=torch.int64)}
 
@@ -219,7 +199,7 @@ class Workload:
             MemOptError: an unknown task, no such folder or file, sizes below 1.
         """
         if self.task not in TASKS:
-            near = difflib.get_close_matches(self.task, TASKS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(self.task), TASKS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
         for name in ("batch_size", "seq_len"):
@@ -230,17 +210,17 @@ class Workload:
                 f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
                 "a step"
             )
-        if self.dtype not in ("", *DTYPES):
-            raise MemOptError(f"--dtype {excerpt(self.dtype)}: allowed are {', '.join(DTYPES)}")
-        if self.attention not in ("", *ATTENTIONS):
-            raise MemOptError(f"--attention {excerpt(self.attention)}: allowed are {', '.join(ATTENTIONS)}")
-        if self.adapter:
-            parse_adapter(self.adapter)
-        if self.quantization:
-            parse_quantization(self.quantization)
-            if not self.adapter:
+        for setting in fields(self):
+            allowed, value = setting.metadata.get("allowed"), getattr(self, setting.name)
+            if allowed and value and value not in allowed:
+                raise MemOptError(f"--{setting.name} {excerpt(value)}: allowed are {', '.join(allowed)}")
+        if self.peft:
+            parse_adapter(self.peft)
+        if self.quantize:
+            parse_quantization(self.quantize)
+            if not self.peft:
                 raise MemOptError(
-                    f"--quantize {excerpt(self.quantization)}: quantized weights do not train; add an adapter, as "
+                    f"--quantize {excerpt(self.quantize)}: quantized weights do not train; add an adapter, as "
                     "--peft r=16,target=all-linear"
                 )
         if not isinstance(self.model, str):
@@ -290,7 +270,7 @@ class Workload:
         torch.manual_seed(0)
         try:
             with _at_most(_MOST_MODULES):
-                model = self._model_of(getattr(transformers, TASKS[self.task]), config)
+                model = self._model_of(getattr(transformers, TASKS[str(self.task)]), config)
             batch = self.batch_of(config)
         except MemOptError as error:
             raise MemOptError(f"{self._named}: {error}") from error
@@ -308,7 +288,7 @@ class Workload:
     def _model_of(self, kind: Any, config: Any) -> torch.nn.Module:
         given = {"dtype": self.dtype and getattr(torch, self.dtype), "attn_implementation": self.attention}
         given = {name: value for name, value in given.items() if value}
-        if not self.adapter:
+        if not self.peft:
             model = kind.from_config(config, **given)
             # Within `no_init_weights` an output layer has weights of its own.
             model.tie_weights()
@@ -317,10 +297,10 @@ class Workload:
         with without_modes(), torch.device("meta"):
             model = kind.from_config(config, **given)
             model.tie_weights()
-            if self.quantization:
-                model = quantized(model, parse_quantization(self.quantization))
+            if self.quantize:
+                model = quantized(model, parse_quantization(self.quantize))
             with torch_init():
-                model = with_adapter(model, parse_adapter(self.adapter))
+                model = with_adapter(model, parse_adapter(self.peft))
         return _without_data(model)
 
     def batch_of(self, config: Any) -> dict[str, torch.Tensor]:
@@ -334,7 +314,7 @@ class Workload:
             return {"pixel_values": pixels, "labels": _classes(config, self.batch_size)}
         ids = _tokens(config, self.batch_size, self.seq_len)
         mask = torch.ones_like(ids)
-        if self.has_padding:
+        if self.padding:
             mask[-1:, -1:] = 0
         batch = {"input_ids": ids, "attention_mask": mask}
         if self.task == "question-answering":

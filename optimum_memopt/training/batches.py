@@ -23,7 +23,7 @@ from optimum_memopt.callbacks.reporting import Reporter, callback_of
 from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.compat.transformers import collator, prepared_inputs, reread_batch_size, train_batch_size
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
-from optimum_memopt.engines.api.run import LargestBatch, Run, StepSpec
+from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
@@ -31,6 +31,7 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.predict.advise import Row, advise
 from optimum_memopt.sizes import gib_text
+from optimum_memopt.step_settings import StepSpec
 
 FLAG = "--group_by_complexity"
 # Trainer's own strategy that sorts samples by length within pools.
@@ -460,7 +461,8 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     )
     spec = StepSpec(
         compiler=options.memory_opt_compiler,
-        autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
+        bf16=args.bf16,
+        fp16=args.fp16,
         optim=str(getattr(args.optim, "value", args.optim)),
     )
     # A collator may draw random numbers, as that of masked language models does.

@@ -5,9 +5,10 @@ import torch
 from gpu.steps import MODELS, forward
 
 from optimum_memopt.engines.api.predictions import StepEstimate
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 from tests.cuda.steps import model_of, training
 
 AUTOCAST = {"fp32": "", "bf16": "bfloat16"}

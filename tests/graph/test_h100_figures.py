@@ -13,10 +13,10 @@ from transformers.integrations import sdpa_attention
 
 import optimum_memopt
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
+from optimum_memopt.step_settings import StepSpec
 from tests.rotation import nightly
 
 MIB = 2**20
@@ -249,7 +249,7 @@ def test_step_takes_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch
     model, batch = model_of(run), run.batch()
     trained = tuple(name for name, each in model.named_parameters() if each.requires_grad)
     workload = ModuleWorkload.of(model, batch, None, trained)
-    spec = StepSpec(device="h100", autocast="bfloat16" if run.autocasts else "", optim="adamw_torch_fused")
+    spec = StepSpec(device="h100", bf16=run.autocasts, optim="adamw_torch_fused")
     found = plain_step(workload, spec, EagerSettings())
     assert found.seconds is not None
     assert found.seconds * 1000 == pytest.approx(run.milliseconds, rel=0.15)
@@ -263,10 +263,10 @@ def test_qlora_takes_what_was_measured() -> None:
         "text-generation",
         4,
         1024,
-        has_padding=False,
+        padding=False,
         dtype="bfloat16",
-        adapter=f"r=16,dropout=0.0,target={targets}",
-        quantization="nf4,prepare=false",
+        peft=f"r=16,dropout=0.0,target={targets}",
+        quantize="nf4,prepare=false",
     )
-    ways = factory("compile").plain_ways(workload, StepSpec("h100", autocast="bfloat16"))
+    ways = factory("compile").plain_ways(workload, StepSpec("h100", bf16=True))
     assert [way.peak / MIB for way in ways] == pytest.approx([10040, 7074], rel=0.01)

@@ -9,7 +9,6 @@ from transformers import RobertaConfig
 
 from optimum_memopt.compat.transformers import checkpoint_layers
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, EagerSettings
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.estimate import plain_ways
@@ -18,6 +17,7 @@ from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
+from optimum_memopt.step_settings import StepSpec
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
@@ -157,7 +157,7 @@ def test_on_a_gpu_that_is_not_here() -> None:
     config = RobertaConfig(
         vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
     )
-    step = plain_step(Workload(config, "fill-mask", 8, 64), StepSpec("h100", autocast="bfloat16"), EagerSettings())
+    step = plain_step(Workload(config, "fill-mask", 8, 64), StepSpec("h100", bf16=True), EagerSettings())
     assert step.allocator is not None
     assert step.peak <= step.allocator.allocated <= step.allocator.reserved
     timeline = step.timeline
@@ -166,7 +166,7 @@ def test_on_a_gpu_that_is_not_here() -> None:
     assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
     assert BACKWARD in step.run.phases
     # transformers leaves out a mask without padding, by its values.
-    without = plain_step(Workload(config, "fill-mask", 8, 64, has_padding=False), StepSpec("h100"), EagerSettings())
+    without = plain_step(Workload(config, "fill-mask", 8, 64, padding=False), StepSpec("h100"), EagerSettings())
     masks = [storage for event in step.run.events for storage in event.allocates if storage.kind == "bitwise_and"]
     assert masks
     assert not any(storage.kind == "bitwise_and" for event in without.run.events for storage in event.allocates)

@@ -15,12 +15,12 @@ from torch import nn
 import optimum_memopt
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.torch_compat import autocast
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 
 HALF = torch.bfloat16
 HERE = "this machine has CUDA, where nothing turns autocast off"
@@ -213,7 +213,7 @@ def test_a_trainer_has_outputs_in_float32() -> None:
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer, alone = (optimum_memopt.simulate(masked, model, optimizer, batch, each).peak for each in (True, False))
-    spec = StepSpec("h100", autocast="bfloat16", optim="adamw_torch_fused")
+    spec = StepSpec("h100", bf16=True, optim="adamw_torch_fused")
     planned = plain_step(Workload(config, "fill-mask", 16, 128), spec, EagerSettings())
     assert planned.peak == pytest.approx(trainer, rel=0.005)
     assert trainer - alone == pytest.approx(ids.numel() * config.vocab_size * HALF.itemsize, rel=0.05)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from optimum_memopt.commands import step
+from optimum_memopt.commands import flags
 from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
 from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.compile.predict.live_step import plain_step
@@ -53,12 +53,12 @@ def asked(folder: str, capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.parametrize("name", nightly(FLAGS, but=["no_padding"]))
 def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> None:
-    def peak(*flags: str) -> int:
+    def peak(*given: str) -> int:
         parser = ArgumentParser()
         PlanCommand.parse_args(parser)
-        args = parser.parse_args(["--model", folder, "--seq_len", "100", "--device", "h100", *flags])
-        spec = step.spec_of(args, args.device)
-        return plain_step(step.workload_of(args, ROWS), spec, EagerSettings(keeps_outputs=spec.keeps_outputs)).peak
+        args = parser.parse_args(["--model", folder, "--seq_len", "100", "--device", "h100", *given])
+        spec = flags.spec_of(args)
+        return plain_step(flags.workload_of(args, ROWS), spec, EagerSettings(keeps_outputs=spec.keep_outputs)).peak
 
     advice = asked("--global_batch", str(ROWS), *FLAGS[name])
     plain = next(row for row in advice["rows"] if row["plan"] == "plain PyTorch" and row["rows"] == ROWS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.partition.partitioned_graph import SymbolNames
 from optimum_memopt.engines.compile.predict.estimate import estimate
@@ -18,6 +18,7 @@ from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
+from optimum_memopt.step_settings import StepSpec
 from tests.compiled import DROPOUT, recorded, selection
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
 from optimum_memopt.engines.compile.options import LAYER, MODEL
@@ -23,6 +22,7 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 from tests.compiled import DROPOUT, Run, hold_still, recorded, run, selection
 from tests.gradients import TOLERANCE, Gradients, accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO

@@ -7,13 +7,14 @@ import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 

@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from optimum_memopt import plan
 from optimum_memopt.engines.api.predictions import StepEstimate
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import StepSpec
 from tests.compiled import hold_still
 from tests.rotation import in_turn, nightly
 from tests.train.test_caveat import BrokenLoop, Output

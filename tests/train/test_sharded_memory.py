@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt import MemOptError, optimize, plan
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.capture import check_model
 from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.predict.estimate import estimate
@@ -38,6 +38,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
+from optimum_memopt.step_settings import StepSpec
 from tests.compiled import below_recompute, hold_still
 from tests.fresh_process import run
 from tests.gradients import Batch
@@ -318,7 +319,7 @@ def test_shares_on_the_host_are_refused() -> None:
 @pytest.mark.nightly
 def test_the_advice_for_a_rank_is_the_plan_of_a_rank() -> None:
     workload = Workload(CONFIG, "text-generation", 8, 64)
-    spec = StepSpec("h100", "aot_eager", autocast="bfloat16", loss="plain", fsdp=8)
+    spec = StepSpec("h100", "aot_eager", bf16=True, loss="plain", fsdp=8)
     steps = of_workload(workload, parse_budget("1GiB"), spec)
     assert {one.name for one in steps.plans} == {"no plan", "level 1", "budget"}
     (remark,) = steps.remarks

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, EagerSettings
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import bounded
 from optimum_memopt.engines.compile.costs.devices import DEVICES
@@ -22,6 +22,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise, fitting
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import Budget, parse_budget
+from optimum_memopt.step_settings import StepSpec
 from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 
@@ -266,7 +267,7 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
 
 @in_turn
 def test_released_gradients_are_those_of_one_layer(by_layer, deep_folder):
-    spec = StepSpec("h100", "aot_eager", unit=LAYER, releases_gradients=True)
+    spec = StepSpec("h100", "aot_eager", unit=LAYER, release_gradients=True)
     steps = of_workload(Workload(deep_folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
     level = plan(steps, "level 1", True)
     expected = estimate(Workload(deep_folder, "text-generation", 2, LENGTH), Selection(level=1), spec)

@@ -7,11 +7,11 @@ import pytest
 from transformers import LlamaConfig
 
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import parse_adapter
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.step_settings import StepSpec
 
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
@@ -46,7 +46,7 @@ def test_a_file_or_its_folder(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(text, message):
-    workload = Workload(CONFIG, "text-generation", 2, 8, adapter=text)
+    workload = Workload(CONFIG, "text-generation", 2, 8, peft=text)
     with pytest.raises(MemOptError, match=message) as caught:
         workload.check()
         plain_step(workload, StepSpec("h100"), EagerSettings())
@@ -58,7 +58,7 @@ def test_a_mistake_is_one_line(text, message):
 )
 def test_only_the_adapter_trains(adapter):
     whole = plain_step(Workload(CONFIG, "text-generation", 2, 8), StepSpec("h100"), EagerSettings())
-    part = plain_step(Workload(CONFIG, "text-generation", 2, 8, adapter=adapter), StepSpec("h100"), EagerSettings())
+    part = plain_step(Workload(CONFIG, "text-generation", 2, 8, peft=adapter), StepSpec("h100"), EagerSettings())
     assert part.run.trained and not any("base_layer" in name for name in part.run.trained)
     assert 0 < sum(part.states) < sum(whole.states)
     assert part.peak < whole.peak
@@ -78,7 +78,7 @@ def test_the_type_of_the_weights():
 
 
 def test_bytes_of_parameters_are_listed_by_type():
-    workload = Workload(CONFIG, "text-generation", 2, 8, dtype="bfloat16", adapter="r=2,target=q_proj")
+    workload = Workload(CONFIG, "text-generation", 2, 8, dtype="bfloat16", peft="r=2,target=q_proj")
     step = plain_step(workload, StepSpec("h100"), EagerSettings())
     held = Counter()
     for group in step.timeline.alive:

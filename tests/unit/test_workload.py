@@ -23,7 +23,7 @@ MODELS = {
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_a_loss_with_gradients(task, has_padding, tmp_path):
     folder = save(tmp_path, MODELS[task])
-    model, batch = Workload(folder, task, batch_size=3, seq_len=11, has_padding=has_padding).build()
+    model, batch = Workload(folder, task, batch_size=3, seq_len=11, padding=has_padding).build()
     assert model.training
     model(**batch).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)

@@ -2,7 +2,7 @@
 
 engine        Engine
 factory       EngineFactory: what an engine answers before it has a model
-run           options, Selection, StepSpec, Run
+run           options, Selection, Run
 predictions   predicted steps, and the workloads that they are for
 explanations  a step that ran out of memory
 """

@@ -15,8 +15,9 @@ from optimum_memopt.engines.api.predictions import (
     Way,
     Workload,
 )
-from optimum_memopt.engines.api.run import Options, Selection, StepSpec
+from optimum_memopt.engines.api.run import Options, Selection
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import StepSpec
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

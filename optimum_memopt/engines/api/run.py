@@ -1,4 +1,4 @@
-"""The options that every engine reads, the plan that they ask for, the step that it is for, and the run."""
+"""The options that every engine reads, the plan that they ask for, and the run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
-from optimum_memopt.memory.optimizers import DEFAULT, Optimizer
+from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.option_values import Numbers, flag
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 from optimum_memopt.plans.plan_file import PlanFile
@@ -19,37 +19,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 ON_OOM = EXPLAIN, REPLAN = ("explain", "replan")
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
-
-
-@dataclass(frozen=True)
-class StepSpec:
-    """How a step that is planned runs.
-
-    Attributes:
-        device: whose memory and rates count, as `h100` or a JSON file; None: this machine's.
-        compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
-        autocast: `bfloat16` or `float16`; empty: float32.
-        loss: `auto`, `plain` or `chunked`, as the engine computes it.
-        unit: `auto`, `layer` or `model`, as the engine compiles it.
-        keeps_outputs: plain PyTorch's loop holds the model's outputs, see `EagerSettings`.
-        fsdp: ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 shards them; 1: not
-            sharded.
-        releases_gradients: see `Run`.
-    """
-
-    device: str | None = None
-    compiler: str | None = None
-    autocast: str = ""
-    optim: str = DEFAULT
-    gradient_accumulation_steps: int = 1
-    loss: str = AUTO
-    unit: str = AUTO
-    keeps_outputs: bool = False
-    fsdp: int = 1
-    releases_gradients: bool = False
-
-
-THIS_MACHINE = StepSpec()
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from optimum_memopt.engines.api.predictions import (
     Way,
     Workload,
 )
-from optimum_memopt.engines.api.run import REPLAN, Selection, StepSpec
+from optimum_memopt.engines.api.run import REPLAN, Selection
 from optimum_memopt.engines.compile.options import MODEL, PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import StepSpec
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -17,7 +17,7 @@ from optimum_memopt.engines.api.predictions import (
     Way,
     Workload,
 )
-from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.times import update_times
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.footprint import trainable_of
@@ -36,6 +36,7 @@ from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
@@ -53,7 +54,7 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     Raises:
         MemOptError: an unknown device or optimizer, or a model that cannot be built.
     """
-    plain = EagerSettings(keeps_outputs=spec.keeps_outputs)
+    plain = EagerSettings(keeps_outputs=spec.keep_outputs)
     technique = Technique("Trainer's checkpointing", (checkpointing_flag(),), is_own=False)
     with plain_steps(workload, spec) as run:
         with watched("simulating plain PyTorch"):

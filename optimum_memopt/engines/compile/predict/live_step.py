@@ -24,7 +24,7 @@ from optimum_memopt.engines.api.predictions import (
     StepTimeline,
     Workload,
 )
-from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.standins import eager_standin, multiprocessors, stand_in_place
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
@@ -49,6 +49,7 @@ from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.step_settings import StepSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from optimum_memopt.engines.api.predictions import (
     Technique,
     Workload,
 )
-from optimum_memopt.engines.api.run import Run, Selection, StepSpec
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.standins import (
@@ -66,6 +66,7 @@ from optimum_memopt.logs import only_warnings, watched
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import StepSpec
 
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
 # Plain PyTorch, by the name: without checkpointing, or with transformers' of every nth layer.
@@ -441,7 +442,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
     plain = _plain_steps(case)
     graphs = {
         forward.chunks_loss: ForwardSteps(
-            forward, step, case.tokens, cache(_times(case, forward, device, step)), plain, case.spec.releases_gradients
+            forward, step, case.tokens, cache(_times(case, forward, device, step)), plain, case.spec.release_gradients
         )
         for forward in captured
     }
@@ -459,7 +460,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         case.spec.fsdp,
         tuple(collective_lines(captured[0].tape)),
         optimizer.compared(trained),
-        case.spec.releases_gradients,
+        case.spec.release_gradients,
     )
 
 
@@ -488,7 +489,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
         fake, model, batch = case.make(rows)
         device = next(model.parameters()).device
         cuda = multiprocessors(case.target, device)
-        settings = EagerSettings(every, case.spec.keeps_outputs)
+        settings = EagerSettings(every, case.spec.keep_outputs)
         values = case.values_at(rows)
         name = next(name for name, n in _PLAIN.items() if n == every)
         simulating = watched(f"simulating {name}, {rows} rows")

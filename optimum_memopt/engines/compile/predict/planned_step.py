@@ -10,7 +10,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.api.predictions import PlannedDevice, Workload
-from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
@@ -38,6 +38,7 @@ from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget
+from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         check(self.spec.optim)
-        if self.spec.releases_gradients and (why := _unreleasable(self.spec)):
+        if self.spec.release_gradients and (why := _unreleasable(self.spec)):
             raise MemOptError(f"release_gradients with {why}; leave one of the two out")
         if self.target is None and self.here.type == "cpu":
             # A CPU's process that trains holds what Trainer imports, too: datasets, PEFT and bitsandbytes, 270 MiB.
@@ -186,7 +187,7 @@ class PlannedStep:
             spec = TraceSpec(
                 self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
             )
-            accumulates, releases = self.spec.gradient_accumulation_steps > 1, self.spec.releases_gradients
+            accumulates, releases = self.spec.gradient_accumulation_steps > 1, self.spec.release_gradients
             run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases)
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose)

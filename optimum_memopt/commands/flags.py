@@ -1,0 +1,206 @@
+"""The flags of commands that predict a step: those of the step, as `step_settings` declares them, and their own.
+
+Nothing heavy is imported before a command runs.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.option_values import Numbers, flag
+from optimum_memopt.sizes import AUTO
+from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options
+
+if TYPE_CHECKING:
+    from optimum_memopt.options import MemOptOptions
+    from optimum_memopt.predict.workload import Workload
+
+# Of rows, ranks and steps; torch's operators index more with 64 bits.
+MOST_COUNT = 2**31
+_COUNT = Annotated[int | None, Numbers(1, MOST_COUNT)]
+Settings = TypeVar("Settings")
+ALL, PLAIN = "all", "plain"
+HERE = "here"
+# Beside the model, those that a user looks for first.
+_FIRST = ("model", "batch_size", "device", "budget", "global_batch")
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """What `memopt plan` shows and writes."""
+
+    engine: str = flag(AUTO, "As --memory_opt_engine takes it (default: auto).")
+    ways: str = flag(
+        ALL,
+        "The ways to train that are compared: plain PyTorch and Trainer's checkpointing, which take two seconds, and "
+        "all: also the compile engine without a plan, under level 1 and under what is selected (default).",
+        choices=(ALL, PLAIN),
+    )
+    symbolic: bool = flag(
+        False, "compile engine: show savings as formulas in batch size and sequence length; several times slower."
+    )
+    budget_curve: str | None = flag(
+        None,
+        "Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg or .png "
+        "file also as a picture (pip install optimum-memopt[report]).",
+        nargs="?",
+        const="",
+        metavar="PICTURE",
+    )
+    at_peak: bool = flag(
+        False,
+        "compile engine: list the tensors at the predicted peak, by category, row of the plan table or operator, and "
+        "module; their bytes add up to the peak.",
+    )
+    html: str | None = flag(
+        None,
+        "Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the plan "
+        "table (pip install optimum-memopt[report]). Solves for ten budgets.",
+        metavar="FILE",
+    )
+    output: str | None = flag(
+        None,
+        "Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; with "
+        "--budget or --compress a plan file for --memory_opt_plan.",
+    )
+    json: bool = flag(False, "Print JSON instead of tables.")
+
+
+@dataclass(frozen=True)
+class MeasureFlags:
+    """How `memopt plan` measures."""
+
+    measure: bool = flag(
+        False,
+        "Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows with the "
+        "lowest peak. Takes minutes: 10 to 30 seconds per process.",
+    )
+    steps: _COUNT = flag(None, "Steps to measure, after a first one that compiles (default: 2).")
+    max_runs: _COUNT = flag(None, "With --measure: most processes to start (default: 60).")
+
+
+@dataclass(frozen=True)
+class AdviseFlags:
+    """What `memopt advise` searches and shows."""
+
+    device: str = flag(
+        HERE,
+        "The device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file (docs/budget.md). Default: "
+        "here, this machine.",
+    )
+    budget: str = flag(AUTO, "Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).")
+    global_batch: _COUNT = flag(
+        None,
+        "Rows of an optimizer step on one device, divided into equal micro-batches. Default: each micro-batch is a "
+        "step, of any size.",
+    )
+    json: bool = flag(False, "Print JSON instead of a table.")
+
+
+# By the titles of their groups.
+_OF_STEP = {"model and batch": ModelSettings, "training": StepSpec}
+OF_PLAN = {
+    **_OF_STEP,
+    "plan, instead of a budget": PlanSettings,
+    "engine and output": PlanFlags,
+    "measured in fresh processes, and not predicted": MeasureFlags,
+}
+OF_ADVISE = {**_OF_STEP, "output": AdviseFlags}
+CHOSEN_BY_ADVISE = ("batch_size", "gradient_accumulation_steps", "loss")
+
+
+def add_flags(parser: ArgumentParser, kinds: Mapping[str, type], without: Collection[str] = ()) -> None:
+    """Add the flags of dataclasses, by the titles of their groups; of flags of one name the last."""
+    declared = {name: (title, field) for title, kind in kinds.items() for name, field in flags_of(kind).items()}
+    groups = {title: parser.add_argument_group(title) for title in kinds}
+    for name, (title, field) in declared.items():
+        if name in without:
+            continue
+        given = {key: value for key, value in field.metadata.items() if key != "allowed"}
+        if isinstance(field.default, bool):
+            given["action"] = "store_false" if field.default else "store_true"
+        else:
+            given = {"type": int if _numbers(field) else str, "required": field.default is MISSING, **given}
+        group: Any = parser if name in _FIRST else groups[title]
+        group.add_argument(f"--{name}", dest=field.name, default=field.default, **given)
+
+
+def flags_of(kind: type) -> "dict[str, Field[Any]]":
+    """The fields of a dataclass that have flags, by their names."""
+    declared = [field for field in fields(kind) if "help" in field.metadata]
+    return {f"no_{field.name}" if field.default is True else field.name: field for field in declared}
+
+
+def _numbers(field: "Field[Any]") -> Numbers | None:
+    """The numbers that a field takes; None: others than numbers."""
+    hint, numbers = get_args(field.type) if get_origin(field.type) is Annotated else (field.type, Numbers())
+    return numbers if int in (get_args(hint) or (hint,)) else None
+
+
+def given_flags(args: Any) -> dict[str, str]:
+    """The flags that were given other values than their defaults, as on the command line, by name."""
+    given = {}
+    for name, field in (each for kind in OF_PLAN.values() for each in flags_of(kind).items()):
+        value = getattr(args, field.name, field.default)
+        if value != field.default:
+            text = ",".join(value) if isinstance(value, tuple) else value
+            given[name] = f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(text)}"
+    return given
+
+
+def read(kind: type[Settings], args: Any, **others: Any) -> Settings:
+    """The dataclass that flags set."""
+    given = {field.name: getattr(args, field.name) for field in flags_of(kind).values() if hasattr(args, field.name)}
+    return kind(**{**given, **others})
+
+
+def check_numbers(args: Any, kind: type) -> None:
+    """Raise a MemOptError for a flag whose number is not among those that its field takes."""
+    for name, field in flags_of(kind).items():
+        numbers, value = _numbers(field), getattr(args, field.name, None)
+        if numbers is not None and value is not None and not numbers.low <= value <= numbers.high:
+            allowed = f"{numbers.low} on" if value < numbers.low else f"{numbers.low} to {numbers.high}"
+            raise MemOptError(f"--{name} {excerpt(value)}: allowed are numbers from {allowed}")
+
+
+def workload_of(args: Any, rows: int = 8) -> "Workload":
+    """The model and a batch of n rows, checked without a model. Raises MemOptError."""
+    from optimum_memopt.predict.workload import Workload
+
+    return read(Workload, args, batch_size=rows).checked()
+
+
+def spec_of(args: Any) -> StepSpec:
+    """How the step runs.
+
+    Raises:
+        MemOptError: an unknown optimizer, wrong numbers, or settings that do not go together.
+    """
+    from optimum_memopt.memory import optimizers
+
+    check_numbers(args, StepSpec)
+    spec = read(StepSpec, args)
+    spec.check(args.quantize, "--")
+    for name in ("keep_outputs", "no_padding"):
+        if spec.fsdp > 1 and name in given_flags(args):
+            raise MemOptError(f"--{name} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")
+    optimizers.check(spec.optim)
+    return spec
+
+
+def checked_options(args: Any, engine: str) -> "MemOptOptions":
+    """The options of an engine that flags stand for.
+
+    Raises:
+        MemOptError: one line, with the commands' shorter names of flags.
+    """
+    from optimum_memopt.options import MemOptOptions
+
+    chosen = MemOptOptions(memory_opt_engine=engine, **engine_options(vars(args)))
+    try:
+        chosen.check()
+    except MemOptError as error:
+        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
+    return chosen

@@ -1,0 +1,165 @@
+"""The settings of a step that is planned, each declared here, once, as a field with its type, default and help.
+
+`optimum-cli memopt plan` and `advise` have them as flags, `plan()` as keyword arguments, of the same names; a setting
+that is on by default has a flag with `no_`. Imports nothing heavy, since the commands read it before they run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.option_values import Numbers, flag
+from optimum_memopt.sizes import AUTO
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Types of weights, and of the products of quantized ones.
+DTYPES = ("float32", "bfloat16", "float16")
+# Beyond as many rows or tokens torch's operators index with more than 32 bits.
+_SIZES = Numbers(1, 2**31)
+
+
+def patterns(trainable: object) -> tuple[str, ...]:
+    """Patterns of parameters: texts, or one text with commas between them. Raises MemOptError."""
+    found = trainable.split(",") if isinstance(trainable, str) else trainable
+    if not isinstance(found, Sequence) or not all(isinstance(pattern, str) for pattern in found):
+        raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A model by its config, and the batch that it trains on."""
+
+    model: "str | PretrainedConfig" = flag(
+        MISSING, "Folder with a config.json, path of a config file, or name on the hub."
+    )
+    task: str | None = flag(
+        None, "text-classification, fill-mask, text-generation, …. Default: by the name of the class in the config."
+    )
+    batch_size: Annotated[int, _SIZES] = flag(
+        8,
+        "Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one trace of "
+        "the largest.",
+        type=str,
+    )
+    seq_len: Annotated[int, _SIZES] = flag(128, "Tokens per row, without padding (default: 128).")
+    trainable: tuple[str, ...] = flag(
+        (),
+        "Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), globs or "
+        "regular expressions. Default: all that the model trains.",
+        type=patterns,
+        metavar="PATTERN[,PATTERN]",
+    )
+    padding: bool = flag(True, "All rows are equally long, as packed ones: models leave their masks out.")
+    dtype: str | None = flag(
+        None,
+        "Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it.",
+        allowed=DTYPES,
+    )
+    # Those that need no GPU: flash attention's package does.
+    attention: str | None = flag(
+        None, "transformers' attention: sdpa or eager. Default: transformers' choice.", allowed=("eager", "sdpa")
+    )
+    peft: str | None = flag(
+        None,
+        "PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
+        "adapter_config.json.",
+        metavar="FIELD=VALUE,… or FILE",
+    )
+    quantize: str | None = flag(
+        None,
+        "Weights of 4 bits, as bitsandbytes loads them for QLoRA: nf4 or fp4; with fields as "
+        "nf4,double=false,compute=float32,prepare=false (default: double quantization, products in bfloat16, PEFT's "
+        "prepare_model_for_kbit_training). Needs --peft.",
+        metavar="KIND[,FIELD=VALUE]",
+    )
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """How a step that is planned runs.
+
+    Attributes:
+        unit: `auto`, `layer` or `model`, as the engine compiles it.
+    """
+
+    device: str | None = flag(
+        None,
+        "compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
+        "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
+    )
+    compiler: str | None = flag(
+        None, "As --memory_opt_compiler takes it (default: the one that would train, inductor with --device)."
+    )
+    bf16: bool = flag(False, "Under autocast, as Trainer's --bf16.")
+    fp16: bool = flag(False, "Under autocast, as Trainer's --fp16.")
+    # `DEFAULT` of `memory/optimizers.py`, which imports torch.
+    optim: str = flag("adamw_torch_fused", "The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+    gradient_accumulation_steps: Annotated[int, Numbers(1)] = flag(
+        1, "As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward."
+    )
+    loss: str = flag(AUTO, "compile engine: as --memory_opt_loss takes it (default: auto).")
+    unit: str = AUTO
+    keep_outputs: bool = flag(
+        False,
+        "plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, as loops "
+        "of one's own often do. Trainer drops them.",
+    )
+    fsdp: Annotated[int, Numbers(1, 2**20)] = flag(
+        1,
+        "Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 "
+        "shards them (default: 1, not sharded).",
+        metavar="RANKS",
+    )
+    release_gradients: bool = flag(
+        False, "The compile engine's plans: as --memory_opt_release_gradients, the optimizer steps in the backward."
+    )
+
+    @property
+    def autocast(self) -> str:
+        """`bfloat16` or `float16`; empty: float32."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else ""
+
+    def check(self, quantize: str | None, dashes: str = "") -> None:
+        """Refuse settings that do not go together.
+
+        Args:
+            quantize: of the model.
+            dashes: in front of the settings' names.
+
+        Raises:
+            MemOptError: they do not.
+        """
+        if self.bf16 and self.fp16:
+            raise MemOptError(f"{dashes}bf16 together with {dashes}fp16: give one of the two")
+        if quantize and self.fsdp > 1:
+            raise MemOptError(
+                f"{dashes}quantize with {dashes}fsdp: shares of quantized weights are not predicted; leave one out"
+            )
+
+
+THIS_MACHINE = StepSpec()
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The plan of a step, by the options of an engine that have these names."""
+
+    budget: str | None = flag(
+        None, "Bytes that the step must not pass, as 24GiB, 90%% or auto; the cheapest plan that fits."
+    )
+    level: int = flag(0, "As --memory_opt_level takes it.")
+    config: Any = flag(None, "Plans to turn on, as --memory_opt_config takes them.")
+    plan: str | None = flag(None, "A plan file, as --memory_opt_plan takes it; plan_file in Python.")
+    compress: str | None = flag(None, "What the plan saves, as --memory_opt_compress takes it.")
+
+
+_OPTIONS = {"compiler", "loss", *(setting.name for setting in fields(PlanSettings))}
+
+
+def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an engine among settings, by the names that they have there."""
+    return {f"memory_opt_{name}": value for name, value in settings.items() if name in _OPTIONS}
