@@ -13,7 +13,7 @@ import torch
 from allocations import allocated
 from transformers import TrainerCallback, TrainingArguments
 
-from optimum_memopt import MemOptError, optimize
+from optimum_memopt import MemOptError, optimize, plan
 from optimum_memopt.compat.transformers import GRADIENT_NORM
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.options import LAYER
@@ -225,6 +225,19 @@ def test_arguments_that_this_machine_cannot_make_are_refused(tmp_path: Path, sca
 
     with pytest.raises(MemOptError, match="fp16|2 processes"):
         released_gradients.check_arguments(Given())
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: gradients are held until the last"),
+        ({"fp16": True}, "fp16: a loss scaler reads all gradients"),
+        ({"fsdp": 8}, "fsdp 8: ranks exchange gradients"),
+    ],
+)
+def test_a_planned_step_that_needs_all_gradients_is_refused(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(MemOptError, match=f"^release_gradients with {line}"):
+        plan(deep("llama"), batch_size=2, seq_len=8, device="h100", release_gradients=True, **changes)
 
 
 class OfAll(torch.optim.AdamW):

@@ -38,51 +38,55 @@ _OF_TORCH = (
     *("Rprop", "SGD"),
 )
 _OF_OTHERS = ("transformers.optimization.Adafactor",)
+# Why a step needs all gradients at once, and what to do about it, by what it has.
+_REASONS = {
+    "accumulation": ("gradients are held until the last micro-batch", "give more rows to a micro-batch instead"),
+    "clipping": ("gradients can be clipped when all of them are there", "give --max_grad_norm 0"),
+    "float16": ("a loss scaler reads all gradients before the optimizer's step", "train in bfloat16"),
+    "ranks": ("ranks exchange gradients before the optimizer's step", "train on one device"),
+}
+
+
+def check_step(flag: str = FLAG, **given: str) -> None:
+    """Refuse a step that needs all gradients at once.
+
+    Args:
+        flag: as the user gave it.
+        given: for keys of `_REASONS` the setting as the user gave it; empty where the step has none.
+
+    Raises:
+        MemOptError: one line with the first of the settings, and the reason.
+    """
+    for name, setting in given.items():
+        reason, remedy = _REASONS[name]
+        if setting:
+            raise MemOptError(f"{flag} with {setting}: {reason}; {remedy}, or leave it out")
 
 
 def check_arguments(args: "TrainingArguments") -> None:
-    """Refuse arguments of a Trainer that need all gradients at once.
-
-    Raises:
-        MemOptError: gradient accumulation, clipping, fp16, several processes.
-    """
-    if args.gradient_accumulation_steps > 1:
-        raise MemOptError(
-            f"{FLAG} with --gradient_accumulation_steps {args.gradient_accumulation_steps}: the gradients of all "
-            "micro-batches are held until the last one; give 1, and the rows to --per_device_train_batch_size"
-        )
-    if args.max_grad_norm:
-        raise MemOptError(
-            f"{FLAG} with --max_grad_norm {args.max_grad_norm} (Trainer's default is 1.0): gradients can be clipped "
-            "when all of them are there; give --max_grad_norm 0"
-        )
-    if args.fp16:
-        raise MemOptError(
-            f"{FLAG} with --fp16: its loss scaler reads all gradients before the optimizer's step; give --bf16"
-        )
-    check_processes(args.world_size)
+    """Refuse arguments of a Trainer that need all gradients at once. Raises MemOptError."""
+    steps, norm = args.gradient_accumulation_steps, args.max_grad_norm
+    check_step(
+        accumulation=f"--gradient_accumulation_steps {steps}" if steps > 1 else "",
+        clipping=f"--max_grad_norm {norm} (Trainer's default is 1.0)" if norm else "",
+        float16="--fp16" if args.fp16 else "",
+        ranks=f"{args.world_size} processes" if args.world_size > 1 else "",
+    )
 
 
-def check_processes(count: int) -> None:
-    """Raise a MemOptError for several processes, which exchange gradients."""
-    if count > 1:
-        raise MemOptError(
-            f"{FLAG} with {count} processes, which exchange gradients before the optimizer's step; train on one "
-            "device, or leave it out"
-        )
-
-
-def check_run(run: Run) -> torch.optim.Optimizer:
+def check_run(run: Run, **given: str) -> torch.optim.Optimizer:
     """Returns the optimizer of a run, without what accelerate wraps around it.
 
+    Args:
+        given: as for `check_step`.
+
     Raises:
-        MemOptError: it has none, one that may look at several parameters together, or accumulates gradients.
+        MemOptError: it has none, one that may look at several parameters together, or needs all gradients at once.
     """
     optimizer: Any = getattr(run.optimizer, "optimizer", run.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MemOptError(f"{FLAG} without an optimizer, which steps in the backward: optimize(…, optimizer=…)")
-    if run.gradient_accumulation:
-        raise MemOptError(f"{FLAG} with gradient_accumulation=True: gradients are held until the last micro-batch")
+    check_step(accumulation="gradient_accumulation=True" if run.gradient_accumulation else "", **given)
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_TORCH
     is_known = is_torchs or _is_bitsandbytes(optimizer)

@@ -31,6 +31,7 @@ from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks, without_padding
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
+from optimum_memopt.engines.shared.released_gradients import check_step
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger
@@ -84,17 +85,6 @@ def planned_device(name: str | None) -> PlannedDevice:
     return PlannedDevice(here.type, capacity(here), lacks)
 
 
-def _unreleasable(spec: StepSpec) -> str:
-    """What keeps a step from releasing its gradients; empty: nothing does."""
-    if (steps := spec.gradient_accumulation_steps) > 1:
-        return f"gradient_accumulation_steps {steps}: gradients are held until the last micro-batch"
-    if spec.fsdp > 1:
-        return f"fsdp {spec.fsdp}: ranks exchange gradients before the optimizer's step"
-    if spec.autocast == "float16":
-        return "fp16: its loss scaler reads all gradients before the optimizer's step"
-    return ""
-
-
 @dataclass(frozen=True)
 class PlannedStep:
     """A step that is planned for.
@@ -109,8 +99,14 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         check(self.spec.optim)
-        if self.spec.release_gradients and (why := _unreleasable(self.spec)):
-            raise MemOptError(f"release_gradients with {why}; leave one of the two out")
+        if self.spec.release_gradients:
+            steps, ranks = self.spec.gradient_accumulation_steps, self.spec.fsdp
+            check_step(
+                "release_gradients",
+                accumulation=f"gradient_accumulation_steps {steps}" if steps > 1 else "",
+                float16="fp16" if self.spec.fp16 else "",
+                ranks=f"fsdp {ranks}" if ranks > 1 else "",
+            )
         if self.target is None and self.here.type == "cpu":
             # A CPU's process that trains holds what Trainer imports, too: datasets, PEFT and bitsandbytes, 270 MiB.
             importlib.import_module("transformers.trainer")

@@ -37,7 +37,7 @@ from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.shared.released_gradients import ReleasedGradients
-from optimum_memopt.errors import DoesNotFitError, MemOptError, line_of
+from optimum_memopt.errors import DoesNotFitError, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
 from optimum_memopt.memory.capacity import host_available
@@ -264,18 +264,14 @@ class CompileEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: it cannot, or the run needs all gradients at once.
         """
-        optimizer = released_gradients.check_run(self._run_now())
         device = next(self._model.parameters()).device.type
-        if self._is_sharded:
-            raise MemOptError(
-                f"{released_gradients.FLAG} under FSDP2 and ZeRO 3, which reduce gradients; leave it out"
-            )
-        released_gradients.check_processes(world_size())
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            raise MemOptError(
-                f"{released_gradients.FLAG} in float16: a loss scaler reads all gradients before the optimizer's "
-                "step; train in bfloat16"
-            )
+        is_float16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        count = world_size()
+        optimizer = released_gradients.check_run(
+            self._run_now(),
+            float16="autocast to float16" if is_float16 else "",
+            ranks="FSDP2 or ZeRO 3" if self._is_sharded else f"{count} processes" if count > 1 else "",
+        )
         layers = (layer for group in layer_groups(self._model) for layer in group.values())
         of_layers = (layer.parameters() for layer in layers)
         return ReleasedGradients(optimizer, self._model.parameters(), of_layers, self._logs_norm)
