@@ -332,16 +332,10 @@ def blocks(page: Path) -> dict[str, str]:
 
 def settings() -> str:
     """The page with the settings of a planned step as their dataclasses declare them."""
-    from optimum_memopt.commands.flags import flags_of
-    from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec
+    from optimum_memopt.step_settings import described
 
-    rows = ["| flag | in Python | meaning |", "|---|---|---|"]
-    for kind in (ModelSettings, StepSpec, PlanSettings):
-        for name, field in flags_of(kind).items():
-            keyword = "plan_file" if name == "plan" else field.name
-            python = f"`{keyword}=False`" if field.default is True else f"`{keyword}`"
-            rows.append(f"| `--{name}` | {python} | {field.metadata['help'].replace('%%', '%')} |")
-    table = "\n".join(rows) + "\n"
+    rows = [f"| `{flag}` | `{keyword}` | {meaning} |" for flag, keyword, meaning in described()]
+    table = "\n".join(("| flag | in Python | meaning |", "|---|---|---|", *rows, ""))
     return SETTINGS.sub(lambda _: table, SETTINGS_PAGE.read_text(encoding="utf-8"))
 
 

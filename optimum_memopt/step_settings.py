@@ -1,11 +1,11 @@
 """The settings of a step that is planned, each declared here, once, as a field with its type, default and help.
 
-`optimum-cli memopt plan` and `advise` have them as flags, `plan()` as keyword arguments, of the same names; a setting
-that is on by default has a flag with `no_`. Imports nothing heavy, since the commands read it before they run.
+`optimum-cli memopt plan` and `advise` have them as flags, `plan()` as keyword arguments, of the same names but for
+`KEYWORDS`. Imports nothing heavy, since the commands read it before they run.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt.errors import MemOptError, excerpt
@@ -153,11 +153,28 @@ class PlanSettings:
     )
     level: int = flag(0, "As --memory_opt_level takes it.")
     config: Any = flag(None, "Plans to turn on, as --memory_opt_config takes them.")
-    plan: str | None = flag(None, "A plan file, as --memory_opt_plan takes it; plan_file in Python.")
+    plan: str | None = flag(None, "A plan file, as --memory_opt_plan takes it.")
     compress: str | None = flag(None, "What the plan saves, as --memory_opt_compress takes it.")
 
 
+# The keywords of settings that have another name.
+KEYWORDS = {"plan": "plan_file"}
 _OPTIONS = {"compiler", "loss", *(setting.name for setting in fields(PlanSettings))}
+
+
+def flags_of(kind: type) -> "dict[str, Field[Any]]":
+    """The fields of a dataclass that have flags, by their names, behind `no_` where they are on by default."""
+    declared = [setting for setting in fields(kind) if "help" in setting.metadata]
+    return {f"no_{each.name}" if each.default is True else each.name: each for each in declared}
+
+
+def described() -> Iterator[tuple[str, str, str]]:
+    """Flag, keyword and help of each setting."""
+    for kind in (ModelSettings, StepSpec, PlanSettings):
+        for name, setting in flags_of(kind).items():
+            keyword = KEYWORDS.get(setting.name, setting.name)
+            # A percent sign is doubled for argparse.
+            yield f"--{name}", keyword + "=False" * (setting.default is True), setting.metadata["help"] % ()
 
 
 def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,13 @@ Nothing heavy is imported before a command runs.
 
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.option_values import Numbers, flag
 from optimum_memopt.sizes import AUTO
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options
+from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
 if TYPE_CHECKING:
     from optimum_memopt.options import MemOptOptions
@@ -22,7 +22,6 @@ MOST_COUNT = 2**31
 _COUNT = Annotated[int | None, Numbers(1, MOST_COUNT)]
 Settings = TypeVar("Settings")
 ALL, PLAIN = "all", "plain"
-HERE = "here"
 # Beside the model, those that a user looks for first.
 _FIRST = ("model", "batch_size", "device", "budget", "global_batch")
 
@@ -85,11 +84,6 @@ class MeasureFlags:
 class AdviseFlags:
     """What `memopt advise` searches and shows."""
 
-    device: str = flag(
-        HERE,
-        "The device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file (docs/budget.md). Default: "
-        "here, this machine.",
-    )
     budget: str = flag(AUTO, "Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).")
     global_batch: _COUNT = flag(
         None,
@@ -112,25 +106,18 @@ CHOSEN_BY_ADVISE = ("batch_size", "gradient_accumulation_steps", "loss")
 
 
 def add_flags(parser: ArgumentParser, kinds: Mapping[str, type], without: Collection[str] = ()) -> None:
-    """Add the flags of dataclasses, by the titles of their groups; of flags of one name the last."""
-    declared = {name: (title, field) for title, kind in kinds.items() for name, field in flags_of(kind).items()}
-    groups = {title: parser.add_argument_group(title) for title in kinds}
-    for name, (title, field) in declared.items():
-        if name in without:
-            continue
-        given = {key: value for key, value in field.metadata.items() if key != "allowed"}
-        if isinstance(field.default, bool):
-            given["action"] = "store_false" if field.default else "store_true"
-        else:
-            given = {"type": int if _numbers(field) else str, "required": field.default is MISSING, **given}
-        group: Any = parser if name in _FIRST else groups[title]
-        group.add_argument(f"--{name}", dest=field.name, default=field.default, **given)
-
-
-def flags_of(kind: type) -> "dict[str, Field[Any]]":
-    """The fields of a dataclass that have flags, by their names."""
-    declared = [field for field in fields(kind) if "help" in field.metadata]
-    return {f"no_{field.name}" if field.default is True else field.name: field for field in declared}
+    """Add the flags of dataclasses, by the titles of their groups."""
+    for title, kind in kinds.items():
+        titled = parser.add_argument_group(title)
+        for name, field in flags_of(kind).items():
+            given = {key: value for key, value in field.metadata.items() if key != "allowed"}
+            if isinstance(field.default, bool):
+                given["action"] = "store_false" if field.default else "store_true"
+            else:
+                given = {"type": int if _numbers(field) else str, "required": field.default is MISSING, **given}
+            if name not in without:
+                group: Any = parser if name in _FIRST else titled
+                group.add_argument(f"--{name}", dest=field.name, default=field.default, **given)
 
 
 def _numbers(field: "Field[Any]") -> Numbers | None:

@@ -24,6 +24,8 @@ _ADVISE_DESCRIPTION = (
     "recommends one. The model is traced from its config; no training step is run. Without --device the speed of "
     "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
 )
+# Of --device: this machine.
+_HERE = "here"
 
 
 class AdviseCommand(BaseOptimumCLICommand):
@@ -63,7 +65,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         optimizers = args.optim == flags.ALL
         if optimizers:
             args.optim = StepSpec.optim
-        if args.device == flags.HERE:
+        if args.device == _HERE:
             args.device = None
         spec = flags.spec_of(args)
         if spec.fsdp > 1 and spec.device is None:

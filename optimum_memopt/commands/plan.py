@@ -25,9 +25,9 @@ from optimum_memopt.plans.grammar import parse
 from optimum_memopt.predict.workload import Workload, warn_of_precision
 from optimum_memopt.report import charts
 from optimum_memopt.sizes import AUTO, gib_text
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options
+from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
-_OF_PLAN = tuple(flags.flags_of(PlanSettings))
+_OF_PLAN = tuple(flags_of(PlanSettings))
 # Why several batch sizes are refused, by the flags that need one.
 _OF_ONE_SIZE = {
     **dict.fromkeys(("budget", "budget_curve", "html"), "a budget has a plan for each"),
@@ -36,7 +36,7 @@ _OF_ONE_SIZE = {
 # What only a prediction has: of a device and its peak, and of the step.
 _OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
 _MEASURED = {"model", "task", "batch_size", "seq_len", "device", "compiler"}
-_OF_STEP = [name for kind in (StepSpec, ModelSettings) for name in flags.flags_of(kind) if name not in _MEASURED]
+_OF_STEP = [name for kind in (StepSpec, ModelSettings) for name in flags_of(kind) if name not in _MEASURED]
 # What is refused beside --ways plain, and beside --measure.
 _OF_ENGINE = (*_OF_PLAN, "loss", "compiler", "budget_curve", "output", "measure", "fsdp")
 _OF_PREDICTION = (*(name for name in _OF_PLAN if name not in ("level", "config")), "compiler", *_OF_DEVICE)

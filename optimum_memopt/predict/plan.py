@@ -28,7 +28,7 @@ from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of, warn_of_precision
 from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, patterns
+from optimum_memopt.step_settings import ModelSettings, StepSpec, described, engine_options, patterns
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,7 +75,7 @@ def plan(
         example_inputs: of a module's forward, which should return a loss: a dict of keyword arguments, a tuple, or a
             tensor. None: a batch for `task`, for a model with a transformers config.
 
-    All other arguments are settings of the step, which `optimum-cli memopt plan` has as flags.
+    All other arguments are settings of the step, as `optimum-cli memopt plan` has them: `help(plan)` lists them.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
@@ -93,12 +93,8 @@ def plan(
         return Estimate(options.memory_opt_engine, workload, resolve(options).selection, spec)
 
 
-plan.__doc__ = f"{plan.__doc__}\n" + "\n".join(
-    f"    {setting.name}: {setting.metadata['help']}"
-    for kind in (ModelSettings, StepSpec, PlanSettings)
-    for setting in fields(kind)
-    if "help" in setting.metadata
-)
+_SETTINGS = "\n".join(f"        {keyword}: {text}" for _, keyword, text in described())
+plan.__doc__ = f"{plan.__doc__}\n    Settings:\n{_SETTINGS}\n    "
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,9 @@ from optimum_memopt.commands import flags
 from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
 from optimum_memopt.memory import optimizers
 from optimum_memopt.predict.workload import Workload
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options
+from optimum_memopt.step_settings import KEYWORDS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
-SETTINGS = {
-    name: field for kind in (ModelSettings, StepSpec, PlanSettings) for name, field in flags.flags_of(kind).items()
-}
+SETTINGS = {name: field for kind in (ModelSettings, StepSpec, PlanSettings) for name, field in flags_of(kind).items()}
 
 
 def flags_in(command: type) -> set[str]:
@@ -34,19 +32,19 @@ def flags_in(command: type) -> set[str]:
 def test_a_command_has_the_flags_of_its_dataclasses(
     command: type, kinds: dict[str, type], less: tuple[str, ...]
 ) -> None:
-    declared = {name for kind in kinds.values() for name in flags.flags_of(kind)}
+    declared = {name for kind in kinds.values() for name in flags_of(kind)}
     assert flags_in(command) == declared - set(less)
 
 
 def test_keywords_are_the_settings_with_their_defaults() -> None:
     parameters = dict(inspect.signature(optimum_memopt.plan).parameters)
     del parameters["example_inputs"]
-    names = {field.name: "plan_file" if field.name == "plan" else field.name for field in SETTINGS.values()}
+    names = {field.name: KEYWORDS.get(field.name, field.name) for field in SETTINGS.values()}
     assert set(parameters) == set(names.values())
     for name, field in ((names[field.name], field) for field in SETTINGS.values()):
         # None: a module has a batch of its own.
         assert parameters[name].default in (field.default, None) or field.default is MISSING, name
-        assert field.metadata["help"].split("%")[0] in (optimum_memopt.plan.__doc__ or ""), name
+        assert field.metadata["help"] % () in (optimum_memopt.plan.__doc__ or ""), name
 
 
 def test_the_page_has_every_setting() -> None:
