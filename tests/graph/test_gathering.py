@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.memory.gathering import Gathering
+from optimum_memopt.engines.compile.sharding.gathering import Gathering
 from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
 
 ELEMENTS = 16

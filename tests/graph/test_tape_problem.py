@@ -13,10 +13,10 @@ from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
-from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
+from optimum_memopt.engines.compile.sharding.zero3 import LeafSteps, Zero3Sharding
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, fake_model
 from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
@@ -62,7 +62,7 @@ def around_leafs(name: str, forward: CapturedForward) -> CapturedForward:
         return type(model).forward(model, *args, **inputs)
 
     steps = LeafSteps(model, run, (), case.batch(), spec, layers, {call.layer for call in tape.calls})
-    return replace(forward, tape=tape.under(LeafSharding(steps, spec.ranks, spec.prefetched)))
+    return replace(forward, tape=tape.under(Zero3Sharding(steps, spec.ranks, spec.prefetched)))
 
 
 @pytest.mark.parametrize("around", nightly(["nothing", "FSDP2", "ZeRO 3"], but=["nothing"]))

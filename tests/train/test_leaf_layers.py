@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
+from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.zero3 import Zero3Layers
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from tests.compiled import selection
 from tests.gradients import assert_bitwise_same_step, assert_same_step
@@ -43,6 +44,10 @@ def two_layers() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([Layer(), Layer()]))
 
 
+def start(leafs: Zero3Layers, model: torch.nn.Module) -> None:
+    leafs.start(model, [layer for group in layer_groups(model) for layer in group.values()])
+
+
 def test_only_stage_3_has_them() -> None:
     assert Zero3Layers.of(types.SimpleNamespace(deepspeed_plugin=None), AUTO) is None
     assert Zero3Layers.of(given(2), MODEL, has_budget=True) is None
@@ -55,7 +60,7 @@ def test_what_does_not_go_with_them_is_refused() -> None:
     with pytest.raises(MemOptError, match="a chunked loss: .* --memory_opt_loss chunked"):
         Zero3Layers.of(given(), AUTO, must_chunk=True)
     with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):
-        Zero3Layers({}).start(torch.nn.Linear(4, 4))
+        start(Zero3Layers({}), torch.nn.Linear(4, 4))
 
 
 @needs_deepspeed
@@ -65,7 +70,7 @@ def test_layers_are_leafs_and_stay_so() -> None:
     model = ZOO["mixtral"].build()
     leafs, layers = Zero3Layers({}), list(model.model.layers)
     with log_lines() as lines:
-        leafs.start(model)
+        start(leafs, model)
         leafs.stop()
     assert get_z3_leaf_modules(model) == layers and not lines
     assert not any(layer._forward_pre_hooks for layer in layers)
@@ -78,8 +83,8 @@ def test_leafs_in_a_layer_give_way() -> None:
     model = two_layers()
     set_z3_leaf_module(model[1][0].inner, True)
     with log_lines() as lines:
-        Zero3Layers({}).start(model)
-        Zero3Layers({"leaf_module": {"classes": ["Linear"]}}).start(two_layers())
+        start(Zero3Layers({}), model)
+        start(Zero3Layers({"leaf_module": {"classes": ["Linear"]}}), two_layers())
     assert len(lines) == 2 and all("replaced by their layer" in line for line in lines)
 
 
@@ -90,10 +95,10 @@ def test_a_layer_is_prefetched_where_the_size_was_left_open(filled_in: int, want
     leafs = Zero3Layers(config)
     # As transformers does before it creates the optimizer.
     config[BUCKET] = filled_in
-    leafs.start(two_layers())
+    start(leafs, two_layers())
     assert config == {BUCKET: wanted}
     numbers = {BUCKET: filled_in}
-    Zero3Layers(numbers).start(two_layers())
+    start(Zero3Layers(numbers), two_layers())
     assert numbers == {BUCKET: filled_in}
 
 
@@ -107,7 +112,7 @@ def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: 
     model[1].append(Layer().requires_grad_(False))
     model[1].append(Layer())
     leafs, seen = Zero3Layers({}), []
-    leafs.start(model)
+    start(leafs, model)
     for layer in (frozen, trained):
         # As DeepSpeed's, which is registered later.
         layer.register_forward_pre_hook(lambda module, args: seen.append(args))
@@ -166,9 +171,9 @@ def test_a_layer_that_shares_a_trained_parameter_is_refused() -> None:
         model = two_layers()
         model.get_submodule(second).weight = model.get_submodule(first).weight
         with pytest.raises(UnsupportedModelError, match=rf"shares {first}.weight .* lose a part of its gradients"):
-            Zero3Layers({}).start(model)
+            start(Zero3Layers({}), model)
         model.requires_grad_(False)
-        Zero3Layers({}).start(model)
+        start(Zero3Layers({}), model)
 
 
 @in_turn

@@ -43,21 +43,21 @@ from optimum_memopt.engines.compile.loss.decide import (
     with_detached_outputs,
     without_logits,
 )
+from optimum_memopt.engines.compile.memory.around_runs import Sharding
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, described
-from optimum_memopt.engines.compile.memory.sharding import AnySharding, Sharding, sharding_of
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder, sizes_of
-from optimum_memopt.engines.compile.memory.zero3 import LeafSharding, LeafSteps
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, fused_lm_head, fx_graph, zero3
+from optimum_memopt.engines.compile.sharding.model import PlainForward, shared_model
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
@@ -141,7 +141,8 @@ class TracedForward:
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
         self._hooks = list(map(forward_hooks, model.modules()))
-        self._is_sharded, self._opened = fully_shard.is_sharded(model), frozenset(opened)
+        leafs = [path for group in groups for path in group] if spec.only_layers else None
+        self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
         # Of a call that is to run again.
         self._watch: dynamo.Watch | None = None
@@ -154,7 +155,7 @@ class TracedForward:
         self._in_python: frozenset[dynamo.CodePlace] = frozenset()
         self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
         # By the masks of batches.
-        self._shardings: dict[KeptMasks, AnySharding] = {}
+        self._shardings: dict[KeptMasks, Sharding] = {}
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
@@ -323,9 +324,7 @@ class TracedForward:
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if isinstance(run.tape, TapeRecorder) and self._may_play(run):
             choices.tapes.add(like, run.tape, tape)
-        if self.sharding is None and self.spec.only_layers:
-            self.sharding = self._leaf_sharding(call, {each.layer for each in tape.calls})
-        sharding = self.sharding = self.sharding or sharding_of(self._model, self._opened)
+        tape = tape.under(self._sharding_of(call, tape))
         breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
         recompiles = (
             () if is_first else tuple(each.with_sizes(self._constant_sizes) for each in run.watch.recompiles())
@@ -335,18 +334,16 @@ class TracedForward:
             before = replace(before, buffers=run.buffers.buffers, attributes=run.buffers.attributes)
         elif run.has_written:
             before = None
-        return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape.under(sharding), breaks, recompiles, before)
+        return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape, breaks, recompiles, before)
 
     def _recorder(self, call: ForwardArgs) -> TapeRecorder:
-        gathered = fully_shard.gathered(self._model) if self._is_sharded else ()
-        return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, gathered)))
+        return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, self.shared.gathered())))
 
     def _may_play(self, run: ForwardRun) -> bool:
         """True where a forward that turns out not to run as this one did may run again: it has written nothing, and
         no other rank and no hook has taken part in it."""
         has_written = run.has_written and not (run.tape.count == 1 and all(map(_is_all_of_forward, run.ran)))
-        is_shared = self._is_sharded or self.spec.only_layers
-        return self.spec.is_run and not (has_written or is_shared or self._regions.has_run_others)
+        return self.spec.is_run and not (has_written or self.shared.is_shared or self._regions.has_run_others)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
@@ -368,12 +365,12 @@ class TracedForward:
         return self._regions.are_closed
 
     @property
-    def sharding(self) -> AnySharding | None:
+    def sharding(self) -> Sharding | None:
         """The model's sharding, as batches like the last one run; None before one has."""
         return self._shardings.get(self.masks)
 
     @sharding.setter
-    def sharding(self, sharding: AnySharding) -> None:
+    def sharding(self, sharding: Sharding) -> None:
         self._shardings[self.masks] = sharding
 
     @property
@@ -419,18 +416,15 @@ class TracedForward:
             self._said.add(line)
             get_logger().info(line)
 
-    def _leaf_sharding(self, call: ForwardArgs, compiled: set[str]) -> AnySharding:
-        """That of a model whose layers ZeRO 3 gathers; of none where it is not known what is gathered."""
-        try:
-            if (partitioning := zero3.partitioning_of(self._model)) is None:
-                return Sharding()
+    def _sharding_of(self, call: ForwardArgs, tape: Tape) -> Sharding:
+        """Returns the model's sharding, as batches like that of a call run, which has run."""
+        sharding = self.sharding
+        if sharding is None:
             forward = functools.partial(weak_method(self._plain_forward), call.loss_only, call.reader)
-            layers = [path for group in layer_groups(self._model) for path in group]
-            steps = LeafSteps(self._model, forward, call.args, call.inputs, partitioning, layers, compiled)
-            steps({}, partitioning.prefetched)
-        except MemOptError as error:
-            return Sharding(unknown=str(error))
-        return LeafSharding(steps, partitioning.ranks, partitioning.prefetched)
+            compiled = {each.layer for each in tape.calls}
+            sharding = self.shared.sharding(PlainForward(forward, call.args, call.inputs, compiled))
+            self.sharding = sharding
+        return sharding
 
     def _plain_forward(self, loss_only: bool, reader: str, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         return self.plainly(ForwardArgs(args, inputs, loss_only, reader))
@@ -550,8 +544,7 @@ class TracedForward:
         if plan.is_empty and state.saved is None:
             results = variant.run(*state.args)
         else:
-            gathered = zero3.gathered_again if self.spec.only_layers else fully_shard.gathered_again
-            around = functools.partial(gathered, self._model.get_submodule(layer))
+            around = functools.partial(self.shared.gathered_again, self._model.get_submodule(layer))
             results = run.layer_inputs.run(variant.run, plan, around, state)
         self._state.after(listed(results))
         run.tape.after(listed(results))

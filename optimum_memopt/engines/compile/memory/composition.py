@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED
 from optimum_memopt.engines.compile.graph.layouts import Layout
+from optimum_memopt.engines.compile.memory.around_runs import Reduced
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
-from optimum_memopt.engines.compile.memory.sharding import Reduced
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class _Composition:
         self.collectives = tape.collectives([[at for at, _ in graph.gradients] for graph in runs])
         self._around = self.collectives.runs
         # Gradients that go when a group's are reduced, and those of them that a backward was given.
-        self._sharded: dict[str, ShardedGroup] = {}
+        self._grouped: dict[str, object] = {}
         self._lent: set[str] = set()
 
     def _names_of(self, index: int) -> dict[str, str]:
@@ -236,7 +235,7 @@ class _Composition:
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
             if (group := around.given) is not None:
-                self._sharded[names[storage.name]] = group
+                self._grouped[names[storage.name]] = group
                 self._waiting[names[storage.name]] += 1
                 self._lent.add(names[storage.name])
         # One storage may be the gradient of several results, as of those that are added up behind the run.
@@ -305,9 +304,9 @@ class _Composition:
     def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
         """The ends of the backwards of sharded groups."""
         for group in groups:
-            gradients = [name for name, owner in self._sharded.items() if owner is group.group]
+            gradients = [name for name, owner in self._grouped.items() if owner is group.group]
             for name in gradients:
-                del self._sharded[name]
+                del self._grouped[name]
             self._waiting.subtract(self._lent.intersection(gradients))
             self._lent.difference_update(gradients)
             freed = tuple(name for name in gradients if not self._waiting[name])
@@ -350,7 +349,7 @@ class _Composition:
                 continue
             if owner is not None:
                 if (first := self._gradients.setdefault(number, name)) == name:
-                    self._sharded[name] = owner
+                    self._grouped[name] = owner
                 else:
                     yield name
             elif self._frees_gradients and number in self._given:

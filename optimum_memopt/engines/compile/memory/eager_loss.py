@@ -4,8 +4,8 @@ metrics. Pure."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from optimum_memopt.engines.compile.memory.around_runs import Collectives
 from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.sharding import Collectives
 
 
 @dataclass(frozen=True)

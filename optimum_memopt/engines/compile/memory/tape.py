@@ -16,9 +16,9 @@ import torch
 
 from optimum_memopt.engines.api.predictions import TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.around_runs import Collectives, GraphRun, Sharding, Unsharded
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.events import Event, Schedule, Storage
-from optimum_memopt.engines.compile.memory.sharding import AnySharding, Collectives, GraphRun, Sharding
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 
@@ -121,7 +121,7 @@ class Tape:
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
     outside: tuple[Outside, ...] = ()
-    sharding: AnySharding = field(default_factory=Sharding)
+    sharding: Sharding = field(default_factory=Unsharded)
     loss: EagerLoss | None = None
 
     def collectives(self, gradients: Sequence[Iterable[int | None]]) -> Collectives:
@@ -139,7 +139,7 @@ class Tape:
         return {tensor.storage: tensor.bytes for operator in behind for tensor in operator.saved}
 
     def at(self, sizes: Mapping[str, int]) -> "Tape":
-        """With what is around its calls for a batch of these sizes; see `AnySharding.at`."""
+        """With what is around its calls for a batch of these sizes; see `Sharding.at`."""
         loss = None if self.loss is None else self.loss.at(sizes)
         return replace(self, sharding=self.sharding.at(sizes), loss=loss)
 
@@ -152,7 +152,7 @@ class Tape:
         calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)
         return replace(self, calls=tuple(calls))
 
-    def under(self, sharding: AnySharding) -> "Tape":
+    def under(self, sharding: Sharding) -> "Tape":
         """The same calls of a model that is sharded so."""
         if not sharding.tells_outside or not self.calls:
             return replace(self, sharding=sharding)

@@ -11,11 +11,10 @@ from typing import Any
 
 from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
+from optimum_memopt.engines.compile.memory.around_runs import Reduced
 from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.sharding import Reduced
 from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 # Operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph returns,
 # summed gradients, gradients copied to another layout, gradients accumulated over micro-batches, and released buffers
@@ -186,7 +185,7 @@ class _LinkedRuns:
         self._saved_outside: dict[int, int] = {}
         self._passed: list[int] = []
         # Gradients that go when a group's are reduced.
-        self._sharded: list[tuple[ShardedGroup, int]] = []
+        self._grouped: list[tuple[object, int]] = []
         self._held: list[int] = []
         # What graphs are given by others, and their backwards read as it is.
         self._read: list[int] = []
@@ -255,7 +254,7 @@ class _LinkedRuns:
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             number[node] = self._tangent(run, node, at)
             if (group := around.given) is not None:
-                self._sharded.append((group, number[node]))
+                self._grouped.append((group, number[node]))
         if self._passed:
             self._outputs.append(self._end(run, self._passed, _RELEASED, is_backward=True))
             self._passed = []
@@ -314,7 +313,7 @@ class _LinkedRuns:
         storage = None if at is None else calls[run].inputs.get(at)
         owner = None if at is None else self._collectives.runs[run].owners.get(at)
         if owner is not None:
-            self._sharded.append((owner, gradient))
+            self._grouped.append((owner, gradient))
         elif self._frees_gradients and (storage is None or storage in self._tape.given):
             if storage is not None and storage in gradients:
                 gradient = self._sum(run, gradients.pop(storage), gradient)
@@ -334,8 +333,8 @@ class _LinkedRuns:
 
     def _reduce(self, run: int, groups: Sequence[Reduced]) -> None:
         for reduced in groups:
-            own = [gradient for group, gradient in self._sharded if group is reduced.group]
-            self._sharded = [entry for entry in self._sharded if entry[0] is not reduced.group]
+            own = [gradient for group, gradient in self._grouped if group is reduced.group]
+            self._grouped = [entry for entry in self._grouped if entry[0] is not reduced.group]
             for event, read in ((reduced.before, ()), (reduced.copied, own), (reduced.after, ())):
                 self._outputs += self._moved.add(run, (event,), read)
 

@@ -26,6 +26,7 @@ from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFi
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, entry_path
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.sharding.leaf_layers import unpredicted
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort, get_logger
@@ -529,14 +530,6 @@ def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
 def _has_loss(outputs: Any) -> bool:
     """True where a scalar with a gradient is among the outputs."""
     return any(tensor.requires_grad and not tensor.dim() for tensor in tensors_in(outputs))
-
-
-def unpredicted(why: str) -> MemOptError:
-    """The refusal of a budget under ZeRO 3."""
-    return MemOptError(
-        f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
-        "--memory_opt_level 1 or --memory_opt_config"
-    )
 
 
 def bounded_bytes(

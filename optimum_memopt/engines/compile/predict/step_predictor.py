@@ -19,6 +19,7 @@ from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
+from optimum_memopt.engines.compile.memory.around_runs import Sharding
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
@@ -33,7 +34,6 @@ from optimum_memopt.engines.compile.memory.footprint import (
     trainable_of,
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
-from optimum_memopt.engines.compile.memory.sharding import AnySharding
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -261,7 +261,7 @@ class StepMemoryPredictor:
             model, graphs, inputs, 0, names, self.run, tape=tape, pending=pending, constant=constant
         )
 
-    def with_sharding(self, sharding: AnySharding) -> "StepMemoryPredictor":
+    def with_sharding(self, sharding: Sharding) -> "StepMemoryPredictor":
         """Predicts the same graphs with something else around them."""
         other = copy.copy(self)
         tapes = {sizes: replace(tape, sharding=sharding) for sizes, tape in self._tapes.items()}

@@ -4,5 +4,4 @@ engine           CompileEngine
 batch_kind       which batches run the same graphs
 length_buckets   compiled forwards by length
 planned_forward  a forward under one plan
-zero3            layers under ZeRO 3's hooks
 """

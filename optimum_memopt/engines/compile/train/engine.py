@@ -26,13 +26,14 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.loss_simulation import eager_loss
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat import fully_shard, host_masks, releases
+from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
+from optimum_memopt.engines.compile.sharding.model import shared_model
+from optimum_memopt.engines.compile.torch_compat import host_masks, releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
-from optimum_memopt.engines.compile.train.zero3 import Zero3Layers
 from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
@@ -112,7 +113,7 @@ class CompileEngine(in_place.InPlaceEngine):
             get_logger().warning(line)
         self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
         if self._leafs is not None:
-            self._leafs.start(self._model)
+            self._leafs.start(self._model, self._layers())
         if self._is_on_cpu:
             self._unpacked = bitsandbytes.keep_unpacked(self._model)
             process.return_freed_memory()
@@ -249,7 +250,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 # On a CPU the process has grown since, often by more than is gained.
                 raise min(error, of_whole, key=lambda each: each.lowest) from None
         if self._leafs is not None:
-            self._leafs.gather_ahead(self._model, self._buckets.largest)
+            self._leafs.gather_ahead(self._model, self._buckets.largest.gather_ahead)
         if is_first and self._is_on_cpu and not self._selection.name:
             # Behind the first forward, whose prediction reads what the process holds.
             run = self._run_now()
@@ -272,14 +273,17 @@ class CompileEngine(in_place.InPlaceEngine):
             float16="autocast to float16" if is_float16 else "",
             ranks="FSDP2 or ZeRO 3" if self._is_sharded else f"{count} processes" if count > 1 else "",
         )
-        layers = (layer for group in layer_groups(self._model) for layer in group.values())
-        of_layers = (layer.parameters() for layer in layers)
+        of_layers = (layer.parameters() for layer in self._layers())
         return ReleasedGradients(optimizer, self._model.parameters(), of_layers, self._logs_norm)
 
     @property
     def _is_sharded(self) -> bool:
         """True where ranks gather parameters together."""
-        return self._leafs is not None or fully_shard.is_sharded(self._model)
+        return self._leafs is not None or shared_model(self._model).is_shared
+
+    def _layers(self) -> list[torch.nn.Module]:
+        """Returns the layers of the model that are equal to another one."""
+        return [layer for group in layer_groups(self._model) for layer in group.values()]
 
     def _new_forward(
         self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str

@@ -18,13 +18,12 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
 from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError
-from optimum_memopt.engines.compile.memory.zero3 import LeafSharding
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, is_of_trace, own_error
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -164,7 +163,7 @@ class PlannedForward:
         """
         if self.is_compiled:
             return self._run(call, may_run_again)
-        before, forget = ForwardState.of(self._model, with_buffers=True), zero3.forgetting(self._model)
+        before, forget = ForwardState.of(self._model, with_buffers=True), self.traced.shared.forgetting()
 
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.largest) is not None:
@@ -208,9 +207,9 @@ class PlannedForward:
     def gather_ahead(self, elements: int) -> bool:
         """Count as if each module gathered so many elements ahead, where that is within the budget on all ranks."""
         predictor, sharding = self.predictor, self.traced.sharding
-        if predictor is None or not isinstance(sharding, LeafSharding):
+        if predictor is None or sharding is None:
             return False
-        sharding = replace(sharding, prefetched=elements)
+        sharding = sharding.gathering_ahead(elements)
         wider = predictor.with_sharding(sharding)
         if has_room := self.planner.has_room(wider):
             self.traced.sharding, self.predictors = sharding, Predictors(wider)
@@ -387,7 +386,7 @@ class PlannedForward:
     def _check_plain(self, call: ForwardArgs) -> None:
         """Raise plain PyTorch's own error, of one line, for a batch that it cannot run either, as one without rows."""
         # Other ranks do not gather the parameters for it.
-        if self.traced.spec.only_layers or fully_shard.is_sharded(self._model):
+        if self.traced.shared.is_shared:
             return
         before = ForwardState.of(self._model, with_buffers=True)
         # Without gradients it takes the least memory; one that registers a hook on a tensor needs them.

@@ -16,11 +16,8 @@ import torch
 from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.copies import add_hook
-from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
-from optimum_memopt.engines.compile.predict.planner import unpredicted
 from optimum_memopt.engines.compile.torch_compat import zero3
-from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -75,13 +72,12 @@ class Zero3Layers:
             raise unpredicted(f"{elsewhere} changes what is on the device")
         return cls(config, has_budget)
 
-    def start(self, model: torch.nn.Module) -> None:
-        """Make its layers leafs, before DeepSpeed puts hooks on it.
+    def start(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        """Make a model's layers leafs, before DeepSpeed puts hooks on it.
 
         Raises:
             UnsupportedModelError: it has no equal layers, or they share parameters.
         """
-        layers = [layer for group in layer_groups(model) for layer in group.values()]
         if not layers:
             raise UnsupportedModelError(
                 f"{_NAME}: no list of modules in {type(model).__name__} has two equal ones, around which parameters "
@@ -109,14 +105,18 @@ class Zero3Layers:
             self._config[_PREFETCH], self._ahead = self._ahead, 0
             get_logger().info(f"{_ahead(elements)}, instead of {own}; gathers up to {_LIVE} ahead")
 
-    def gather_ahead(self, model: torch.nn.Module, forward: PlannedForward) -> None:
+    def gather_ahead(self, model: torch.nn.Module, plan_for: Callable[[int], bool]) -> None:
         """Have a layer on its way while another runs, where a budget's plan leaves room for it; once, behind the first
-        forward."""
+        forward.
+
+        Args:
+            plan_for: has the plan count so many elements, and returns True, where there is room for them.
+        """
         elements, self._ahead = self._ahead, 0
         if not elements:
             return
         own = self._config[_PREFETCH]
-        if forward.gather_ahead(elements):
+        if plan_for(elements):
             zero3.gather_ahead(model, elements)
             get_logger().info(f"{_ahead(elements)}, instead of {own}, for which the budget has room")
         else:
@@ -128,6 +128,14 @@ class Zero3Layers:
         """Undo `start`, but for the flags, by which DeepSpeed's hooks go as long as they are there."""
         while self._hooks:
             self._hooks.pop()()
+
+
+def unpredicted(why: str) -> MemOptError:
+    """The refusal of a budget under ZeRO 3."""
+    return MemOptError(
+        f"a budget under DeepSpeed ZeRO stage 3: what a rank holds is not predicted, since {why}; use "
+        "--memory_opt_level 1 or --memory_opt_config"
+    )
 
 
 def _offloaded(config: Mapping[str, Any]) -> str:

@@ -20,13 +20,12 @@ from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.torch import hooks_around_forward
 from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
+from optimum_memopt.engines.compile.memory.around_runs import AroundRun, Collectives, GraphRun, Reduced
 from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
-from optimum_memopt.engines.compile.memory.sharding import AroundRun, Collectives, GraphRun, Reduced
+from optimum_memopt.engines.compile.sharding.gathering import Gathering, ParameterState, Reduction
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import without_padding
-from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
@@ -66,8 +65,8 @@ Steps = tuple[AroundLayers, AroundLayers]
 
 
 @dataclass(frozen=True)
-class LeafSharding:
-    """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others; see `Sharding`.
+class Zero3Sharding:
+    """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others.
 
     Attributes:
         steps: the first one of a run and all later ones, with a batch of these sizes, by name, so many elements
@@ -84,16 +83,19 @@ class LeafSharding:
     is_first: bool = False
 
     name: ClassVar = "ZeRO 3"
-    is_sharded = True
+    is_sharded: ClassVar = True
     stays_gathered: ClassVar = False
     tells_outside: ClassVar = True
-    unknown = ""
+    unknown: ClassVar = ""
 
-    def at(self, sizes: Mapping[str, int]) -> "LeafSharding":
+    def at(self, sizes: Mapping[str, int]) -> "Zero3Sharding":
         return replace(self, sizes=sizes)
 
+    def gathering_ahead(self, elements: int) -> "Zero3Sharding":
+        return replace(self, prefetched=elements)
+
     @property
-    def first(self) -> "LeafSharding":
+    def first(self) -> "Zero3Sharding":
         return replace(self, is_first=True)
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
@@ -113,7 +115,7 @@ class LeafSharding:
         around = [AroundRun() for _ in runs]
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             # Gradients of a layer stay until its backward is over.
-            group = ShardedGroup((layers[begin],), 0, 0, 0, 0, reshards=False, ranks=self.ranks)
+            group = object()
             around[begin].before = step.before[_Mark(_FORWARD, number)]
             around[begin].reduced = (Reduced(group),)
             around[end].outside = step.before[_Mark(_BACKWARD, number)]

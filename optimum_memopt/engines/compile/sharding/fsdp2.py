@@ -6,166 +6,46 @@ gathered meanwhile. The gradients of a group are held until its reduce-scatter h
 next group's.
 """
 
-import itertools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import torch
 
 from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.api.predictions import GRADIENTS, PARAMETERS, TEMPORARY
+from optimum_memopt.engines.compile.memory.around_runs import (
+    GATHER,
+    REDUCE,
+    AroundRun,
+    Collectives,
+    GraphRun,
+    Reduced,
+    Sharding,
+)
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
-_GATHER, _REDUCE = "all_gather", "reduce_scatter"
-
-
-class GraphRun(NamedTuple):
-    """A run of a forward's graph.
-
-    Attributes:
-        layer: the path of its module, empty outside of all.
-        parameters: among its arguments, by position; names may be those of an equal layer's.
-        gradients: positions of the arguments whose gradients its backward returns.
-        again: see `Tape.again`.
-    """
-
-    layer: str
-    parameters: Mapping[int, str]
-    gradients: Collection[int]
-    again: Sequence[int]
-
-
-class Reduced(NamedTuple):
-    """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
-
-    Attributes:
-        group: whose.
-    """
-
-    group: ShardedGroup
-    before: Event = Event("")
-    copied: Event = Event("")
-    after: Event = Event("")
-
-
-@dataclass
-class AroundRun:
-    """The events around a run of a graph.
-
-    Attributes:
-        before: its forward.
-        after: behind it.
-        before_backward: once that is given its gradients.
-        before_again: its forward, where a backward runs it once more.
-        after_again: behind that.
-        outside: what runs in no graph, before its backward is given its gradients.
-        reduced: behind its backward.
-        owners: by the position of an argument that is a sharded parameter, its group.
-        given: the group with whose gradients those go that its backward is given; None: with none.
-    """
-
-    before: tuple[Event, ...] = ()
-    after: tuple[Event, ...] = ()
-    before_backward: tuple[Event, ...] = ()
-    before_again: tuple[Event, ...] = ()
-    after_again: tuple[Event, ...] = ()
-    outside: tuple[Event, ...] = ()
-    reduced: tuple[Reduced, ...] = ()
-    owners: Mapping[int, ShardedGroup] = field(default_factory=dict)
-    given: ShardedGroup | None = None
-
 
 @dataclass(frozen=True)
-class Collectives:
-    """The events around the calls of a tape.
-
-    Attributes:
-        runs: by call.
-        end_of_forward: behind the last forward.
-        prefetched: at the begin of the backward.
-        last: behind the backward of the first call.
-        end: of the backward.
-    """
-
-    runs: tuple[AroundRun, ...]
-    end_of_forward: tuple[Event, ...]
-    prefetched: tuple[Event, ...]
-    last: tuple[Reduced, ...]
-    end: tuple[Event, ...]
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
-        events = [*self.prefetched, *(reduced.copied for reduced in self.last)]
-        for run in self.runs:
-            events += (*run.before, *run.before_backward, *run.before_again)
-            events += (reduced.copied for reduced in run.reduced)
-        sizes = Counter[str]()
-        for storage in itertools.chain(*(event.allocates for event in events)):
-            sizes[storage.kind] += storage.bytes if storage.category == TEMPORARY else 0
-        return sizes[_GATHER], sizes[_REDUCE]
-
-
-class AnySharding(Protocol):
-    """A description of a step whose parameters several ranks share.
-
-    Attributes:
-        name: of what shards the model.
-        ranks: that share the parameters.
-        first: the same of the first step of a run, where that differs from later ones.
-        stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
-        tells_outside: its events are those of what runs in no graph, too.
-        unknown: why it is not known what ranks gather; empty where it is.
-    """
-
-    name: ClassVar[str]
-    stays_gathered: ClassVar[bool]
-    tells_outside: ClassVar[bool]
-
-    @property
-    def is_sharded(self) -> bool: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def first(self) -> "AnySharding":
-        return self
-
-    @property
-    def unknown(self) -> str: ...
-
-    def at(self, sizes: Mapping[str, int]) -> "AnySharding":
-        """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
-        return self
-
-    def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
-        """The events around the runs of a forward's graphs."""
-
-
-@dataclass(frozen=True)
-class Sharding(AnySharding):
-    """A model as FSDP2 has sharded it; without groups it is not sharded.
+class Fsdp2Sharding(Sharding):
+    """A model as FSDP2 has sharded it.
 
     Attributes:
         groups: all but that of the model itself.
         root: the parameters that no module inside of the model gathers; None: there are none.
         whole: names of the parameters that each rank holds, as FSDP2's `ignored_params`.
-        unknown: see `AnySharding`.
     """
 
     groups: tuple[ShardedGroup, ...] = ()
     root: ShardedGroup | None = None
     whole: frozenset[str] = frozenset()
-    unknown: str = ""
 
     name: ClassVar = "FSDP2"
     stays_gathered: ClassVar = True
     tells_outside: ClassVar = False
+    unknown: ClassVar = ""
 
     @property
     def is_sharded(self) -> bool:
@@ -237,7 +117,7 @@ class Sharding(AnySharding):
         return {at: group for at, group in groups.items() if group is not None}
 
 
-def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
+def fsdp2_sharding(model: torch.nn.Module, opened: Collection[str]) -> Fsdp2Sharding:
     """That of a model that has run.
 
     Args:
@@ -253,8 +133,8 @@ def sharding_of(model: torch.nn.Module, opened: Collection[str]) -> Sharding:
         for group in fully_shard.groups_of(model)
     ]
     inner = tuple(group for group in groups if "" not in group.modules)
-    whole = frozenset(dict(model.named_parameters())) - fully_shard.shards(model).keys() if groups else frozenset()
-    return Sharding(inner, next((group for group in groups if "" in group.modules), None), whole)
+    whole = frozenset(dict(model.named_parameters())) - fully_shard.shards(model).keys()
+    return Fsdp2Sharding(inner, next((group for group in groups if "" in group.modules), None), whole)
 
 
 @dataclass
@@ -274,20 +154,20 @@ class _Step:
     def all_gather(self, group: ShardedGroup) -> tuple[Event, ...]:
         """The copies of all ranks' shares, in one flat tensor."""
         name = self.flat[_key(group)] = self._name("flat", group)
-        flat = Storage(name, group.gathered, TEMPORARY, _GATHER, group.modules[0])
-        return (Event(name, _GATHER, group.modules[0], (flat,), group.cast),)
+        flat = Storage(name, group.gathered, TEMPORARY, GATHER, group.modules[0])
+        return (Event(name, GATHER, group.modules[0], (flat,), group.cast),)
 
     def gather(self, group: ShardedGroup, is_forward: bool) -> tuple[Event, ...]:
         """An all-gather, and its copies to parameters."""
         key = _key(group)
         events = () if key in self.flat else self.all_gather(group)
-        parameters = Storage(f"gathered {key}", group.gathered, PARAMETERS, _GATHER, group.modules[0])
+        parameters = Storage(f"gathered {key}", group.gathered, PARAMETERS, GATHER, group.modules[0])
         self.gathered.add(key)
         flat = self.flat.pop(key)
         frees = [flat]
         if is_forward:
             frees, self.last_flat = [self.last_flat], flat
-        copied = Event(f"{flat} copied", _GATHER, group.modules[0], (parameters,), 0, tuple(filter(None, frees)))
+        copied = Event(f"{flat} copied", GATHER, group.modules[0], (parameters,), 0, tuple(filter(None, frees)))
         return (*events, copied)
 
     def reshard(self, group: ShardedGroup) -> tuple[Event, ...]:
@@ -319,14 +199,14 @@ class _Step:
             return Reduced(group, Event("", frees=tuple(freed)))
         freed += filter(None, [self.scattered])
         self.scattered = self._name("scattered", group)
-        copy = Storage(self.scattered, group.reduced, TEMPORARY, _REDUCE, group.modules[0])
-        share = Storage(f"gradient of {_key(group)}", group.gradient, GRADIENTS, _REDUCE, group.modules[0])
+        copy = Storage(self.scattered, group.reduced, TEMPORARY, REDUCE, group.modules[0])
+        share = Storage(f"gradient of {_key(group)}", group.gradient, GRADIENTS, REDUCE, group.modules[0])
         name = self.scattered
         return Reduced(
             group,
             Event("", frees=tuple(freed)),
-            Event(name, _REDUCE, group.modules[0], (copy,)),
-            Event(f"{name} reduced", _REDUCE, group.modules[0], (share,)),
+            Event(name, REDUCE, group.modules[0], (copy,)),
+            Event(f"{name} reduced", REDUCE, group.modules[0], (share,)),
         )
 
     def end_of_backward(self) -> tuple[Event, ...]:
