@@ -50,7 +50,7 @@ from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.sharding.model import PlainForward, shared_model
+from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
@@ -418,12 +418,10 @@ class TracedForward:
 
     def _sharding_of(self, call: ForwardArgs, tape: Tape) -> Sharding:
         """Returns the model's sharding, as batches like that of a call run, which has run."""
-        sharding = self.sharding
-        if sharding is None:
+        if (sharding := self.sharding) is None:
             forward = functools.partial(weak_method(self._plain_forward), call.loss_only, call.reader)
             compiled = {each.layer for each in tape.calls}
-            sharding = self.shared.sharding(PlainForward(forward, call.args, call.inputs, compiled))
-            self.sharding = sharding
+            sharding = self.sharding = self.shared.sharding(forward, call.args, call.inputs, compiled)
         return sharding
 
     def _plain_forward(self, loss_only: bool, reader: str, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:

@@ -16,22 +16,6 @@ from optimum_memopt.errors import MemOptError
 
 
 @dataclass(frozen=True)
-class PlainForward:
-    """A training forward of the model, as plain PyTorch runs it.
-
-    Attributes:
-        run: the forward, of positional arguments and those by keyword.
-        args, inputs: of a batch.
-        compiled: paths of the layers whose graphs are known.
-    """
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    inputs: Mapping[str, Any]
-    compiled: Collection[str]
-
-
-@dataclass(frozen=True)
 class WholeModel:
     """A model whose parameters each rank holds.
 
@@ -52,11 +36,19 @@ class WholeModel:
         return contextlib.nullcontext()
 
     def forgetting(self) -> Callable[[], None]:
-        """Returns a function that undoes what is noted of a forward that runs again."""
+        """Returns a function that has DeepSpeed, if it trains the model, forget a forward that runs again."""
         return zero3.forgetting(self.model)
 
-    def sharding(self, forward: PlainForward) -> Sharding:
-        """Returns what a step holds around the graphs of a forward that has run."""
+    def sharding(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: Mapping[str, Any], compiled: Collection[str]
+    ) -> Sharding:
+        """Returns what a step holds around the graphs of a forward that has run.
+
+        Args:
+            forward: as plain PyTorch runs it, of positional arguments and those by keyword.
+            args, inputs: of the batch.
+            compiled: paths of the layers whose graphs are known.
+        """
         return Unsharded()
 
 
@@ -78,7 +70,7 @@ class Fsdp2Model(WholeModel):
     def gathered_again(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         return fully_shard.gathered_again(layer)
 
-    def sharding(self, forward: PlainForward) -> Sharding:
+    def sharding(self, *_: Any) -> Sharding:
         return fsdp2_sharding(self.model, self.opened)
 
 
@@ -97,12 +89,13 @@ class Zero3Model(WholeModel):
     def gathered_again(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         return zero3.gathered_again(layer)
 
-    def sharding(self, forward: PlainForward) -> Sharding:
+    def sharding(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: Mapping[str, Any], compiled: Collection[str]
+    ) -> Sharding:
         try:
             if (partitioning := zero3.partitioning_of(self.model)) is None:
                 return Unsharded()
-            given = forward.run, forward.args, forward.inputs
-            steps = LeafSteps(self.model, *given, partitioning, self.layers, forward.compiled)
+            steps = LeafSteps(self.model, forward, args, inputs, partitioning, self.layers, compiled)
             steps({}, partitioning.prefetched)
         except MemOptError as error:
             return Unsharded(str(error))
