@@ -1,6 +1,8 @@
 """The memory that ZeRO 3 takes around the graphs of layers, with what runs outside of them, by runs on fake tensors.
 
-Each layer is one operator of such a run, and its own memory that of its graph.
+Each layer is one operator of such a run, and its own memory that of its graph. Without a run, by gathers of layers and
+what autograd saves outside of them, the peak was predicted from 4% too high to 43% too low, the latter where the loss
+has it (Llama of 4 layers of 128, a vocabulary of 512 and of 8192).
 """
 
 import bisect
