@@ -136,9 +136,9 @@ class Sharding(Protocol):
         """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
         return self
 
-    def gathering_ahead(self, elements: int) -> "Sharding":
-        """The same where each module has so many elements gathered ahead, if a size of that is set."""
-        return self
+    def gathering_ahead(self, elements: int) -> "Sharding | None":
+        """The same where each module has so many elements gathered ahead; None where none gathers a number of them."""
+        return None
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
         """The events around the runs of a forward's graphs."""

@@ -207,9 +207,8 @@ class PlannedForward:
     def gather_ahead(self, elements: int) -> bool:
         """Count as if each module gathered so many elements ahead, where that is within the budget on all ranks."""
         predictor, sharding = self.predictor, self.traced.sharding
-        if predictor is None or sharding is None:
+        if predictor is None or sharding is None or (sharding := sharding.gathering_ahead(elements)) is None:
             return False
-        sharding = sharding.gathering_ahead(elements)
         wider = predictor.with_sharding(sharding)
         if has_room := self.planner.has_room(wider):
             self.traced.sharding, self.predictors = sharding, Predictors(wider)
