@@ -90,6 +90,29 @@ def test_gradients_add_up() -> None:
     assert over_given(run) > over_given(predicted(model, batch, EagerSettings()))
 
 
+class Uses(torch.nn.Module):
+    """A hidden state whose gradients add up: autograd's sums are in place, those of a hook are not."""
+
+    def __init__(self, uses: int, has_hook: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+        self._uses, self._has_hook = uses, has_hook
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.linear(x)
+        if self._has_hook:
+            hidden.register_hook(lambda gradient: gradient + gradient)
+        return {"loss": sum((hidden * factor).sum() for factor in range(1, self._uses + 1))}
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_gradients_of_one_tensor_are_added_in_place(uses: int, has_hook: bool) -> None:
+    model, batch = Uses(uses, has_hook), {"x": torch.randn(64, 64, 64)}
+    here = over_given(predicted(model, batch, EagerSettings()))
+    assert here == pytest.approx(measured(model, batch, EagerSettings()), abs=_SLACK)
+
+
 def test_it_names_who_holds_what() -> None:
     model, batch = ZOO["llama"].build().train(), ZOO["llama"].batch(4, 24)
     timeline = predicted(model, batch, EagerSettings(keeps_outputs=True)).timeline({})

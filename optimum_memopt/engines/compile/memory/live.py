@@ -196,6 +196,7 @@ class _Allocation:
     Attributes:
         module: path of the module that allocates it; of a parameter that of its layer.
         place: where a variable of Python holds it.
+        node: place in the order of autograd's operators of the one whose backward allocates it; -1: none.
     """
 
     bytes: int
@@ -205,6 +206,7 @@ class _Allocation:
     category: str = ""
     is_recomputed: bool = False
     place: Holder | None = None
+    node: int = -1
 
 
 @dataclass(eq=False)
@@ -247,6 +249,8 @@ class LiveRecorder(TorchDispatchMode):
         self._operators: list[_Operator] = [_Operator("", "", "", FORWARD)]
         # By address, which a storage that is gone may have left to another one.
         self._alive: dict[int, int] = {}
+        # Where the latest operator adds gradients: the number of the first storage, and the address of the sum.
+        self._sum: tuple[int, int] | None = None
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
         self._phase = FORWARD
@@ -293,7 +297,7 @@ class LiveRecorder(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """Starts a phase; later frees are no longer attributed to the previous operator."""
-        self._phase, self._is_behind_backward = phase, False
+        self._phase, self._is_behind_backward, self._sum = phase, False, None
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
 
     def mark(self, moment: Hashable) -> None:
@@ -444,9 +448,25 @@ class LiveRecorder(TorchDispatchMode):
         for storage in new:
             if (allocation := self._follow(storage, kind, module)) is not None:
                 allocation.is_recomputed = in_backward and bool(self._modules)
+                allocation.node = autograd.order(node)
+        self._sum = None
+        if len(new) == 1 and autograd.adds_gradients(function):
+            self._note_sum(args[0], new[0], autograd.order(node))
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
         return results
+
+    def _note_sum(self, first: torch.Tensor, total: fake_tensors.HeldStorage, node: int) -> None:
+        """Note that the sum of two gradients is in the first one's place, if nothing else turns out to have that."""
+        for storage in fake_tensors.storages(first):
+            number = self._alive.get(storage.address)
+            # A formula has made the first one itself, or has saved it.
+            if (
+                number is not None
+                and storage.bytes == total.bytes
+                and self._allocations[number].node not in (-1, node)
+            ):
+                self._sum = number, total.address
 
     def _updated(self, *_: Any) -> None:
         # All that was there is there until the loop frees its gradients.
@@ -465,8 +485,15 @@ class LiveRecorder(TorchDispatchMode):
         return allocation
 
     def _free(self, address: int) -> None:
-        if (number := self._alive.pop(address, None)) is not None:
-            self._operators[-1].frees.append(number)
+        if (number := self._alive.pop(address, None)) is None:
+            return
+        if self._sum is not None and number == self._sum[0]:
+            # Nothing else had it: on tensors with data the sum is in its place.
+            total, self._sum = self._sum[1], None
+            self._operators[-1].allocates.remove(self._alive[total])
+            self._alive[total] = number
+            return
+        self._operators[-1].frees.append(number)
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if autograd.current_node() is None:

@@ -7,13 +7,20 @@ Read from the nodes of autograd's graph (`torch/csrc/autograd/python_cpp_functio
 import contextlib
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch._compile
+import torch._dynamo
+from torch.autograd.graph import _engine_run_backward
 
+# Their wrappers of functions that are not to be traced stand between a mode and its caller.
+_WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
 _COMPILED = "CompiledFunctionBackward"
 # Of operators whose backward holds a buffer what is as large: CTC's has betas of the size of its alphas
 # (`aten/src/ATen/native/LossCTC.cpp`).
@@ -32,6 +39,19 @@ def order_of(results: Iterable[object]) -> int:
 def current_node() -> Any:
     """The node whose backward runs; None outside of a backward."""
     return torch._C._current_autograd_node()
+
+
+def adds_gradients(function: Any) -> bool:
+    """True where autograd adds two gradients of one tensor (`torch/csrc/autograd/input_buffer.cpp`, 2.13), or where a
+    formula of a backward in C++ has a sum. Autograd adds in place where nothing else has the first gradient, but never
+    to fake tensors. To be asked by the method that a mode dispatches to."""
+    if function is not torch.ops.aten.add.Tensor or current_node() is None:
+        return False
+    # Not called by a hook, or by the backward of a Python function.
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_code.co_filename in _WRAPPERS:
+        caller = caller.f_back
+    return caller is not None and caller.f_code is _engine_run_backward.__code__
 
 
 def last_order() -> int:
