@@ -116,12 +116,12 @@ class CapturedForward:
         """The tape for a batch, and something of each of its calls, made once for equal ones."""
         tape, of_runs = self.sizes_of_runs(sizes)
         made: dict[object, _T] = {}
+        runs: list[_T] = []
         for call, values in zip(tape.calls, of_runs, strict=True):
             if (key := (call.graph, tuple(values.items()))) not in made:
                 made[key] = of_graph(self.graphs[call.graph], values)
-        return tape, tuple(
-            made[call.graph, tuple(values.items())] for call, values in zip(tape.calls, of_runs, strict=True)
-        )
+            runs.append(made[key])
+        return tape, tuple(runs)
 
     def priced(self, seconds: Sequence[Sequence[float]]) -> "CapturedForward":
         """The same with other seconds of each graph's operators, for a batch of any sizes."""

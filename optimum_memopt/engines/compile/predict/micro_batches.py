@@ -166,10 +166,10 @@ class ForwardSteps:
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-        is_chosen = plan == _BUDGET
-        activations = (
-            self._batch(1, accumulates).step.solver.lowest if is_chosen else self._activations(plan, 1, accumulates)
-        )
+        if plan == _BUDGET:
+            activations = self._batch(1, accumulates).step.solver.lowest
+        else:
+            activations = self._activations(plan, 1, accumulates)
         return self._footprint(plan, 1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
