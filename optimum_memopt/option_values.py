@@ -97,9 +97,7 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
     Raises:
         MemOptError: the value is of another type, or not among the choices or `Numbers`.
     """
-    numbers = Numbers()
-    if get_origin(hint) is Annotated:
-        hint, numbers = get_args(hint)
+    hint, numbers = without_numbers(hint)
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) if is_union else (hint,))}
     allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
@@ -118,6 +116,11 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
     if not is_allowed:
         raise MemOptError(f"{name} {excerpt(value) or repr(value)}: allowed are {allowed}")
     return value
+
+
+def without_numbers(hint: Any) -> tuple[Any, Numbers]:
+    """Returns the type in an annotation, and the numbers that it takes."""
+    return get_args(hint) if get_origin(hint) is Annotated else (hint, Numbers())
 
 
 def _is_a(value: Any, kind: type) -> bool:

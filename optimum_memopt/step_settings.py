@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Types of weights, and of the products of quantized ones.
 DTYPES = ("float32", "bfloat16", "float16")
-# Beyond as many rows or tokens torch's operators index with more than 32 bits.
-_SIZES = Numbers(1, 2**31)
+# Rows, tokens, steps: beyond as many elements torch's operators index with more than 32 bits.
+COUNTS = Numbers(1, 2**31)
 
 
 def patterns(trainable: object) -> tuple[str, ...]:
@@ -39,13 +39,13 @@ class ModelSettings:
     task: str | None = flag(
         None, "text-classification, fill-mask, text-generation, …. Default: by the name of the class in the config."
     )
-    batch_size: Annotated[int, _SIZES] = flag(
+    batch_size: Annotated[int, COUNTS] = flag(
         8,
         "Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one trace of "
         "the largest.",
         type=str,
     )
-    seq_len: Annotated[int, _SIZES] = flag(128, "Tokens per row, without padding (default: 128).")
+    seq_len: Annotated[int, COUNTS] = flag(128, "Tokens per row, without padding (default: 128).")
     trainable: tuple[str, ...] = flag(
         (),
         "Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), globs or "

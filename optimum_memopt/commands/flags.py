@@ -1,4 +1,4 @@
-"""The flags of commands that predict a step: those of the step, as `step_settings` declares them, and their own.
+"""The command-line flags of `memopt plan` and `memopt advise`; settings of a step come from `step_settings`.
 
 Nothing heavy is imported before a command runs.
 """
@@ -6,29 +6,27 @@ Nothing heavy is imported before a command runs.
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.option_values import Numbers, flag
+from optimum_memopt.option_values import Numbers, flag, without_numbers
 from optimum_memopt.sizes import AUTO
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
+from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
 if TYPE_CHECKING:
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.predict.workload import Workload
 
-# Of rows, ranks and steps; torch's operators index more with 64 bits.
-MOST_COUNT = 2**31
-_COUNT = Annotated[int | None, Numbers(1, MOST_COUNT)]
+_COUNT = Annotated[int | None, COUNTS]
 Settings = TypeVar("Settings")
 ALL, PLAIN = "all", "plain"
-# Beside the model, those that a user looks for first.
+# Shown before all groups of the help.
 _FIRST = ("model", "batch_size", "device", "budget", "global_batch")
 
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """What `memopt plan` shows and writes."""
+    """Engine and output of `memopt plan`."""
 
     engine: str = flag(AUTO, "As --memory_opt_engine takes it (default: auto).")
     ways: str = flag(
@@ -69,7 +67,7 @@ class PlanFlags:
 
 @dataclass(frozen=True)
 class MeasureFlags:
-    """How `memopt plan` measures."""
+    """Measurements of `memopt plan`."""
 
     measure: bool = flag(
         False,
@@ -82,7 +80,7 @@ class MeasureFlags:
 
 @dataclass(frozen=True)
 class AdviseFlags:
-    """What `memopt advise` searches and shows."""
+    """Search and output of `memopt advise`."""
 
     budget: str = flag(AUTO, "Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).")
     global_batch: _COUNT = flag(
@@ -121,8 +119,8 @@ def add_flags(parser: ArgumentParser, kinds: Mapping[str, type], without: Collec
 
 
 def _numbers(field: "Field[Any]") -> Numbers | None:
-    """The numbers that a field takes; None: others than numbers."""
-    hint, numbers = get_args(field.type) if get_origin(field.type) is Annotated else (field.type, Numbers())
+    """Returns the range of a field; None for a field without a number."""
+    hint, numbers = without_numbers(field.type)
     return numbers if int in (get_args(hint) or (hint,)) else None
 
 
@@ -138,13 +136,13 @@ def given_flags(args: Any) -> dict[str, str]:
 
 
 def read(kind: type[Settings], args: Any, **others: Any) -> Settings:
-    """The dataclass that flags set."""
+    """Returns a dataclass with the values of its flags."""
     given = {field.name: getattr(args, field.name) for field in flags_of(kind).values() if hasattr(args, field.name)}
     return kind(**{**given, **others})
 
 
 def check_numbers(args: Any, kind: type) -> None:
-    """Raise a MemOptError for a flag whose number is not among those that its field takes."""
+    """Raise a MemOptError for a number outside of its flag's range."""
     for name, field in flags_of(kind).items():
         numbers, value = _numbers(field), getattr(args, field.name, None)
         if numbers is not None and value is not None and not numbers.low <= value <= numbers.high:

@@ -25,7 +25,7 @@ from optimum_memopt.plans.grammar import parse
 from optimum_memopt.predict.workload import Workload, warn_of_precision
 from optimum_memopt.report import charts
 from optimum_memopt.sizes import AUTO, gib_text
-from optimum_memopt.step_settings import ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
+from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
 _OF_PLAN = tuple(flags_of(PlanSettings))
 # Why several batch sizes are refused, by the flags that need one.
@@ -98,7 +98,7 @@ def batch_sizes(text: str | int) -> tuple[int, ...]:
     if not all(_NUMBER.fullmatch(number) for number in numbers):
         raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
     if max(map(len, numbers)) > _MOST_DIGITS:
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {flags.MOST_COUNT}")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {COUNTS.high}")
     return tuple(sorted({int(number) for number in numbers}))
 
 
