@@ -13,7 +13,7 @@ from gpu.steps import BASE, MIB, MODELS, TINY, Held, Shape, adamw, batch_of, bui
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict.estimate import estimate
-from optimum_memopt.engines.compile.predict.planner import bounded_bytes
+from optimum_memopt.engines.compile.predict.step_limit import bounded_bytes
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.step_settings import StepSpec

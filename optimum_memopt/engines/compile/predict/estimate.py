@@ -27,7 +27,7 @@ from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
-from optimum_memopt.engines.compile.predict.planner import bounded_bytes
+from optimum_memopt.engines.compile.predict.step_limit import bounded_bytes
 from optimum_memopt.engines.compile.solver.solver import Infeasible
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError

@@ -6,8 +6,8 @@ step is over the budget in this process, another one is solved for.
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,10 @@ from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat.installed import software
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
+from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
+from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import LARGEST_FILE, PlanFile
@@ -55,6 +59,31 @@ class CachedPlan:
         """Keep it for the next start, where the folder can be written to."""
         kept = replace(self.file, solved_for={**self.file.solved_for, _CONSTANT: self.constant})
         written_whole(path, kept.to_json())
+
+
+@dataclass(eq=False)
+class EarlierPlan:
+    """The plan of an earlier start, and its choices for the graphs of this one so far."""
+
+    cached: CachedPlan
+    _nodes: dict[tuple[str, str, int], SavedNodes] = field(default_factory=dict)
+
+    @property
+    def has_choices(self) -> bool:
+        return bool(self._nodes)
+
+    @property
+    def solved(self) -> SolvedForward:
+        """The plan, by this start's graphs."""
+        return SolvedForward(self.cached.file.why, self._nodes)
+
+    def choice(self, graph: AnalyzedGraph, choices: Sequence[Choice]) -> Choice | None:
+        """The choice for a graph, after those for earlier runs; None: the plan was made for another graph."""
+        choice = FromPlanFile(self.cached.file).choose(graph, choices)
+        if choice.mismatch:
+            return None
+        self._nodes[graph.digest, graph.layer, graph.call_index] = SavedNodes.of(graph, choice)
+        return replace(choice, why=self.cached.file.why)
 
 
 def entry_path(

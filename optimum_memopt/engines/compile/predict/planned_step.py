@@ -193,7 +193,7 @@ class PlannedStep:
             def attempt() -> Attempt[TracedStep]:
                 forward = capture.run(costs, compared)
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
-                resident = planner.resident(held_bytes(self.here))
+                resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(
                     model, partitioned, forward.tape, batch, resident, planner.producer, spec, capture.masks, run
                 )

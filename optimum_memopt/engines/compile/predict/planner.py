@@ -1,8 +1,9 @@
 """Chooses plans for a forward's graphs, and plans again until the compiled step fits the budget."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,30 +16,26 @@ from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
-from optimum_memopt.engines.compile.memory.footprint import StepContext, states_held, step_around
+from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
-from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan, SavedNodes
+from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
-from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.partition.step_model import StepModel
-from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, entry_path
+from optimum_memopt.engines.compile.predict.plan_cache import CachedPlan, EarlierPlan, entry_path
+from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import unpredicted
 from optimum_memopt.engines.compile.solver.segments import Link
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort, get_logger
-from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
-# By how much CUDA's allocator may exceed the predicted blocks: 0.1% in steps like those before, 0.3% in one that
-# begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to 4 GiB.
-_BLOCKS = 3e-3
 # The share of a budget that a process may hold less than the one that a plan was solved in.
 _LESS_HELD = 0.02
 
@@ -93,7 +90,7 @@ class Planner:
     start, where there is one, comes before both, and stays if its step is within the budget.
 
     Attributes:
-        solved_for: sizes that the plan in force was solved for, by the plan table's names.
+        limit: the bytes of its steps.
         solved: None without a budget, and until all graphs are known.
         siblings: planners for batches of other kinds.
         has_foreign: since it was last set to False, a graph has run that the plan in force was not solved for.
@@ -103,39 +100,24 @@ class Planner:
 
     def __init__(self, model: torch.nn.Module, spec: PlannerSpec) -> None:
         self._model, self._spec = model, spec
-        # None until it was asked for: what is available shrinks while training runs.
-        self._limit: int | None = None
-        self.largest: LargestBatch | None = None
+        self.limit = StepLimit(model, spec.producer.bound, spec.run, spec.target)
         self.loss: EagerLoss | None = None
-        self._margin = 0
-        self._resident: int | None = None
-        # What the process held when a plan was made, and before the run's first one was.
-        self._constant = 0
-        self._first_constant: int | None = None
-        self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
-        self.solved_for: Mapping[str, int] = {}
         self.solved: SolvedForward | None = None
-        # The first batch, parameters that get no gradient and that get one, and the graphs by their digests.
-        self._inputs: Mapping[str, object] = {}
-        self._untrained: Collection[str] = ()
-        self._trained: Collection[str] = ()
+        self._batch = TracedBatch()
+        # By their digests.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
         self.siblings: Callable[[], Iterable[Planner]] = tuple
         self.has_foreign = self.has_unplanned = False
         # Whose steps are within the budget, as the plan has it.
         self._covered: set[RunKeys] = set()
-        # Something else is held than when the plan was solved for.
-        self._is_stale = False
-        # A plan of an earlier start, while all graphs are those that it was made for, and its choices.
-        self._cached: CachedPlan | None = None
-        self._cached_nodes: dict[tuple[str, str, int], SavedNodes] = {}
+        # While all graphs are those that it was made for.
+        self._earlier: EarlierPlan | None = None
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner":
         """A planner within the same bytes."""
         planner = Planner(self._model, spec)
-        planner.largest, planner._limit, planner._margin = largest, self._limit, self._margin
-        planner._first_constant = self._first_constant
+        planner.limit = self.limit.for_another(largest)
         return planner
 
     @property
@@ -171,26 +153,13 @@ class Planner:
         """
         self.loss = self._spec.loss(inputs or {})
         if not self.solves:
-            planned = attempt()
-            if any(self._of_ranks(planned.predictor is not None and self._know(planned.predictor.graphs))):
-                del planned
-                again()
-                planned = attempt()
-            return planned.outputs
-        if self.largest is None:
-            # Not while a model is traced, where no tensor can be read.
-            largest = self._spec.run().largest_batch()
-            self.largest = largest and shaped_as(largest, input_sizes(inputs or {}))
-        self._warn_of_loss()
-        entry, bound = None, self.producer.bound
-        if bound is not None and self._spec.options:
-            entry = entry_path(self._model, inputs or {}, bound, self.largest, self.run, self._spec.options)
-        self._cached = CachedPlan.read(entry) if entry is not None else None
-        planned, number = attempt(), 1
-        if planned.predictor is not None and (why := planned.predictor.tape.sharding.unknown):
-            raise unpredicted(why)
+            return self._plan_by_rule(attempt, again)
+        entry = self._prepare(inputs or {})
+        planned = attempt()
         first = planned.predictor
-        if first is not None and self._is_within_by_cache(first):
+        if first is not None and (why := first.tape.sharding.unknown):
+            raise unpredicted(why)
+        if first is not None and self._is_within_by_earlier(first):
             self.cover(runs_of(first.graphs, first.tape))
             return planned.outputs
         if self.solved is None and first is not None:
@@ -203,14 +172,46 @@ class Planner:
             else:
                 self._solve_again()
             planned = attempt()
+        return self._plan_within(planned, attempt, again, entry)
+
+    def _plan_by_rule(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> _T:
+        """The forward's outputs without a budget; it runs again where a row's name means more once all graphs are
+        known."""
+        planned = attempt()
+        if any(self._of_ranks(planned.predictor is not None and self._know(planned.predictor.graphs))):
+            del planned
+            again()
+            planned = attempt()
+        return planned.outputs
+
+    def _prepare(self, inputs: Mapping[str, object]) -> Path | None:
+        """Look for the run's largest batch and for a plan of an earlier start; returns where this start's is kept."""
+        if self.limit.largest is None:
+            # Not while a model is traced, where no tensor can be read.
+            largest = self.run.largest_batch()
+            self.limit.largest = largest and shaped_as(largest, input_sizes(inputs))
+        self._warn_of_loss()
+        entry, bound = None, self.producer.bound
+        if bound is not None and self._spec.options:
+            entry = entry_path(self._model, inputs, bound, self.limit.largest, self.run, self._spec.options)
+        cached = CachedPlan.read(entry) if entry is not None else None
+        self._earlier = EarlierPlan(cached) if cached is not None else None
+        return entry
+
+    def _plan_within(
+        self, planned: Attempt[_T], attempt: Callable[[], Attempt[_T]], again: Callable[[], None], entry: Path | None
+    ) -> _T:
+        """The outputs of the first attempt, beginning with one that has run, whose compiled step is within the limit;
+        of the last one where none is."""
+        number = 1
         while (predictor := planned.predictor) is not None:
             line = ""
             with best_effort("the predicted peak"):
-                line = self._check(predictor)
+                line = self.limit.exceeded(predictor)
                 line = line and f"{line}{self._why_larger}"
             if not any(self._of_ranks(line)):
                 if entry is not None and planned.plan_file is not None:
-                    CachedPlan(planned.plan_file, self._constant).write(entry)
+                    CachedPlan(planned.plan_file, self.limit.constant).write(entry)
                 break
             if number == _MOST_COMPILES:
                 if line:
@@ -218,7 +219,7 @@ class Planner:
                 break
             if line:
                 # More where that was not enough: blocks of the allocator have sizes of their own.
-                self._margin += number * (self._peak(predictor, self.solved_for) - (self._limit or 0))
+                self.limit.widen_margin(predictor, number)
                 get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
             again()
@@ -231,14 +232,11 @@ class Planner:
 
     def _solved_by_sibling(self, predictor: StepMemoryPredictor) -> SolvedForward | None:
         """The plan of another kind of batches that runs the same graphs; None: there is none, or for smaller ones."""
-        runs, sizes = runs_of(predictor.graphs, predictor.tape), self._largest_sizes(predictor)
+        runs, sizes = runs_of(predictor.graphs, predictor.tape), self.limit.largest_sizes(predictor)
         if self.is_sharded:
             return None
-        return next((each.solved for each in self.siblings() if each.covers(runs) and each.is_for(sizes)), None)
-
-    def is_for(self, sizes: Mapping[str, int]) -> bool:
-        """True where the plan in force was solved for a batch of these sizes."""
-        return not self._is_stale and all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
+        siblings = (each for each in self.siblings() if each.covers(runs))
+        return next((each.solved for each in siblings if each.limit.is_solved_for(sizes)), None)
 
     def cover(self, runs: RunKeys) -> None:
         """Take a forward with these runs to be within the budget."""
@@ -248,11 +246,6 @@ class Planner:
         """True where a forward with these runs is known to be within the budget: it is one that was checked, or a part
         of one."""
         return runs in self._covered or any(runs < each for each in self._covered)
-
-    def expect_more(self) -> None:
-        """Check the plan anew: batches of another kind may have added to what the optimizer holds."""
-        self._is_stale = True
-        self._peaks.clear()
 
     def note_outputs(self, outputs: Any) -> None:
         """Note the outputs of the first forward, from which a training loop may compute its loss."""
@@ -267,21 +260,25 @@ class Planner:
                 f"--memory_opt_budget bounds the forward and backward of {name} alone; {self.loss.caveat}"
             )
 
-    def _is_within_by_cache(self, predictor: StepMemoryPredictor) -> bool:
+    def has_room(self, predictor: StepMemoryPredictor) -> bool:
+        """True where the step that the plan was solved for is within the budget by this predictor, on all ranks."""
+        return all(self._of_ranks(self.limit.excess(predictor) <= 0))
+
+    def _is_within_by_earlier(self, predictor: StepMemoryPredictor) -> bool:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""
-        if self._cached is None:
+        if (earlier := self._earlier) is None:
             return False
-        line, why, grown = "its step is not predicted", "", self._constant - self._cached.constant
+        line, why, grown = "its step is not predicted", "", self.limit.constant - earlier.cached.constant
         with best_effort("the predicted peak"):
-            line = self._check(predictor, "its step")
-            if line and 0 < self._peak(predictor, self.solved_for) - (self._limit or 0) <= grown:
+            line = self.limit.exceeded(predictor, "its step")
+            if line and 0 < self.limit.excess(predictor) <= grown:
                 why = f", since the process holds {gib_text(grown)} more than then"
         if line:
             get_logger().info(f"the plan of an earlier start does not fit: {line}{why}; solving for another one")
-            self._cached = None
+            self._earlier = None
         else:
             get_logger().info("within the budget under the plan of an earlier start")
-            self.solved = SolvedForward(self._cached.file.why, self._cached_nodes)
+            self.solved = earlier.solved
         return not line
 
     def _of_ranks(self, own: _T) -> list[_T]:
@@ -320,12 +317,12 @@ class Planner:
             return self.producer.choose(graph, state.choices)
         choice = self.solved.choice(graph) if self.solved is not None else None
         if choice is None:
-            self._inputs = state.inputs
+            self._batch = replace(self._batch, inputs=state.inputs)
             self._analyzed[graph.digest] = graph
-            choice = self._cached_choice(graph, state)
+            choice = self._choice_of_earlier(graph, state)
             if choice is None and state.is_all:
                 state.progress.stage = "measuring operators, and solving for the cheapest recompute"
-                self._untrained, self._trained = state.untrained, state.trained
+                self._batch = replace(self._batch, untrained=state.untrained, trained=state.trained)
                 self._forward = self._captured_alone(graph)
                 choice = self._solve(self._forward).choice(graph)
             elif choice is None and self.solved is not None:
@@ -357,22 +354,22 @@ class Planner:
                 return replace(choice, inputs=replace(saved.inputs, offloaded=offloaded, recomputed=recomputed))
         return choice
 
-    def _cached_choice(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice | None:
+    def _choice_of_earlier(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice | None:
         """The choice of an earlier start's plan; None where there is none, or it is one for another graph."""
-        if (cached := self._cached) is None:
+        if (earlier := self._earlier) is None:
             return None
-        choice = FromPlanFile(cached.file).choose(graph, state.choices)
-        if choice.mismatch or not (self._cached_nodes or self._is_about_as_large(cached)):
-            self._cached = None
+        is_first = not earlier.has_choices
+        choice = earlier.choice(graph, state.choices)
+        if choice is None or (is_first and not self._is_about_as_large(earlier.cached)):
+            self._earlier = None
             return None
-        self._cached_nodes[graph.digest, graph.layer, graph.call_index] = SavedNodes.of(graph, choice)
-        return replace(choice, why=cached.file.why)
+        return choice
 
     def _is_about_as_large(self, cached: CachedPlan) -> bool:
         """True where the process holds little less than an earlier one, which it may grow to; else there is room for a
         cheaper plan."""
         step = self.step()
-        return cached.constant - self._constant <= step.room + _LESS_HELD * step.limit
+        return cached.constant - self.limit.constant <= step.room + _LESS_HELD * step.limit
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
         """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
@@ -386,58 +383,11 @@ class Planner:
             for graph in graphs
         )
 
-    @property
-    def optimizer_now(self) -> tuple[Optimizer | None, bool]:
-        """The run's optimizer, and whether it accumulates gradients."""
-        run = self._spec.run()
-        return run.optimizer, run.gradient_accumulation
-
-    def resident(self, held: int) -> int:
-        """Returns the process's bytes without optimizer states: at the time of the solve, else derived from `held`."""
-        if self._resident is not None:
-            return self._resident
-        if self._spec.target is not None:
-            return self._spec.target.libraries
-        return held - states_held(self._spec.run().optimizer)
-
-    def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
-        """True where a batch's step is within the budget."""
-        return self._limit is None or self._peak(predictor, predictor.sizes_of(inputs)) <= self._limit
-
-    def has_room(self, predictor: StepMemoryPredictor) -> bool:
-        """True where the step that the plan was solved for is within the budget by this predictor on all ranks."""
-        is_within = self._limit is None or self._peak(predictor, self.solved_for) <= self._limit
-        return not any(self._of_ranks("" if is_within else "no"))
-
-    def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
-        """A line about a batch whose step would pass the budget; empty where it does not; arguments as above."""
-        sizes = predictor.sizes_of(inputs)
-        if self._limit is None or self.is_for(sizes):
-            return ""
-        if (peak := self._peak(predictor, sizes)) <= self._limit:
-            self._is_stale &= self._peak(predictor, self._largest_sizes(predictor)) > self._limit
-            return ""
-        shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
-        return (
-            f"a batch with {shown} would take {gib_text(peak)}, over the budget of {gib_text(self._limit)}: solving "
-            "again for it"
-        )
-
-    def excess_of_runs(self, predictor: StepMemoryPredictor) -> str:
-        """A line about a forward that the plan was not made for; empty where the largest such step is within the
-        budget."""
-        if self._limit is None or (peak := self._peak(predictor, self._largest_sizes(predictor))) <= self._limit:
-            return ""
-        return f"it takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget"
-
-    def _largest_sizes(self, predictor: StepMemoryPredictor) -> Mapping[str, int]:
-        return larger_sizes(predictor.first, {name: name for name in predictor.first}, self.largest)
-
     def _captured_graph(self, graph: AnalyzedGraph) -> CapturedGraph:
         device = next(self._model.parameters()).device
         self.step()
-        larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.largest))
-        costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
+        larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.limit.largest))
+        costs = costs_of(larger, device, self._spec.fused, self._spec.target, self.limit.bytes)
         return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
 
     def _captured_alone(self, graph: AnalyzedGraph) -> CapturedForward:
@@ -449,7 +399,7 @@ class Planner:
 
     def _captured(self, predictor: StepMemoryPredictor) -> CapturedForward:
         """The forward whose graphs ran."""
-        self._untrained, self._trained = predictor.untrained, predictor.trained
+        self._batch = replace(self._batch, untrained=predictor.untrained, trained=predictor.trained)
         captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
         graphs = tuple(replace(captured[graph.digest], partitioned=graph) for graph in predictor.graphs)
         return CapturedForward(graphs, predictor.tape)
@@ -458,7 +408,7 @@ class Planner:
         """Solve; measuring operators grows resident memory, so the context is read again."""
         named = ((graph.sizes, *item) for graph in forward.graphs for item in graph.names.items())
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
-        largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
+        largest = self.limit.sizes_with_largest(sizes)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
         step = self.step(growth)
         model = replace(StepModel.of(forward, step), segments=segments)
@@ -469,57 +419,17 @@ class Planner:
         return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:
-        """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""
-        spec, budget = self._spec, self._spec.producer.bound
-        assert budget is not None
-        around = step_around(
-            self._model, self._inputs, budget, spec.run(), spec.target, self._untrained, trained=self._trained
-        )
-        if self.loss is not None:
-            # Which is among the events of the step.
-            constant = max(0, around.fixed.constant - self.loss.resident)
-            around = replace(around, fixed=replace(around.fixed, constant=constant))
-        step = _without_second_room(around, self._first_constant)
-        self._constant = step.fixed.constant
-        if self._first_constant is None:
-            self._first_constant = self._constant
-        if self._cached is not None:
-            # The process may still grow to what it held when that plan was solved for.
-            step = _with_constant(step, max(step.fixed.constant, self._cached.constant))
-        self._limit = step.limit if self._limit is None else self._limit
-        self._peaks.clear()
-        self._resident = step.resident
-        fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
-        return replace(step, fixed=fixed, limit=self._limit, largest=self.largest, margin=self._margin)
-
-    def _check(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
-        """A line where what was made of the plan passes the budget all the same; empty where it does not."""
-        self.solved_for = self._largest_sizes(predictor)
-        peak = self._peak(predictor, self.solved_for)
-        if self._limit is None or peak <= self._limit:
-            return ""
-        return f"{what} takes {gib_text(peak)}, {gib_text(peak - self._limit)} over the budget"
+        """The step around the graphs, with a batch that has grown so much."""
+        # The process may still grow to what it held when an earlier start's plan was solved for.
+        constant = 0 if self._earlier is None else self._earlier.cached.constant
+        return self.limit.context(replace(self._batch, loss=self.loss), growth, constant)
 
     @property
     def _why_larger(self) -> str:
         """Why what was compiled may take more than the solver knows; empty where it may not."""
         reasons = ["a compiler orders operators by itself"] if self._spec.fused else []
-        reasons += ["CUDA's allocator gives tensors larger blocks"] if self._is_on_cuda else []
+        reasons += ["CUDA's allocator gives tensors larger blocks"] if self.limit.is_on_cuda else []
         return f", since {', and '.join(reasons)}" if reasons else ""
-
-    @property
-    def _is_on_cuda(self) -> bool:
-        target = self._spec.target
-        device = next(self._model.parameters()).device if target is None else target.kind
-        return device.type == "cuda"
-
-    def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
-        key = predictor, frozenset(sizes.items())
-        if key not in self._peaks:
-            run = self._spec.run()
-            peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
-            self._peaks[key] = math.ceil(peak * (1 + _BLOCKS)) if self._is_on_cuda else peak
-        return self._peaks[key]
 
 
 def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
@@ -530,41 +440,3 @@ def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
 def _has_loss(outputs: Any) -> bool:
     """True where a scalar with a gradient is among the outputs."""
     return any(tensor.requires_grad and not tensor.dim() for tensor in tensors_in(outputs))
-
-
-def bounded_bytes(
-    predictor: StepMemoryPredictor,
-    sizes: Mapping[str, int] | None = None,
-    optimizer: Optimizer | None = None,
-    gradient_accumulation: bool | None = None,
-    *,
-    batch_size: int | None = None,
-) -> int:
-    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks; arguments as in `footprint`."""
-    step = sizes, optimizer, gradient_accumulation
-    blocks = predictor.allocator_peak(*step, batch_size=batch_size)
-    peak = predictor.footprint(*step, batch_size=batch_size).peak
-    return max(peak, blocks.allocated if blocks is not None else 0)
-
-
-def _without_second_room(step: StepContext, first: int | None) -> StepContext:
-    """Does not reserve growth headroom twice.
-
-    Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With room
-    once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9. Once it
-    has grown by more, as by what a data set keeps, half of the room at most is left again: a plan for a later batch
-    takes 10 to 17 MiB, and a whole room refused batches in the middle of a run that fit.
-
-    Args:
-        first: `constant` before the first plan was made; None: this is the first time.
-    """
-    grown = step.fixed.constant - first if first is not None else 0
-    if first is None or grown <= 0:
-        return step
-    beyond = max(0, grown - step.room)
-    return _with_constant(step, first + beyond + min(beyond, step.room // 2))
-
-
-def _with_constant(step: StepContext, constant: int) -> StepContext:
-    resident = step.resident + constant - step.fixed.constant
-    return replace(step, fixed=replace(step.fixed, constant=constant), resident=resident)

@@ -112,7 +112,7 @@ class LengthBuckets:
             # Data may have told of batches that need others.
             self._kind = self._kind_of(call)
             for plans in self._by_batch_kind:
-                plans.largest.planner.expect_more()
+                plans.largest.planner.limit.expect_more()
             self._plan_shorter()
         self._must_plan = forward.last_runs is not None and self._may_plan
         return outputs
@@ -124,7 +124,8 @@ class LengthBuckets:
         return max(self._left_peak, *self._peaks(optimizer, gradient_accumulation).values())
 
     def _peak_of_kind(self) -> int:
-        return max(self._peaks(*self.largest.planner.optimizer_now).values(), default=0)
+        run = self.largest.planner.run
+        return max(self._peaks(run.optimizer, run.gradient_accumulation).values(), default=0)
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
         """The step with the highest peak of the batches so far; None where nothing is predicted."""
@@ -173,10 +174,10 @@ class LengthBuckets:
 
     def _replace_largest(self) -> None:
         former, planner = self.largest, self.largest.planner
-        if self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
+        if self._most > 1 and (solved := largest_of(planner.limit.solved_for)) is not None:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
-        self.largest = self._new_largest(former, planner.largest)
+        self.largest = self._new_largest(former, planner.limit.largest)
 
     @property
     def _may_plan(self) -> bool:
@@ -233,7 +234,7 @@ class LengthBuckets:
         elif former.is_compiled:
             if former.planner.solves:
                 get_logger().info(f"{why}: solving for the budget again")
-            self.largest, self._shorter = self._new_largest(former, former.planner.largest), ()
+            self.largest, self._shorter = self._new_largest(former, former.planner.limit.largest), ()
 
     def _new_largest(self, former: PlannedForward | None, largest: LargestBatch | None) -> PlannedForward:
         forward = self._new_forward(former, largest, "")
@@ -246,7 +247,7 @@ class LengthBuckets:
     def _plan_shorter(self) -> None:
         largest, planner = self.largest, self.largest.planner
         self._extra = (planner.solved.by_length if planner.solved is not None else None) or ExtraByLength()
-        solved, name = largest_of(planner.solved_for), length_name(planner.solved_for)
+        solved, name = largest_of(planner.limit.solved_for), length_name(planner.limit.solved_for)
         if self._most == 1 or largest.predictor is None or solved is None:
             return
         lines = []

@@ -166,7 +166,7 @@ class PlannedForward:
         before, forget = ForwardState.of(self._model, with_buffers=True), self.traced.shared.forgetting()
 
         def attempt() -> Attempt[Any]:
-            if (largest := self.planner.largest) is not None:
+            if (largest := self.planner.limit.largest) is not None:
                 self.traced.expect(largest)
             if self.planner.is_sharded:
                 # Segments name arguments of layers, of which a mask is one.
@@ -185,14 +185,14 @@ class PlannedForward:
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
         """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
-        return self.planner.largest is not None and is_covered(sizes, self.planner.largest)
+        return self.planner.limit.largest is not None and is_covered(sizes, self.planner.limit.largest)
 
     def is_within(self, inputs: Mapping[str, object]) -> bool:
         """True where a step with this batch is predicted to be within the budget; False where nothing is predicted."""
         is_within = False
         if self.predictors is not None:
             with self.predicting():
-                is_within = self.planner.is_within(self.predictors.of(inputs), inputs)
+                is_within = self.planner.limit.is_within(self.predictors.of(inputs), inputs)
         return is_within
 
     def excess(self, inputs: Mapping[str, object]) -> str:
@@ -200,7 +200,7 @@ class PlannedForward:
         line = ""
         if self.planner.solves and self.predictors is not None:
             with self.predicting():
-                lines = (self.planner.excess(predictor, inputs) for predictor in self.predictors)
+                lines = (self.planner.limit.exceeded_by_batch(predictor, inputs) for predictor in self.predictors)
                 line = next(filter(None, lines), "")
         return line
 
@@ -324,7 +324,7 @@ class PlannedForward:
         with self.predicting():
             predictor = self.predictors.first.with_graphs(traced.ran, traced.tape, inputs)
             is_known = predictor is not None
-            over = planner.excess_of_runs(predictor) if predictor is not None else ""
+            over = planner.limit.exceeded_by_runs(predictor) if predictor is not None else ""
         if is_known and not over and not planner.has_unplanned:
             planner.cover(runs)
             self._choices = self._others or self._choices
@@ -366,7 +366,7 @@ class PlannedForward:
             for remark in matched_in(producer, traced.ran).remarks:
                 self.traced.say(f"in the new graph: {remark}")
             return
-        resident = self.planner.resident(self.traced.held)
+        resident = self.planner.limit.resident(self.traced.held)
         earlier = self.traced.held_after if resident == self.traced.held else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
