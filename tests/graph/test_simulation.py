@@ -8,7 +8,10 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.events import Prediction, prediction_of, schedule
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
-from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.partition import partitioned_graph, strategies
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.partition.choice import SavedNodes
+from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.partitioned_graph import partition
 from optimum_memopt.engines.compile.partition.strategies.recompute import insert_barriers
 from tests.captured import Captured
@@ -63,3 +66,30 @@ def test_every_choice_is_simulated_to_the_byte(name: str, fuses: bool, request: 
         assert ours.backward.end == plain.backward.end == real.backward.end
         peaks.add(ours.peak)
     assert len(peaks) > 10
+
+
+@pytest.mark.parametrize("name", nightly(["roberta", "gpt2", "albert"], but=["roberta"]))
+@pytest.mark.parametrize("fuses", nightly([False, True], but=[False]), ids=["operators", "kernels"])
+def test_compression_is_simulated_to_the_byte(name: str, fuses: bool, request: pytest.FixtureRequest) -> None:
+    captured = request.getfixturevalue(name)
+    graph = analyzed(captured, fuses)
+    plain = problem_of(graph, [0.0] * len(captured.joint.nodes))
+    conversions = conversions_of(graph, no_costs)
+    problem = conversions.added_to(plain, graph.size_hints)
+    generator = random.Random(name)
+    everything = problem.closure(problem.activations)
+    for saved in (everything, *(random_choice(problem, generator) for _ in range(8))):
+        assert simulate(problem, saved).peak == simulate(plain, saved).peak
+        share = generator.random()
+        allowed = sorted(problem.conversions.keys() & saved)
+        compressed = frozenset(node for node in allowed if generator.random() < share or saved == everything)
+        ours = simulate(problem, saved, compressed)
+        again = analyzed(captured, fuses)
+        choice = SavedNodes(tuple(sorted(saved)), compressed=compressed).choice(again, "")
+        modules = partition(again.joint, choice.nodes_to_save)
+        strategies.rewrite(modules, choice.candidates)
+        real = partitioned_graph.timeline_of(again, modules).predict(graph.size_hints)
+        assert ours.saved_bytes == real.saved_bytes
+        assert ours.forward.held == real.forward.held
+        assert ours.peak == real.peak
+        assert ours.backward.end == real.backward.end

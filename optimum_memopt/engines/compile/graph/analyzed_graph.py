@@ -277,7 +277,7 @@ def decided_from(graph: AnalyzedGraph, saved: Collection[fx.Node]) -> frozenset[
         recomputed.add(node)
         todo.extend(node.all_input_nodes)
     found: set[fx.Node] = set()
-    todo = [read for node in recomputed if _decides(node) for read in node.all_input_nodes]
+    todo = [read for node in recomputed if decides(node) for read in node.all_input_nodes]
     seen: set[fx.Node] = set()
     while todo:
         node = todo.pop()
@@ -294,7 +294,7 @@ def is_data_dependent(node: fx.Node) -> bool:
     return bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
 
 
-def _decides(node: fx.Node) -> bool:
+def decides(node: fx.Node) -> bool:
     """True for an operator that makes integers of numbers, or as many results as their values say."""
     operator = first_input(node) if is_output(node) else node
     if is_data_dependent(operator):

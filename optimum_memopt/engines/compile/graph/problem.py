@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import sympy
@@ -43,6 +44,27 @@ class Positions:
     layouts: Layouts = field(default_factory=Layouts)
 
 
+class Conversion(NamedTuple):
+    """The operators with which one activation is compressed; numbers of nodes, or of others that stand for them.
+
+    Attributes:
+        forward: in order, behind the last of `readers`.
+        backward: in order, before the first reader there; the last takes the activation's place.
+        saved: what the forward saves instead.
+        readers: operators that read the activation in the forward, and itself.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    saved: tuple[int, ...]
+    readers: frozenset[int]
+
+    def numbered(self, number: Callable[[int], int]) -> "Conversion":
+        """The same with other numbers."""
+        forward, backward, saved = (tuple(map(number, nodes)) for nodes in self[:3])
+        return Conversion(forward, backward, saved, frozenset(map(number, self.readers)))
+
+
 @dataclass(frozen=True)
 class Problem:
     """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
@@ -69,6 +91,7 @@ class Problem:
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
         writes: the forward writes to an input, as to running statistics, and must not run twice.
+        conversions: of each activation that may be compressed; they stand behind the graph's own nodes.
     """
 
     names: tuple[str, ...]
@@ -99,6 +122,7 @@ class Problem:
     writes: bool = False
     modules: tuple[str, ...] = ()
     positions: Positions = field(default_factory=Positions)
+    conversions: Mapping[int, Conversion] = field(default_factory=dict)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

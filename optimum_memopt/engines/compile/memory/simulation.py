@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
-from optimum_memopt.engines.compile.graph.problem import Problem, Tables
+from optimum_memopt.engines.compile.graph.problem import Conversion, Problem, Tables
 from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, RunMemory, Storage
 
 
@@ -23,41 +23,82 @@ class GraphSimulation(Prediction[int]):
     Attributes:
         saved: nodes that the forward saves for the backward.
         recomputed: operators of the forward that the backward runs again, in its order.
+        converting: operators of both that compress activations and restore them.
     """
 
     saved: frozenset[int]
     recomputed: tuple[int, ...]
+    converting: tuple[int, ...] = ()
 
     def seconds(self, problem: Problem) -> float:
         """Seconds of all operators."""
         return seconds_of(problem, self.forward.order) + seconds_of(problem, self.backward.order)
 
     def extra_seconds(self, problem: Problem) -> float:
-        """Seconds of the recomputed operators."""
-        return seconds_of(problem, self.recomputed)
+        """Seconds of the recomputed operators, and of conversions."""
+        return seconds_of(problem, (*self.recomputed, *self.converting))
 
 
 def seconds_of(problem: Problem, operators: Iterable[int]) -> float:
     return math.fsum(problem.seconds[node] for node in operators)
 
 
-def simulate(problem: Problem, saved: frozenset[int]) -> GraphSimulation:
+def simulate(problem: Problem, saved: frozenset[int], compressed: Collection[int] = ()) -> GraphSimulation:
     """Run both graphs.
 
     Args:
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
+        compressed: those of them that are compressed, with an entry in `Problem.conversions`.
     """
     first, ends, order = _orders(problem, saved)
-    forward = _run(problem, first, ends, set(), 0)
-    roots = {problem.roots[node] for node in saved}
+    ran, ran_back = _raise_picks(problem, first), _raise_picks(problem, order)
+    kept, roots_in_backward = saved, problem.tables.roots
+    converting: tuple[int, ...] = ()
+    if compressed:
+        conversions = {node: problem.conversions[node] for node in sorted(compressed)}
+        ran = _compressing(ran.tolist(), conversions)
+        ran_back, roots_in_backward = _restoring(problem, ran_back.tolist(), conversions), roots_in_backward.copy()
+        for node, conversion in conversions.items():
+            roots_in_backward[roots_in_backward == node] = conversion.backward[-1]
+            converting += (*conversion.forward, *conversion.backward)
+        in_fp8 = [node for conversion in conversions.values() for node in conversion.saved]
+        kept = (saved - conversions.keys()).union(in_fp8)
+        ends = [*(node for node in ends if node not in conversions), *in_fp8]
+    forward = _run(problem, ran, ends, set(), 0, problem.tables.roots)
+    roots = {problem.roots[node] for node in kept}
     dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
     saved_bytes = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
     given = sum(problem.bytes[node] for node in problem.tangents)
     owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
-    backward = _run(problem, order, problem.backward_outputs, owned, saved_bytes + given)
+    backward = _run(problem, ran_back, problem.backward_outputs, owned, saved_bytes + given, roots_in_backward)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    return GraphSimulation(forward, backward, saved_bytes, saved, recomputed)
+    return GraphSimulation(forward, backward, saved_bytes, saved, recomputed, converting)
+
+
+def _compressing(order: Sequence[int], conversions: Mapping[int, Conversion]) -> np.ndarray:
+    """The forward with each activation compressed behind the operator that reads it last."""
+    steps = {node: step for step, node in enumerate(order)}
+    behind: dict[int, list[int]] = {}
+    for node in sorted(conversions, key=steps.__getitem__):
+        last = max(steps[reader] for reader in conversions[node].readers if reader in steps)
+        # Where several are read last by one operator, the later one comes first.
+        behind[last] = [*conversions[node].forward, *behind.get(last, ())]
+    return np.array([each for step, node in enumerate(order) for each in (node, *behind.get(step, ()))], dtype=np.intp)
+
+
+def _restoring(problem: Problem, order: Sequence[int], conversions: Mapping[int, Conversion]) -> np.ndarray:
+    """The backward with each activation restored before the operator that reads it first."""
+    first: dict[int, int] = {}
+    for step, node in enumerate(order):
+        for read in problem.reads[node]:
+            if read in conversions:
+                first.setdefault(read, step)
+    before: dict[int, list[int]] = {}
+    for node, conversion in conversions.items():
+        before.setdefault(first.get(node, len(order)), []).extend(conversion.backward)
+    ran = [each for step, node in enumerate(order) for each in (*before.get(step, ()), node)]
+    return np.array([*ran, *before.get(len(order), ())], dtype=np.intp)
 
 
 def simulate_everything_saved(problem: Problem) -> GraphSimulation:
@@ -120,18 +161,20 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     return ran[np.argsort(places, kind="stable")]
 
 
-def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> RunMemory[int]:
+def _run(
+    problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int, roots: np.ndarray
+) -> RunMemory[int]:
     """Allocate and free as `_events` does.
 
     Args:
-        order: operators, before picks of outputs are moved to them.
+        ran: operators in order.
         ends: what the graph returns.
         owned: roots from outside that are freed after their last use.
         start: bytes held before the first operator.
+        roots: of all nodes, where one that is compressed is that which takes its place.
     """
-    if not order:
+    if not len(ran):
         return RunMemory((), (), start)
-    ran = _raise_picks(problem, order)
     tables, steps = problem.tables, len(ran)
     step = np.arange(steps)
     at = np.full(len(problem.names), -1, dtype=np.intp)
@@ -140,8 +183,8 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     places = np.repeat(tables.first_read[ran] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
     users = np.repeat(step, counts)
     # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
-    last = _last_users(tables, places, users)
-    last[[problem.roots[node] for node in ends]] = steps
+    last = _last_users(tables, roots, places, users)
+    last[[roots[node] for node in ends]] = steps
     allocated, freed = np.zeros(steps, dtype=np.int64), np.zeros(steps + 1, dtype=np.int64)
     here = (at[tables.storages] >= 0) & (at[tables.allocators] >= 0)
     np.add.at(allocated, at[tables.allocators[here]], tables.sizes[tables.storages[here]])
@@ -149,11 +192,11 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     ends_of_given = last[given]
     if (twice := at[given] >= 0).any():
         # What another graph was given, while its own computes it once more: two storages of one root.
-        roots = given[twice]
-        is_given = ~np.isin(tables.read_nodes[places], _computed(problem, ran, roots))
-        ends_of_given[twice] = _last_users(tables, places[is_given], users[is_given])[roots]
-        computed = _last_users(tables, places[~is_given], users[~is_given])[roots]
-        last[roots] = np.where(last[roots] == steps, steps, computed)
+        both = given[twice]
+        is_given = ~np.isin(tables.read_nodes[places], _computed(problem, ran, both))
+        ends_of_given[twice] = _last_users(tables, roots, places[is_given], users[is_given])[both]
+        computed = _last_users(tables, roots, places[~is_given], users[~is_given])[both]
+        last[both] = np.where(last[both] == steps, steps, computed)
     for nodes, ends in ((ran, last[ran]), (given, ends_of_given)):
         np.add.at(freed, ends[ends >= 0], tables.sizes[nodes[ends >= 0]])
     freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
@@ -171,11 +214,11 @@ def _computed(problem: Problem, ran: np.ndarray, roots: np.ndarray) -> list[int]
     return list(computed)
 
 
-def _last_users(tables: Tables, places: np.ndarray, users: np.ndarray) -> np.ndarray:
+def _last_users(tables: Tables, roots: np.ndarray, places: np.ndarray, users: np.ndarray) -> np.ndarray:
     """By root the last of the steps that read it, in whose order these reads are; -1: none."""
     last = np.full(len(tables.sizes), -1, dtype=np.intp)
     # Of the values for one index numpy assigns the last.
-    last[tables.roots[tables.read_nodes[places]]] = users
+    last[roots[tables.read_nodes[places]]] = users
     return last
 
 

@@ -362,6 +362,11 @@ class _LinkedRuns:
             constants=frozenset(all_of(lambda problem: problem.constants)),
             writes=any(problem.writes for problem in self._runs),
             positions=Positions(),
+            conversions={
+                number[activation]: conversion.numbered(number.__getitem__)
+                for problem, number in zip(self._runs, self._numbers, strict=True)
+                for activation, conversion in problem.conversions.items()
+            },
         )
 
     def _outside(self, run: int, size: int, layer: str = "", *, is_backward: bool = False) -> int:

@@ -15,7 +15,7 @@ for inductor alone, takes whatever is large, and clamps, so that an infinity bec
 operators of ATen do it, so that inductor fuses them with what computes and what reads the activation.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -136,20 +136,8 @@ def _compress(graph: fx.Graph, activations: Collection[str]) -> dict[str, tuple[
     saved = {}
     last = last_uses(graph)
     for activation in [node for node in last if node.name in activations]:
-        add = _Adding(graph, activation)
         with graph.inserting_before(last[activation].next):
-            # The largest magnitude, without a tensor of all magnitudes.
-            high = add("{}_fp8_high", _aten.amax.default, activation, [-1], True)
-            low = add("{}_fp8_low", _aten.amin.default, activation, [-1], True)
-            negated = add("{}_fp8_negated", _aten.neg.default, low)
-            most = add("{}_fp8_most", _aten.maximum.default, high, negated)
-            if tensor_value(most).dtype != torch.float32:
-                most = add("{}_fp8_most_float32", _convert, most, torch.float32)
-            per_largest = add("{}_fp8_per_largest", _aten.mul.Tensor, most, _PER_LARGEST)
-            scale = add(_SCALE, _aten.clamp_min.default, per_largest, _SMALLEST)
-            # In float32, also of half precision.
-            scaled = add("{}_fp8_scaled", _aten.div.Tensor, activation, scale)
-            in_fp8 = add(IN_FP8, _convert, scaled, FP8)
+            in_fp8, scale = to_fp8(graph, activation)
         fx_graph.replace_saved(graph, activation, (in_fp8, scale))
         saved[activation.name] = in_fp8, scale
     return saved
@@ -158,31 +146,69 @@ def _compress(graph: fx.Graph, activations: Collection[str]) -> dict[str, tuple[
 def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
     for activation in [node for node in graph.find_nodes(op="placeholder") if node.name in saved]:
-        users = dict(activation.users)
-        first = min(users, key=order.__getitem__)
         with graph.inserting_before(activation):
-            in_fp8, scale = (_placeholder(graph, node) for node in saved[activation.name])
-        add = _Adding(graph, activation)
+            in_fp8, scale = (placeholder(graph, node) for node in saved[activation.name])
+        first = min(_readers(activation), key=order.__getitem__)
+        barriers = [user for user in activation.users if _is_barrier(user) and order[user] < order[first]]
+        if barriers:
+            # A barrier of recompute, see `recompute.py`: what is converted back waits for it, too.
+            earliest = min(barriers, key=order.__getitem__)
+            with graph.inserting_before(earliest):
+                scale = _Adding(graph, activation)("{}_fp8_scale_after", earliest.target, scale, earliest.args[1])
+            for barrier in barriers:
+                barrier.replace_all_uses_with(activation)
+                graph.erase_node(barrier)
+        users = dict(activation.users)
         with graph.inserting_before(first):
-            if first.target is torch.ops.optimum_memopt.after.default:
-                # A barrier of recompute, see `recompute.py`: what is converted back waits for it, too.
-                scale = add("{}_fp8_scale_after", first.target, scale, first.args[1])
-            # Exact: e4m3 is a part of all of these.
-            cast = add("{}_from_fp8_cast", _convert, in_fp8, tensor_value(activation).dtype)
-            if tensor_value(activation).dtype == torch.float32:
-                back = add(_BACK, _aten.mul.Tensor, cast, scale)
-            else:
-                product = add("{}_from_fp8_product", _aten.mul.Tensor, cast, scale)
-                back = add(_BACK, _convert, product, tensor_value(activation).dtype)
+            back = from_fp8(graph, activation, in_fp8, scale)
         for user in users:
             user.replace_input_with(activation, back)
         graph.erase_node(activation)
 
 
-def _placeholder(graph: fx.Graph, saved: fx.Node) -> fx.Node:
-    placeholder = graph.placeholder(saved.name)
-    placeholder.meta.update(saved.meta)
-    return placeholder
+def _readers(activation: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read an activation in the backward, through barriers too."""
+    for user in activation.users:
+        yield from user.users if _is_barrier(user) else (user,)
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    return node.target is torch.ops.optimum_memopt.after.default
+
+
+def to_fp8(graph: fx.Graph, activation: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Add the operators that convert an activation; returns the fp8 tensor and the scales."""
+    add = _Adding(graph, activation)
+    # The largest magnitude, without a tensor of all magnitudes.
+    high = add("{}_fp8_high", _aten.amax.default, activation, [-1], True)
+    low = add("{}_fp8_low", _aten.amin.default, activation, [-1], True)
+    negated = add("{}_fp8_negated", _aten.neg.default, low)
+    most = add("{}_fp8_most", _aten.maximum.default, high, negated)
+    if tensor_value(most).dtype != torch.float32:
+        most = add("{}_fp8_most_float32", _convert, most, torch.float32)
+    per_largest = add("{}_fp8_per_largest", _aten.mul.Tensor, most, _PER_LARGEST)
+    scale = add(_SCALE, _aten.clamp_min.default, per_largest, _SMALLEST)
+    # In float32, also of half precision.
+    scaled = add("{}_fp8_scaled", _aten.div.Tensor, activation, scale)
+    return add(IN_FP8, _convert, scaled, FP8), scale
+
+
+def from_fp8(graph: fx.Graph, activation: fx.Node, in_fp8: fx.Node, scale: fx.Node) -> fx.Node:
+    """Add the operators that convert an activation back; returns what takes its place."""
+    add, dtype = _Adding(graph, activation), tensor_value(activation).dtype
+    # Exact: e4m3 is a part of all of these.
+    cast = add("{}_from_fp8_cast", _convert, in_fp8, dtype)
+    if dtype == torch.float32:
+        return add(_BACK, _aten.mul.Tensor, cast, scale)
+    product = add("{}_from_fp8_product", _aten.mul.Tensor, cast, scale)
+    return add(_BACK, _convert, product, dtype)
+
+
+def placeholder(graph: fx.Graph, saved: fx.Node) -> fx.Node:
+    """Add an input of a backward for what its forward saves."""
+    given = graph.placeholder(saved.name)
+    given.meta.update(saved.meta)
+    return given
 
 
 class _Adding:
