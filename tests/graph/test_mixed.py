@@ -1,21 +1,28 @@
-"""Recompute and offload under one budget: the plan against the graphs that it is partitioned into."""
+"""Recompute with offload or compression under one budget: the plan against the graphs that it is partitioned into."""
 
 import dataclasses
+import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from budget_graphs import Within
 
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, decided_from
 from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
+from optimum_memopt.engines.compile.memory.simulation import seconds_of, simulate
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import problem_of_tape
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.solver import compression
+from optimum_memopt.engines.compile.solver.compression import Compression
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
@@ -119,3 +126,67 @@ def test_two_graphs_hold_less_on_the_device_with_a_host(solver: Solver, host: Ho
         twice.cheapest(budget)
     plan = offloading.cheapest(budget)
     assert plan.peak <= budget and plan.host_bytes > 0
+
+
+# Whose products take long, and whose memory does not; and the other way round.
+FEW_FLOPS = dataclasses.replace(SLOW, bandwidth=1e12)
+SLOW_MEMORY = dataclasses.replace(SLOW, bandwidth=1e6, flops=DEVICES["H100"].flops)
+
+
+def forward_solver(captured: Captured, device: Device, is_allowed: bool = True) -> ForwardSolver:
+    def costs(graph: AnalyzedGraph) -> Costs:
+        return roofline(graph.joint, graph.size_hints, device, fused=False)
+
+    graph = captured.graph
+    problem, conversions = problem_of(graph, costs(graph).seconds), conversions_of(graph, costs)
+    one = Tape((Call(0),))
+    compressible = problem_of_tape(one, [conversions.added_to(problem, graph.size_hints)])
+    allowed = Compression(compressible, [conversions.deciding]) if is_allowed else None
+    return ForwardSolver(problem_of_tape(one, [problem]), compression=allowed)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_fp8_is_chosen_where_it_takes_less_time_than_recompute(share: float, larger: Captured) -> None:
+    mixed, exact = forward_solver(larger, FEW_FLOPS), forward_solver(larger, FEW_FLOPS, is_allowed=False)
+    budget = between(mixed.solver, share)
+    plan, recompute = mixed.cheapest(budget), exact.cheapest(budget)
+    assert plan.compressed and plan.peak <= budget and not recompute.compressed
+    assert plan.extra_seconds < recompute.extra_seconds
+    problem = mixed.compression.forward.problem
+    saved, compressed = frozenset(plan.saved), frozenset(plan.compressed)
+    simulation = simulate(problem, saved, compressed)
+    assert simulation.peak == plan.peak < simulate(problem, saved).peak
+    seconds = simulation.seconds(problem) - plan.seconds
+    assert seconds == pytest.approx(plan.extra_seconds) and seconds > seconds_of(problem, simulation.recomputed)
+    # None of them is needless.
+    assert all(simulate(problem, saved, compressed - {node}).peak > budget for node in compressed)
+
+
+def test_fp8_is_left_alone_where_recompute_takes_less_time(larger: Captured) -> None:
+    mixed, exact = forward_solver(larger, SLOW_MEMORY), forward_solver(larger, SLOW_MEMORY, is_allowed=False)
+    for share in (0.1, 0.4, 1.1):
+        budget = between(mixed.solver, share)
+        assert mixed.cheapest(budget) == exact.cheapest(budget)
+
+
+def test_what_integers_are_recomputed_from_is_never_in_fp8() -> None:
+    """By the numbers of a problem as by the graph."""
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+
+    def routed(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x @ weight)
+        chosen = torch.sigmoid(hidden).topk(4, -1).indices
+        return hidden.gather(-1, chosen).sum() * torch.tanh(hidden).sum()
+
+    captured = capture(routed, torch.randn(32, 64), dynamic=False)
+    graph = captured.graph
+    problem, conversions = problem_of(graph, no_costs(graph).seconds), conversions_of(graph, no_costs)
+    generator, found = random.Random(0), set()
+    roots = [node for node in range(len(problem.names)) if problem.is_forward[node] and problem.is_operator[node]]
+    for _ in range(20):
+        saved = problem.closure({node for node in roots if generator.random() < 0.5})
+        expected = decided_from(graph, {graph.joint.nodes[node] for node in saved})
+        numbers = compression.decided_from(problem, conversions.deciding, saved)
+        assert numbers == {graph.joint.order[node] for node in expected}
+        found |= numbers
+    assert found

@@ -5,15 +5,22 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.costs import Costs, roofline
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
+from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.strategies.compress import FP8
+from optimum_memopt.engines.compile.predict import planner
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
@@ -22,9 +29,10 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.sizes import parse_budget
 from optimum_memopt.step_settings import StepSpec
 from tests.compiled import DROPOUT, Run, hold_still, recorded, run, selection
-from tests.gradients import TOLERANCE, Gradients, accumulate, assert_bitwise_same
+from tests.gradients import TOLERANCE, Batch, Gradients, accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
@@ -275,6 +283,60 @@ def test_what_passes_between_graphs_stays_exact(layered) -> None:
         sizes = {f"inputs_input_ids_dim{dim}": size for dim, size in enumerate(batch["input_ids"].shape)}
         assert engine.predictor.saved(sizes) == pytest.approx(saved, **EXACT)
         assert engine.predictor.activations(sizes) == pytest.approx(peak, **EXACT)
+
+
+# Whose products take long, and whose memory does not.
+FEW_FLOPS = replace(DEVICES["RTX 4090"], bandwidth=1e12, flops=dict.fromkeys(DEVICES["RTX 4090"].flops, 1e9))
+
+
+@pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
+def test_a_budget_compresses_where_that_takes_less_time(unit: str, monkeypatch, caplog) -> None:
+    """Alone where it is allowed; the step is the predicted one, its loss exact, and the error logged."""
+    hold_still(monkeypatch)
+
+    def costs(graph: AnalyzedGraph, device: torch.device, fused: bool, *_: object) -> Costs:
+        return roofline(graph.joint, graph.size_hints, FEW_FLOPS, fused)
+
+    monkeypatch.setattr(planner, "costs_of", costs)
+    model = ZOO["roberta-classification"].build(**DROPOUT, num_hidden_layers=4)
+    batch = ZOO["roberta-classification"].batch(16, 48, seed=1)
+    exact = accumulate_from(copy.deepcopy(model), batch)
+
+    def trained(chosen: Selection) -> tuple[CompileEngine, tuple[torch.Tensor, Gradients]]:
+        engine = CompileEngine(chosen, "aot_eager", unit=unit)
+        engine.attach(model)
+        return engine, accumulate_from(model, batch)
+
+    def held(level: int) -> Footprint:
+        engine, _ = trained(Selection(level=level))
+        engine.detach()
+        return engine.predictor.footprint()
+
+    low, high = held(1).peak, held(0).peak
+    bytes = low + (high - low) // 3
+    budget = parse_budget(f"{bytes / 2**20:.3f}MiB")
+    engine, recomputed = trained(Selection(budget=budget))
+    assert_bitwise_same(recomputed, exact)
+    assert not any(":4:" in row.config for row in engine.plans().enabled)
+    engine.detach()
+    engine, ours = trained(Selection(budget=budget, compress="fp8"))
+    table = engine.plans()
+    rows = [row for row in table.enabled if ":4:" in row.config]
+    assert rows and all("inexact" in row.note for row in rows)
+    assert "activations in fp8, inexact" in table.header[0]
+    assert torch.equal(ours[0], exact[0]) and 0 < error(ours[1], exact[1]) < ROUNDING
+    (line,) = (found for record in caplog.records if (found := MEASURED.match(record.getMessage())))
+    assert int(line[1]) == sum(row.applied_count for row in rows)
+    assert engine.predictor.footprint().peak <= budget.bytes
+    saved, peak = measured(model, batch)
+    assert engine.predictor.saved() == pytest.approx(saved, **EXACT)
+    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+def accumulate_from(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Gradients]:
+    torch.manual_seed(0)
+    return accumulate(model, [batch])
 
 
 def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:

@@ -64,10 +64,6 @@ def arguments(folder, **options):
         ({"memory_opt_config": "Gelu+:4:-1", "memory_opt_engine": "ort"}, "strategy 4 (compress) is not available"),
         ({"memory_opt_compress": "fp8", "memory_opt_engine": "ort"}, "--memory_opt_compress fp8 with the ort engine"),
         ({"memory_opt_compress": "int8"}, "--memory_opt_compress int8: allowed are fp8"),
-        (
-            {"memory_opt_compress": "fp8", "memory_opt_budget": "1GiB"},
-            "--memory_opt_compress fp8 with --memory_opt_budget: a budget's plan is exact",
-        ),
         ({"memory_opt_report": "no/page.html"}, "--memory_opt_report no/page.html: no such folder; make it first"),
         ({"memory_opt_report": "."}, "--memory_opt_report .: is a folder; name a file in it"),
         ({"memory_opt_report": 3}, "--memory_opt_report 3: allowed are paths and strings"),

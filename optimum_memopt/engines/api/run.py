@@ -109,7 +109,8 @@ class Selection:
 
     Attributes:
         strict: ids that do not exist are errors instead of remarks.
-        compress: `fp8`, in which all is saved that the config or level saves; None: nothing is compressed by itself.
+        compress: `fp8`, in which all is saved that the config or level saves, and what a budget's solver picks; None:
+            nothing is compressed by itself.
     """
 
     config: PlanConfig | None = None

@@ -66,9 +66,9 @@ class CompileFactory(EngineFactory[CompileOptions]):
         )
 
     def check_options(self, options: CompileOptions) -> None:
-        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, neither a
-        budget's plan nor a plan file is compressed by another flag, and a step whose gradients are released can
-        neither accumulate nor run again."""
+        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, no plan
+        file is compressed by another flag, and a step whose gradients are released can neither accumulate nor run
+        again."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
@@ -172,13 +172,8 @@ def _check_released(options: CompileOptions) -> None:
 
 
 def _check_compress(options: CompileOptions) -> None:
-    """Raise a MemOptError for a budget, whose plans are exact, and a plan file, which names what it compresses."""
+    """Raise a MemOptError for a plan file, which names what it compresses."""
     flag = f"--memory_opt_compress {options.memory_opt_compress}"
-    if options.memory_opt_budget is not None:
-        raise MemOptError(
-            f"{flag} with --memory_opt_budget: a budget's plan is exact; give a config or a level instead, or leave "
-            "the flag out"
-        )
     if options.memory_opt_plan is not None:
         raise MemOptError(
             f"{flag} with --memory_opt_plan: the file says itself what is compressed; leave the flag out"

@@ -49,7 +49,8 @@ class CompileOptions(EngineOptions):
         None,
         "fp8: all activations that a config, a level or no plan saves, and that may be inexact, are saved as "
         "float8_e4m3fn with a float32 scale for each row: a quarter of float32's bytes, half of bfloat16's. The loss "
-        "is exact, gradients are not. Not with a budget or a plan file; compile engine.",
+        "is exact, gradients are not. With a budget: where that costs less time than recompute. Not with a plan file; "
+        "compile engine.",
         choices=FORMATS,
     )
     memory_opt_unit: str = flag(

@@ -18,9 +18,11 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.graph.candidates import compressions
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
+from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
@@ -161,12 +163,16 @@ class Capture:
         self._choices = GraphChoices(self._choices.choose)
 
     def run(
-        self, costs_of: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
+        self,
+        costs_of: Callable[[AnalyzedGraph], Costs] = no_costs,
+        compared: Sequence[Producer] = (),
+        compresses: bool = False,
     ) -> CapturedForward:
         """The forward, with its choices.
 
         Args:
             compared: producers whose choices are noted, too, after the one that is applied.
+            compresses: plans of budgets may compress, as choices do anyway.
 
         Raises:
             MemOptError: the model has nothing that can be trained, or the plan does not go with it.
@@ -176,8 +182,12 @@ class Capture:
         if not call.ran:
             raise MemOptError(no_training_graph(call))
         plans = [[graph.choice for graph in call.ran], *(_choices(producer, call) for producer in compared)]
+        compresses = compresses or any(compressions(choice.candidates) for of_graphs in plans for choice in of_graphs)
         # Several choices may be for one graph.
-        captured = {id(graph): captured_graph(graph, costs_of(graph)) for graph in call.analyzed}
+        captured = {
+            id(graph): captured_graph(graph, costs_of(graph), conversions_of(graph, costs_of) if compresses else None)
+            for graph in call.analyzed
+        }
         graphs = tuple(
             replace(
                 captured[id(graph)],

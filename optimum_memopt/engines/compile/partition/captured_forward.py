@@ -100,9 +100,18 @@ class CapturedForward:
         ]
         return resized(tape, schedules, self.first, named)
 
-    def problem(self, sizes: Sequence[SymbolValues], frees_gradients: bool = False) -> TapeProblem:
-        """The graphs as one problem, for any plan; `sizes`: see `sizes_of_runs`, `frees_gradients`: see `compose`."""
-        tape, runs = self._runs(sizes, lambda graph, values: graph.problem_at(values))
+    def problem(
+        self, sizes: Sequence[SymbolValues], frees_gradients: bool = False, with_conversions: bool = False
+    ) -> TapeProblem:
+        """The graphs as one problem, for any plan.
+
+        Args:
+            sizes: see `sizes_of_runs`.
+            frees_gradients: see `compose`.
+            with_conversions: for plans that compress, too.
+        """
+        of_graph = CapturedGraph.compressible_at if with_conversions else _problem_at
+        tape, runs = self._runs(sizes, of_graph)
         return problem_of_tape(tape.with_all_held(), runs, frees_gradients)
 
     def events(self, sizes: Sequence[SymbolValues], frees_gradients: bool = False) -> StepEvents:
@@ -134,3 +143,7 @@ class CapturedForward:
         return replace(
             self, graphs=tuple(replace(graph, problem_at=partial(problem_at, graph, own)) for graph, own in graphs)
         )
+
+
+def _problem_at(graph: CapturedGraph, values: SymbolValues) -> Problem:
+    return graph.problem_at(values)

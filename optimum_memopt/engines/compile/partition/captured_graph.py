@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length
 from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, problem_events, simulate
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
+from optimum_memopt.engines.compile.partition.conversions import Conversions
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 
 
@@ -29,6 +30,7 @@ class CapturedGraph:
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
         digest: of the joint graph.
         analyzed: with the sizes of its first batch.
+        conversions: of activations that may be compressed; None: none is.
     """
 
     digest: str
@@ -43,6 +45,7 @@ class CapturedGraph:
     analyzed: AnalyzedGraph
     plans: tuple[SavedNodes, ...] = ()
     partitioned: PartitionedGraph | None = None
+    conversions: Conversions | None = None
 
     @property
     def row_symbols(self) -> dict[sympy.Symbol, int]:
@@ -76,12 +79,17 @@ class CapturedGraph:
         problem = self.problem_at(values)
         return problem_events(problem, self.simulated(problem).saved, self.rows, self.plans[0].offloaded)
 
+    def compressible_at(self, values: SymbolValues) -> Problem:
+        """Its problem for these sizes, with conversions."""
+        problem = self.problem_at(values)
+        return problem if self.conversions is None else self.conversions.added_to(problem, values)
+
     def simulated(self, problem: Problem) -> GraphSimulation:
         """The run of the choice that was applied; `problem` is of this graph."""
         return simulate(problem, problem.saving(self.plans[0].saved))
 
 
-def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
+def captured_graph(graph: AnalyzedGraph, costs: Costs, conversions: Conversions | None = None) -> CapturedGraph:
     """A graph before anything was chosen for it."""
     joint = graph.joint
     rows: dict[str, str] = {}
@@ -98,6 +106,7 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         modules={node.name: module_path(node) for node in joint.nodes if node.op == "call_function"},
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),
         analyzed=graph,
+        conversions=conversions,
     )
 
 

@@ -3,7 +3,7 @@ seconds. A solver and its simulation read them, before anything is partitioned."
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 from torch import fx
@@ -15,7 +15,12 @@ from optimum_memopt.engines.compile.graph.joint import JointGraph, is_view, stor
 from optimum_memopt.engines.compile.graph.problem import Conversion, Problem
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
-from optimum_memopt.engines.compile.partition.strategies.compress import from_fp8, placeholder, to_fp8, with_conversions
+from optimum_memopt.engines.compile.partition.strategies.compress import (
+    from_fp8,
+    placeholder,
+    to_fp8,
+    with_conversions,
+)
 
 
 class _Operator(NamedTuple):
@@ -101,7 +106,8 @@ class Conversions:
                 tuple(map(number, kind.saved)),
                 self.readers[activation],
             )
-        return replace(problem, **{name: tuple(column) for name, column in columns.items()}, conversions=added)
+        extended: dict[str, Any] = {name: tuple(column) for name, column in columns.items()}
+        return replace(problem, **extended, conversions=added)
 
 
 _NO = {

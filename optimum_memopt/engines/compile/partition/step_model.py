@@ -27,6 +27,7 @@ from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.choice import SavedNodes, torchs_choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import timeline_of
+from optimum_memopt.engines.compile.solver.compression import Compression
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, stall_of
 from optimum_memopt.engines.compile.solver.segments import Link, seconds_again
@@ -58,7 +59,7 @@ class StepModel:
         """The same graphs in another step, with what is known of them."""
         other = replace(self, context=context)
         if context.fixed.frees_gradients == self.context.fixed.frees_gradients:
-            vars(other).update(problem=self.problem, solver=self.solver)
+            vars(other).update(problem=self.problem, solver=self.solver, compression=self.compression)
         return other
 
     def part(self, times: int) -> "StepModel":
@@ -94,7 +95,17 @@ class StepModel:
     @cached_property
     def solver(self) -> ForwardSolver:
         """The solver of all graphs together; its bytes are those of the graphs alone."""
-        return ForwardSolver(self.problem, self._host, self.segments, self.context.gather_rate)
+        return ForwardSolver(self.problem, self._host, self.segments, self.context.gather_rate, self.compression)
+
+    @cached_property
+    def compression(self) -> Compression | None:
+        """The compression that plans may mix with recompute; None: none."""
+        graphs = self.forward.graphs
+        conversions = [graph.conversions for graph in graphs if graph.conversions is not None]
+        if len(conversions) < len(graphs):
+            return None
+        forward = self.forward.problem(self.sizes, self.context.fixed.frees_gradients, with_conversions=True)
+        return Compression(forward, [conversions[graph].deciding for graph in forward.graphs])
 
     @property
     def _host(self) -> Host | None:
@@ -116,8 +127,7 @@ class StepModel:
         Args:
             plans: of each graph.
         """
-        problem = self.problem
-        return simulate(problem.problem, problem.of_all([plans[graph].saved for graph in problem.graphs]))
+        return _simulated(self.problem, plans)
 
     def level_1(self) -> Plan:
         """Every layer recomputed from its input."""
@@ -140,9 +150,10 @@ class StepModel:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the plan that was applied: of operators, recompute among them, and of waiting for copies."""
-        problem, calls = self.problem, self.forward.tape.calls
-        plans = [graph.plans[0] for graph in self.forward.graphs]
-        simulation = self.simulated(plans)
+        plans, calls = [graph.plans[0] for graph in self.forward.graphs], self.forward.tape.calls
+        is_compressed = self.compression is not None and any(plan.compressed for plan in plans)
+        problem = self.compression.forward if self.compression is not None and is_compressed else self.problem
+        simulation = _simulated(problem, plans)
         away = [
             node
             for node, (run, local) in enumerate(problem.places)
@@ -160,3 +171,14 @@ class StepModel:
         fixed = self.context.fixed
         place = None if chosen is None else point_of(chosen, fixed, limit)
         return Frontier(self.solver.curve(fixed), self.forward.costs, place)
+
+
+def _simulated(problem: TapeProblem, plans: Sequence[SavedNodes]) -> GraphSimulation:
+    """The graphs under a plan, without its offload; its compression where the problem has conversions."""
+    saved = problem.of_all([plans[graph].saved for graph in problem.graphs])
+    compressed = frozenset(
+        node
+        for node, (run, local) in enumerate(problem.places)
+        if node in problem.problem.conversions and local in plans[problem.graphs[run]].compressed
+    )
+    return simulate(problem.problem, saved, compressed & saved)

@@ -191,7 +191,7 @@ class PlannedStep:
                 capture.keep_masks(KeptMasks.of(file))
 
             def attempt() -> Attempt[TracedStep]:
-                forward = capture.run(costs, compared)
+                forward = capture.run(costs, compared, producer.compresses)
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
                 resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(

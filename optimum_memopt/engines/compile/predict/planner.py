@@ -11,6 +11,7 @@ import torch
 from optimum_memopt.compat.torch import of_all_ranks, tensors_in
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
+from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
@@ -21,6 +22,7 @@ from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
+from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, SolvedForward
 from optimum_memopt.engines.compile.partition.step_model import StepModel
@@ -387,8 +389,13 @@ class Planner:
         device = next(self._model.parameters()).device
         self.step()
         larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.limit.largest))
-        costs = costs_of(larger, device, self._spec.fused, self._spec.target, self.limit.bytes)
-        return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
+
+        def priced(priced_graph: AnalyzedGraph) -> Costs:
+            return costs_of(priced_graph, device, self._spec.fused, self._spec.target, self.limit.bytes)
+
+        conversions = conversions_of(larger, priced) if self.producer.compresses else None
+        captured = captured_graph(larger, priced(larger), conversions)
+        return replace(captured, sizes=graph.size_hints, analyzed=graph)
 
     def _captured_alone(self, graph: AnalyzedGraph) -> CapturedForward:
         """A forward that is one graph."""

@@ -12,6 +12,7 @@ from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.blocks import no_plans
+from optimum_memopt.engines.compile.solver.compression import Compression, with_compression
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import Link, segments_within
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, points_of, solved
@@ -28,6 +29,7 @@ class ForwardSolver:
 
     Attributes:
         host: where activations may be offloaded to; None: nowhere.
+        compression: of activations, which is inexact; None: not allowed.
         segments: of every plan, as another rank has them; empty: those that each takes.
         gather_rate: see `StepContext`.
     """
@@ -36,6 +38,7 @@ class ForwardSolver:
     host: Host | None = None
     segments: tuple[Link, ...] = ()
     gather_rate: float = 0.0
+    compression: Compression | None = None
 
     @cached_property
     def solver(self) -> Solver:
@@ -65,6 +68,22 @@ class ForwardSolver:
         Raises:
             Infeasible: no plan fits.
         """
+        if self.compression is None or self.segments:
+            return self._cheapest_exact(allowed)
+        exact, infeasible = None, None
+        try:
+            exact = self._cheapest_exact(allowed)
+        except Infeasible as error:
+            infeasible = error
+        arguments = self.solver, self.forward, self.compression, exact, allowed, self._with_few_variants
+        plan = with_compression(*arguments) or exact
+        if plan is None:
+            assert infeasible is not None
+            raise infeasible
+        return plan
+
+    def _cheapest_exact(self, allowed: int) -> Plan:
+        """See `cheapest`."""
         if self.segments:
             return self._in_segments(allowed)
         # Small changes to single runs of one graph would be so many graphs to compile.

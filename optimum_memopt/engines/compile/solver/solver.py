@@ -51,16 +51,17 @@ WORTH = 0.005
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes that a forward saves for its backward, on the device or the host.
+    """The nodes that a forward saves for its backward, on the device or the host, or compressed.
 
     Attributes:
         peak: bytes, exact as long as the device waits for no copy too late.
-        extra_seconds: of what is recomputed, and of waiting for copies.
-        seconds: of forward and backward without both.
+        extra_seconds: of what is recomputed, of conversions, and of waiting for copies.
+        seconds: of forward and backward without these.
         offloaded: nodes of `saved` that wait on the host.
         stall: seconds of `extra_seconds` that the device waits for copies.
         host_bytes: of pinned memory.
         segments: arguments of runs that are recomputed by the runs before them.
+        compressed: nodes of `saved` that wait in fp8.
     """
 
     saved: tuple[int, ...]
@@ -71,6 +72,7 @@ class Plan:
     stall: float = 0.0
     host_bytes: int = 0
     segments: tuple[Link, ...] = ()
+    compressed: tuple[int, ...] = ()
 
 
 class Infeasible(Exception):

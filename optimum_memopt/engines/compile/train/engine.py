@@ -320,7 +320,10 @@ class CompileEngine(in_place.InPlaceEngine):
         if not (with_curve or with_lengths or self._is_sharded):
             is_autocast = torch.is_autocast_enabled(device := next(self._model.parameters()).device.type)
             autocast = torch.get_autocast_dtype(device) if is_autocast else None
-            wanted = replace(wanted, options=f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}")
+            options = f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}"
+            if self._selection.compress is not None:
+                options = f"{options} {self._selection.compress}"
+            wanted = replace(wanted, options=options)
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))

@@ -29,7 +29,7 @@ def producer_for(selection: Selection) -> Producer:
     if selection.plan is not None:
         return FromPlanFile(selection.plan)
     if selection.budget is not None:
-        return FromBudget(selection.budget)
+        return FromBudget(selection.budget, compresses=selection.compress is not None)
     producer: Producer = TorchDefault() if selection.config is None else FromConfig(selection.config)
     if selection.level:
         producer = FromLevel(selection.level)

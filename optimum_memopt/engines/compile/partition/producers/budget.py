@@ -1,4 +1,5 @@
-"""A budget: the cheapest recompute and offload with which the peak of a step is within it."""
+"""A budget: the cheapest recompute and offload with which the peak of a step is within it, and compression to fp8
+where it is allowed."""
 
 import math
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class FromBudget(Producer):
     """The producer of `--memory_opt_budget`."""
 
     bound: Budget
+    compresses: bool = False
 
     def refusal(self, why: str) -> MemOptError | None:
         text = f"--memory_opt_budget {self.bound.text}: {why}, so that nothing can be planned"
@@ -74,9 +76,10 @@ class FromBudget(Producer):
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
         held = f"largest: {named}; " if named else ""
         batch = f" (batch {step.largest}, {_longest(step.largest)})" if step.largest is not None else ""
-        offload = " and offload" if step.link else ""
+        kinds = ("full recompute", True), ("offload", step.link), ("fp8", self.compresses)
+        allowed = " and ".join(name for name, is_on in kinds if is_on)
         return DoesNotFitError(
-            f"--memory_opt_budget {self.bound.text}: infeasible: even with full recompute{offload} the step peaks at "
+            f"--memory_opt_budget {self.bound.text}: infeasible: even with {allowed} the step peaks at "
             f"{gib_text(peak)}{batch}, over {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )
@@ -103,14 +106,13 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
     """A plan as the nodes that each run saves."""
     sources = {link.source for link in plan.segments}
     nodes: list[SavedNodes] = []
-    for run, (saved, away) in enumerate(
-        zip(forward.of_runs(plan.saved), forward.of_places(plan.offloaded), strict=True)
-    ):
+    kinds = forward.of_runs(plan.saved), forward.of_places(plan.offloaded), forward.of_places(plan.compressed)
+    for run, (saved, away, compressed) in enumerate(zip(*kinds, strict=True)):
         inputs = forward.runs[run].positions.inputs
         offloaded = frozenset(inputs[node] for node in away if node in inputs)
         recomputed = frozenset(link.place for link in plan.segments if link.run == run)
         own = InputsPlan(offloaded, recomputed, run in sources)
-        nodes.append(SavedNodes(tuple(sorted(saved)), away - inputs.keys(), inputs=own))
+        nodes.append(SavedNodes(tuple(sorted(saved)), away - inputs.keys(), inputs=own, compressed=compressed))
     return tuple(nodes)
 
 
@@ -194,4 +196,5 @@ def _gain(plan: Plan, costs: str) -> str:
     offload = f", {gib_text(plan.host_bytes)} of the host for offload" if plan.offloaded else ""
     again = f"{count} layer{'s' if count > 1 else ''}" if (count := len(plan.segments)) else ""
     segments = f", {again} recomputed twice (segments)" if again else ""
-    return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}{segments}"
+    fp8 = f", {len(plan.compressed)} activations in fp8, inexact" if plan.compressed else ""
+    return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}{fp8}{segments}"

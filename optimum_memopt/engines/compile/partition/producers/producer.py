@@ -47,9 +47,11 @@ class Producer:
 
     Attributes:
         bound: the budget of a step; None for producers that ignore costs and memory.
+        compresses: a plan within the bound may compress activations.
     """
 
     bound: Budget | None = None
+    compresses: bool = False
 
     def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
         """The rows that are asked for by name.
