@@ -88,6 +88,9 @@ class AdviseFlags:
         "Rows of an optimizer step on one device, divided into equal micro-batches. Default: each micro-batch is a "
         "step, of any size.",
     )
+    compress: str | None = flag(
+        None, "fp8: also compare plans that save activations in fp8, which is inexact, as --memory_opt_compress."
+    )
     json: bool = flag(False, "Print JSON instead of a table.")
 
 

@@ -266,6 +266,33 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
 
 
 @in_turn
+def test_plans_in_fp8_take_what_theirs_are_predicted_to_take(by_layer, deep_folder):
+    """Beside the exact ones, which stay what they are."""
+    spec = StepSpec("h100", "aot_eager", unit=LAYER)
+    workload = Workload(deep_folder, "text-generation", seq_len=LENGTH)
+    steps = of_workload(workload, parse_budget("1GiB"), spec, compresses=True)
+    exact = [each for each in steps.plans if each.is_own and "fp8" not in each.name]
+    assert exact == [each for each in by_layer.plans if each.is_own]
+    assert all(steps.step(each, 24, False) == by_layer.step(each, 24, False) for each in exact)
+    workload = Workload(deep_folder, "text-generation", 24, LENGTH)
+    for name, level in (("no plan", 0), ("level 1", 1)):
+        inexact = plan(steps, f"{name} in fp8", True)
+        assert inexact.flags[-1] == "--memory_opt_compress fp8"
+        expected = estimate(workload, Selection(level=level, compress="fp8"), spec, with_ways=True)
+        found = steps.step(inexact, 24, False)
+        assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
+        assert found.total(1) == pytest.approx(expected.ways[-1].seconds, rel=0.005)
+        without = steps.step(plan(steps, name, True), 24, False).total(1)
+        # Layers that are recomputed save their inputs alone, which stay exact.
+        assert found.total(1) == without if level else found.total(1) > without
+    budget = (steps.step(plan(steps, "level 1", True), 24, False).peak + 2**30) // 2
+    within = steps.within(budget)
+    mixed, recompute = (within.step(plan(within, name, True), 24, False) for name in ("budget with fp8", "budget"))
+    assert mixed.peak <= budget and mixed.total(1) <= recompute.total(1)
+    assert "gradients are not" in steps.remarks[-1]
+
+
+@in_turn
 def test_released_gradients_are_those_of_one_layer(by_layer, deep_folder):
     spec = StepSpec("h100", "aot_eager", unit=LAYER, release_gradients=True)
     steps = of_workload(Workload(deep_folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)

@@ -140,11 +140,11 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
         budget = options.budget
         assert budget is not None
-        spec = replace(spec, unit=options.memory_opt_unit)
+        spec, compresses = replace(spec, unit=options.memory_opt_unit), options.memory_opt_compress is not None
         if isinstance(workload, ModelOfRun):
             may_chunk = options.memory_opt_loss != PLAIN and not workload.reads_logits
-            return of_model(workload, budget, spec, may_chunk)
-        return of_workload(workload, budget, spec)
+            return of_model(workload, budget, spec, may_chunk, compresses)
+        return of_workload(workload, budget, spec, compresses)
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         from optimum_memopt.engines.compile.predict.estimate import largest_batch

@@ -1,7 +1,8 @@
 """What compression to fp8 adds to a graph, as numbers: the operators that convert each activation, their bytes and
 seconds. A solver and its simulation read them, before anything is partitioned."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class _Operator(NamedTuple):
     Attributes:
         reads: places among the operators of the kind, -1 for the activation.
         root: the place of the storage that it lies in, as above.
-        size: the place of its bytes, and of its workspace, among those of all.
+        size: the place of its bytes among those of all; `workspace` and `cost` likewise.
     """
 
     name: str
@@ -38,7 +39,7 @@ class _Operator(NamedTuple):
     root: int
     size: int
     workspace: int
-    seconds: float
+    cost: int
 
 
 class _Kind(NamedTuple):
@@ -62,12 +63,20 @@ class Conversions:
         kinds: of each, by the activation's number in the graph.
         readers: the operators that read each in the forward, itself among them.
         deciding: operators of the forward from whose operands integers follow, see `decided_from`.
+        graphs: the operators of all kinds, of the forward and of the backward.
+        seconds: of the nodes of both.
     """
 
     kinds: Mapping[int, _Kind]
     readers: Mapping[int, frozenset[int]]
     deciding: frozenset[int]
     bytes_of: CompiledSizes
+    graphs: tuple[AnalyzedGraph, ...]
+    seconds: tuple[float, ...]
+
+    def priced(self, seconds: Iterable[float]) -> "Conversions":
+        """The same with other seconds."""
+        return replace(self, seconds=tuple(seconds))
 
     def added_to(self, problem: Problem, values: SymbolValues) -> Problem:
         """The graph's problem with all conversions behind its nodes; none runs unless its activation is compressed."""
@@ -90,7 +99,7 @@ class Conversions:
                     "roots": number(operator.root),
                     "bytes": bytes_of[operator.size] if is_own else 0,
                     "workspaces": bytes_of[operator.workspace],
-                    "seconds": operator.seconds,
+                    "seconds": self.seconds[operator.cost],
                     "layers": problem.layers[activation],
                     "modules": problem.modules[activation],
                     "runs": problem.runs[activation],
@@ -140,11 +149,9 @@ def conversions_of(graph: AnalyzedGraph, costs_of: Callable[[AnalyzedGraph], Cos
     forward.output([node for nodes in found.values() for node in nodes.saved])
     backward.output([nodes.restored for nodes in found.values()])
     inlined = with_conversions(graph.inlined, candidates)
-    seconds: dict[str, float] = {}
-    for each in graphs:
-        joint = JointGraph(fx.GraphModule({}, each), 0)
-        costs = costs_of(replace(graph, joint=joint)).seconds if found else ()
-        seconds.update({node.name: cost for node, cost in zip(joint.nodes, costs, strict=False)})
+    analyzed = tuple(replace(graph, joint=JointGraph(fx.GraphModule({}, each), 0)) for each in graphs)
+    seconds = [costs_of(each).seconds if found else (0.0,) * len(each.joint.nodes) for each in analyzed]
+    costs = {node: place for place, node in enumerate(node for each in analyzed for node in each.joint.nodes)}
     sizes: dict[sympy.Expr, int] = {}
 
     def place_of(size: sympy.Expr) -> int:
@@ -165,7 +172,7 @@ def conversions_of(graph: AnalyzedGraph, costs_of: Callable[[AnalyzedGraph], Cos
                     places[storage.name],
                     place_of(storage_bytes(node)),
                     place_of(workspace(node, graph.cuda)),
-                    seconds[node.name],
+                    costs[node],
                 )
             )
         in_fp8, scale = nodes.saved
@@ -178,6 +185,8 @@ def conversions_of(graph: AnalyzedGraph, costs_of: Callable[[AnalyzedGraph], Cos
         {order[node]: frozenset(order[each] for each in _reading(node) if each in order) for node in kind_of},
         frozenset(order[node] for node in graph.joint.forward if decides(node)),
         compile_sizes(sizes),
+        analyzed,
+        tuple(itertools.chain(*seconds)),
     )
 
 

@@ -121,13 +121,26 @@ class StepModel:
         """The events of the graphs under the plan that was applied."""
         return self.forward.events(self.sizes, self.context.fixed.frees_gradients)
 
-    def simulated(self, plans: Sequence[SavedNodes]) -> GraphSimulation:
-        """The graphs under a plan of recompute, which is the same in all runs of a graph.
+    def problem_for(self, plans: Sequence[SavedNodes]) -> TapeProblem:
+        """The graphs as one problem, with conversions where one of these plans compresses."""
+        is_compressed = any(plan.compressed for plan in plans)
+        return self.compression.forward if is_compressed and self.compression is not None else self.problem
+
+    def simulated(self, plans: Sequence[SavedNodes], problem: TapeProblem | None = None) -> GraphSimulation:
+        """The graphs under a plan without its offload, which is the same in all runs of a graph.
 
         Args:
             plans: of each graph.
+            problem: None: `problem_for` these.
         """
-        return _simulated(self.problem, plans)
+        problem = problem or self.problem_for(plans)
+        saved = problem.of_all([plans[graph].saved for graph in problem.graphs])
+        compressed = {
+            node
+            for node in problem.problem.conversions
+            if problem.places[node][1] in plans[problem.graphs[problem.places[node][0]]].compressed
+        }
+        return simulate(problem.problem, saved, compressed & saved)
 
     def level_1(self) -> Plan:
         """Every layer recomputed from its input."""
@@ -151,16 +164,14 @@ class StepModel:
     def seconds(self) -> dict[str, float]:
         """Seconds of the plan that was applied: of operators, recompute among them, and of waiting for copies."""
         plans, calls = [graph.plans[0] for graph in self.forward.graphs], self.forward.tape.calls
-        is_compressed = self.compression is not None and any(plan.compressed for plan in plans)
-        problem = self.compression.forward if self.compression is not None and is_compressed else self.problem
-        simulation = _simulated(problem, plans)
+        problem, simulation = self.problem_for(plans), self.simulated(plans)
         away = [
             node
             for node, (run, local) in enumerate(problem.places)
             if local in plans[problem.graphs[run]].offloaded
             or problem.runs[run].positions.inputs.get(local) in calls[run].offloaded
         ]
-        again = seconds_again(problem, self.forward.tape, self.context.gather_rate)
+        again = seconds_again(self.problem, self.forward.tape, self.context.gather_rate)
         return {
             COMPUTE: simulation.seconds(problem.problem) + again,
             COPIES: stall_of(problem.problem, simulation, away, self.context.link),
@@ -171,14 +182,3 @@ class StepModel:
         fixed = self.context.fixed
         place = None if chosen is None else point_of(chosen, fixed, limit)
         return Frontier(self.solver.curve(fixed), self.forward.costs, place)
-
-
-def _simulated(problem: TapeProblem, plans: Sequence[SavedNodes]) -> GraphSimulation:
-    """The graphs under a plan, without its offload; its compression where the problem has conversions."""
-    saved = problem.of_all([plans[graph].saved for graph in problem.graphs])
-    compressed = frozenset(
-        node
-        for node, (run, local) in enumerate(problem.places)
-        if node in problem.problem.conversions and local in plans[problem.graphs[run]].compressed
-    )
-    return simulate(problem.problem, saved, compressed & saved)

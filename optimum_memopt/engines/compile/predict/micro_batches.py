@@ -1,14 +1,16 @@
 """Steps of a model with any micro-batch under the plans that the advice compares, from one trace for each loss."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from optimum_memopt.engines.api.predictions import (
+    BANDWIDTH,
     COPIES,
     LAUNCHES,
     EagerSettings,
@@ -33,6 +35,7 @@ from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.costs.work import Work, work_between
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
@@ -46,9 +49,11 @@ from optimum_memopt.engines.compile.memory.footprint import (
 )
 from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate, simulate_everything_saved
+from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.producers.compressed import Compressed
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
@@ -69,6 +74,12 @@ from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import StepSpec
 
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
+# The same where what is saved may be in fp8, by the names of the exact ones.
+_INEXACT = {_NO_PLAN: "no plan in fp8", _LEVEL_1: "level 1 in fp8", _BUDGET: "budget with fp8"}
+# Those that are chosen once, in the order of their choices.
+_FIXED = (_NO_PLAN, _LEVEL_1, _INEXACT[_NO_PLAN], _INEXACT[_LEVEL_1])
+_BUDGETS = {_BUDGET: _FIXED[:2], _INEXACT[_BUDGET]: _FIXED}
+_REMARK = "in fp8: the loss is exact, gradients are not (docs/compress.md)"
 # Plain PyTorch, by the name: without checkpointing, or with transformers' of every nth layer.
 _PLAIN = {
     "plain PyTorch": 0,
@@ -93,8 +104,13 @@ class _Batch:
     times: OperatorTimes
 
     @property
+    def forward(self) -> TapeProblem:
+        """With conversions where plans may compress."""
+        return self.step.problem if self.step.compression is None else self.step.compression.forward
+
+    @property
     def problem(self) -> Problem:
-        return self.step.problem.problem
+        return self.forward.problem
 
 
 class ForwardSteps:
@@ -102,10 +118,10 @@ class ForwardSteps:
 
     Args:
         forward: with the loss as the model computes it, or in chunks; each graph has torch's own choice and that of
-            level 1.
+            level 1, and with conversions both in fp8.
         step: around them, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
-        times: of each graph, for a batch of n rows.
+        times: of each graph and of its conversions, for a batch of n rows.
         plain: see `_plain_steps`.
         releases: own plans release gradients in the backward, and never accumulate.
     """
@@ -115,7 +131,7 @@ class ForwardSteps:
         forward: CapturedForward,
         step: StepContext,
         tokens: int,
-        times: Callable[[int], Sequence[OperatorTimes]],
+        times: Callable[[int], Sequence["_GraphTimes"]],
         plain: Callable[[int, int, bool], "_PlainStep"],
         releases: bool = False,
     ) -> None:
@@ -143,44 +159,51 @@ class ForwardSteps:
     @property
     def layers(self) -> int:
         """Number of layers in the forward."""
-        return len(_layers_of(self._batch(_REFERENCE, False).problem))
+        return len(_layers_of(self._batch(_REFERENCE, False, False).problem))
 
     @property
     def costs(self) -> str:
         """Where seconds are from."""
-        return self._batch(_REFERENCE, False).times.source
+        return self._batch(_REFERENCE, False, False).times.source
 
     def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
         """True where the peak is within the budget."""
         # A budget's plan is never worse than these, and takes longer to find.
-        fixed_plans = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
+        fixed_plans = _BUDGETS.get(plan, (plan,))
         if any(
             self._is_within(name, self._activations(name, rows, accumulates), rows, accumulates)
             for name in fixed_plans
         ):
             return True
-        if plan != _BUDGET:
+        if plan not in _BUDGETS:
             return False
-        is_within = self._is_within(plan, self._batch(rows, accumulates).step.solver.lowest, rows, accumulates)
-        return is_within or (self._context.link > 0 and self._within_budget(rows, accumulates) is not None)
+        is_within = self._is_within(plan, self._batch(rows, accumulates, False).step.solver.lowest, rows, accumulates)
+        others = self._context.link > 0 or plan != _BUDGET
+        return is_within or (others and self._within_budget(plan, rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-        if plan == _BUDGET:
-            activations = self._batch(1, accumulates).step.solver.lowest
+        if plan in _BUDGETS:
+            fixed = min(self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
+            activations = self._batch(1, accumulates, False).step.solver.lowest
+            activations = activations if plan == _BUDGET else min(activations, fixed)
         else:
             activations = self._activations(plan, 1, accumulates)
         return self._footprint(plan, 1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
         """A step; level 1 where no plan fits the budget."""
-        batch = self._batch(rows, accumulates)
-        solved = self._within_budget(rows, accumulates) if plan == _BUDGET else None
+        batch = self._batch(rows, accumulates, plan in _INEXACT.values())
+        solved = self._within_budget(plan, rows, accumulates) if plan in _BUDGETS else None
         if solved is not None:
-            simulation = simulate(batch.problem, frozenset(solved.saved))
+            compression = batch.step.compression
+            if compression is None:
+                simulation = simulate(batch.problem, frozenset(solved.saved))
+            else:
+                simulation = compression.simulated(batch.step.problem, solved)
             peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
         else:
-            plan = _LEVEL_1 if plan == _BUDGET else plan
+            plan = {_BUDGET: _LEVEL_1, _INEXACT[_BUDGET]: _INEXACT[_LEVEL_1]}.get(plan, plan)
             if plan in _PLAIN and (step := self._plain_step(plan, rows, accumulates, update)) is not None:
                 return step
             simulation = self._simulation(plan, rows, accumulates)
@@ -226,32 +249,61 @@ class ForwardSteps:
             return self._plain(_PLAIN[plan], rows, accumulates).peak
         return self._simulation(plan, rows, accumulates).peak
 
-    def _solve(self, rows: int, accumulates: bool) -> Plan | None:
-        solver, plain = self._batch(rows, accumulates).step.solver, self._simulation(_NO_PLAN, rows, accumulates)
+    def _solve(self, plan: str, rows: int, accumulates: bool) -> Plan | None:
+        is_inexact = plan in _INEXACT.values()
+        solver = self._batch(rows, accumulates, is_inexact).step.solver
+        plain = self._simulation(_NO_PLAN, rows, accumulates)
         if self._is_within(_BUDGET, plain.peak, rows, accumulates):
             return solver.solver.plan(plain)
         allowed = self._footprint(_BUDGET, rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
         if solver.lowest <= allowed:
             return solver.cheapest(allowed)
+        if is_inexact and (compressing := solver.compressing(None, allowed)) is not None:
+            return compressing
         return None if solver.host is None else with_offload(solver.solver, None, allowed, solver.host)
 
     def _simulate(self, plan: str, rows: int, accumulates: bool) -> GraphSimulation:
-        batch = self._batch(rows, accumulates)
+        batch = self._batch(rows, accumulates, plan in _INEXACT.values())
         if plan in _PLAIN:
             return _checkpointed(batch.problem, _PLAIN[plan])
-        number = (_NO_PLAN, _LEVEL_1).index(plan)
-        return batch.step.simulated([graph.plans[number] for graph in self._forward.graphs])
+        plans = [graph.plans[_FIXED.index(plan)] for graph in self._forward.graphs]
+        return batch.step.simulated(plans, batch.forward)
 
-    def _new_batch(self, rows: int, accumulates: bool) -> _Batch:
-        times, forward = self._times(rows), self._forward
+    def _new_batch(self, rows: int, accumulates: bool, is_inexact: bool) -> _Batch:
+        of_graphs, forward = self._times(rows), self._forward
+        times = [own.operators for own in of_graphs]
         context = replace(self._context, fixed=self._footprint(_BUDGET, rows, accumulates, 0))
         priced = forward.priced([own.seconds for own in times])
+        conversions = [graph.conversions for graph in priced.graphs]
+        graphs = zip(priced.graphs, conversions, of_graphs, strict=True)
+        priced = replace(
+            priced,
+            graphs=tuple(
+                replace(graph, conversions=known.priced(own.conversions) if is_inexact and known is not None else None)
+                for graph, known, own in graphs
+            ),
+        )
         step = StepModel(priced, context, forward.sizes_of(rows, self._tokens))
-        problem = step.problem
-        bounds = tuple(times[problem.graphs[run]].bounds[local] if local >= 0 else "" for run, local in problem.places)
-        calls = sum(times[graph].call for graph in problem.graphs)
-        return _Batch(step, OperatorTimes(problem.problem.seconds, bounds, times[0].source, calls))
+        calls = sum(times[graph].call for graph in step.problem.graphs)
+        batch = _Batch(step, OperatorTimes((), (), times[0].source, calls))
+        problem = batch.forward
+        bounds = tuple(_bound_of(times[problem.graphs[run]], local) for run, local in problem.places)
+        return replace(batch, times=replace(batch.times, seconds=problem.problem.seconds, bounds=bounds))
+
+
+def _bound_of(times: OperatorTimes, local: int) -> str:
+    """What bounds a node of a graph; conversions, behind its own, move bytes."""
+    if local < 0:
+        return ""
+    return times.bounds[local] if local < len(times.bounds) - 1 else BANDWIDTH
+
+
+class _GraphTimes(NamedTuple):
+    """Times of a graph's nodes, and seconds of the operators of its conversions."""
+
+    operators: OperatorTimes
+    conversions: tuple[float, ...]
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:
@@ -287,6 +339,7 @@ class MicroBatchPredictor:
         ranks: that share parameters, gradients and states; plain PyTorch is simulated on one device.
         releases: see `ForwardSteps`.
         optimizers: memory of those that are known, that of the step first.
+        compresses: there are plans in fp8, too.
     """
 
     model: str
@@ -302,6 +355,7 @@ class MicroBatchPredictor:
     remarks: tuple[str, ...] = ()
     optimizers: tuple[OptimizerMemory, ...] = ()
     releases: bool = False
+    compresses: bool = False
 
     def within(self, budget: int) -> "MicroBatchPredictor":
         """The same model with another budget, in bytes, from the same traces."""
@@ -318,13 +372,19 @@ class MicroBatchPredictor:
 
     @cached_property
     def plans(self) -> tuple[Technique, ...]:
-        within_budget = _BUDGET, (f"--memory_opt_budget {self.budget_text}",)
+        in_fp8 = ("--memory_opt_compress fp8",)
+        within_budget: tuple[str, tuple[str, ...]] = _BUDGET, (f"--memory_opt_budget {self.budget_text}",)
         if not self.compares:
-            return (Technique(*within_budget, chunks_loss=True in self.graphs),)
+            name, flags = within_budget
+            if self.compresses:
+                name, flags = _INEXACT[name], (*flags, *in_fp8)
+            return (Technique(name, flags, chunks_loss=True in self.graphs),)
         released = ("--memory_opt_release_gradients", "--max_grad_norm 0") if self.releases else ()
         layers = self.graphs[False].layers
         level_1: list[tuple[str, tuple[str, ...]]] = [(_LEVEL_1, ("--memory_opt_level 1",))] if layers else []
-        own = (_NO_PLAN, ()), *level_1, within_budget
+        own: list[tuple[str, tuple[str, ...]]] = [(_NO_PLAN, ()), *level_1, within_budget]
+        if self.compresses:
+            own += [(_INEXACT[name], (*flags, *in_fp8)) for name, flags in own]
         plain = _PLAIN if self.ranks == 1 else {}
         return (
             *(
@@ -367,12 +427,16 @@ class _Case:
     tokens: int
     may_chunk: bool = True
     compares: bool = True
+    compresses: bool = False
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
 @one_at_a_time
-def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatchPredictor:
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec, compresses: bool = False) -> MicroBatchPredictor:
     """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
+
+    Args:
+        compresses: plans may save activations in fp8.
 
     Raises:
         MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
@@ -396,6 +460,7 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatc
             planned.cast_to,
             budget,
             workload.tokens,
+            compresses=compresses,
             values_at=lambda rows: workload.with_rows(rows).values,
         )
         _, model, batch = make(_FEW)
@@ -403,12 +468,15 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> MicroBatc
 
 
 @one_at_a_time
-def of_model(run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool) -> MicroBatchPredictor:
+def of_model(
+    run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool, compresses: bool = False
+) -> MicroBatchPredictor:
     """Steps of a model that is about to train, where it is; it is left as it is.
 
     Args:
         spec: an optimizer whose memory is not known counts as AdamW.
         may_chunk: nobody asked for the model's own loss or reads its logits.
+        compresses: see `of_workload`.
 
     Raises:
         MemOptError: it cannot be traced without data, or not for any batch.
@@ -421,7 +489,9 @@ def of_model(run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool) -
         fake, copied = fake_tensors.fake_model(run.model)
         return fake, copied.train(), fake_tensors.fake_copy(dict(run.make_batch(rows)), fake)
 
-    case = _Case(make, spec, compiled_by, None, autocast, budget, run.tokens, may_chunk, compares=False)
+    case = _Case(
+        make, spec, compiled_by, None, autocast, budget, run.tokens, may_chunk, compares=False, compresses=compresses
+    )
     return _predictor(case, run.model, run.make_batch(_FEW))
 
 
@@ -458,9 +528,10 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         times.update_times(trained, optimizer, device, target),
         case.compares,
         case.spec.fsdp,
-        tuple(collective_lines(captured[0].tape)),
+        (*collective_lines(captured[0].tape), *([_REMARK] if case.compresses else ())),
         optimizer.compared(trained),
         case.spec.release_gradients,
+        case.compresses,
     )
 
 
@@ -536,7 +607,9 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
             for mask in full:
                 fake_tensors.with_mask(batch[mask], has_padding=False)
-            forward = Capture(model, (), batch, spec, chosen_by(TorchDefault())).run(compared=(FromLevel(1),))
+            capture = Capture(model, (), batch, spec, chosen_by(TorchDefault()))
+            inexact = (Compressed(TorchDefault()), Compressed(FromLevel(1))) if case.compresses else ()
+            forward = capture.run(compared=(FromLevel(1), *inexact), compresses=case.compresses)
     except MemOptError:
         raise
     except Exception as error:
@@ -557,7 +630,7 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]
 
 def _times(
     case: _Case, forward: CapturedForward, device: torch.device, step: StepContext
-) -> Callable[[int], Sequence[OperatorTimes]]:
+) -> Callable[[int], Sequence[_GraphTimes]]:
     """The times of each graph for a batch of n rows, for the sizes of its first run."""
 
     def sizes_of_batch(rows: int) -> list[SymbolValues]:
@@ -584,14 +657,23 @@ def _times(
     most = step.limit if case.target is not None else min(step.limit, capacity(device).available)
     fused = case.compiler == "inductor"
 
-    def of_graph(number: int, graph: CapturedGraph) -> Callable[[int], OperatorTimes]:
+    def of_graph(number: int, graph: CapturedGraph) -> Callable[[int], _GraphTimes]:
 
         def sizes(rows: int) -> SymbolValues:
             return first_sizes(rows)[number]
 
-        if case.target is not None:
-            return times.estimated(graph.analyzed, sizes, case.target, fused)
-        return times.measured_times(graph.analyzed, sizes, device, fused, most, peak)
+        def of_analyzed(analyzed: AnalyzedGraph) -> Callable[[int], OperatorTimes]:
+            if case.target is not None:
+                return times.estimated(analyzed, sizes, case.target, fused)
+            return times.measured_times(analyzed, sizes, device, fused, most, peak)
+
+        own = of_analyzed(graph.analyzed)
+        parts = () if graph.conversions is None else tuple(map(of_analyzed, graph.conversions.graphs))
+
+        def both(rows: int) -> _GraphTimes:
+            return _GraphTimes(own(rows), tuple(itertools.chain(*(part(rows).seconds for part in parts))))
+
+        return both
 
     of_graphs = [of_graph(number, graph) for number, graph in enumerate(forward.graphs)]
     return lambda rows: [times_of(rows) for times_of in of_graphs]

@@ -42,6 +42,14 @@ class Compression:
         problem = self.forward.problem
         return sum(_saving(problem, node) for node in problem.conversions)
 
+    def simulated(self, plain: TapeProblem, plan: Plan) -> GraphSimulation:
+        """The graphs under a plan for the problem without conversions, on the device what is offloaded."""
+        saved = self.forward.of_all(plain.of_runs(frozenset(plan.saved)))
+        compressed = (
+            self.numbers[run][node] for run, nodes in enumerate(plain.of_places(plan.compressed)) for node in nodes
+        )
+        return simulate(self.forward.problem, saved, frozenset(compressed))
+
     def groups(self, saved: Sequence[frozenset[int]]) -> list[tuple[int, ...]]:
         """Activations that are compressed together, the same of all runs of a graph, so that it keeps as many
         partitions; those that save most for their seconds first.

@@ -75,12 +75,17 @@ class ForwardSolver:
             exact = self._cheapest_exact(allowed)
         except Infeasible as error:
             infeasible = error
-        arguments = self.solver, self.forward, self.compression, exact, allowed, self._with_few_variants
-        plan = with_compression(*arguments) or exact
+        plan = self.compressing(exact, allowed) or exact
         if plan is None:
             assert infeasible is not None
             raise infeasible
         return plan
+
+    def compressing(self, exact: Plan | None, allowed: int) -> Plan | None:
+        """The plan with compression that is worth it; arguments as in `with_compression`."""
+        if self.compression is None:
+            return None
+        return with_compression(self.solver, self.forward, self.compression, exact, allowed, self._with_few_variants)
 
     def _cheapest_exact(self, allowed: int) -> Plan:
         """See `cheapest`."""
