@@ -13,6 +13,8 @@ from allocations import allocated
 
 import optimum_memopt
 from optimum_memopt import Estimate, MemOptError, plan
+from optimum_memopt.engines.compile.capture.capture import Capture
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.predict.estimate import largest
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
@@ -70,6 +72,21 @@ def of_llama(layers: int, **how) -> Estimate:
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=512)
     return plan(config, "text-generation", batch_size=8, seq_len=64, **how)
+
+
+# In one graph, and by layers, where the first capture shows the graphs.
+@in_turn
+@pytest.mark.parametrize(("layers", "captures"), [(2, 1), (4, 2)])
+def test_a_budget_counts_blocks_of_the_allocator_before_its_plan_is_compiled(layers, captures, monkeypatch) -> None:
+    """Else what was compiled is over the budget, and is solved and compiled again."""
+    runs: list[CapturedForward] = []
+    run = Capture.run
+    monkeypatch.setattr(Capture, "run", lambda *args: runs.append(run(*args)) or runs[-1])
+    free, low = (of_llama(layers, **how, **ON_H100) for how in ({}, {"level": 1}))
+    budget = (free.peak + low.peak) // 2 >> 20
+    runs.clear()
+    assert of_llama(layers, budget=f"{budget}MiB", **ON_H100).peak <= budget << 20
+    assert len(runs) == captures
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from optimum_memopt.engines.api.predictions import (
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.costs.devices import Device, device_at
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
@@ -280,6 +281,31 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
         return local_bytes(parameters)
     return 2 * max(tensor.nbytes for tensor in parameters)
+
+
+def blocks_around(
+    model: torch.nn.Module,
+    optimizer: Optimizer | None,
+    untrained: Collection[str],
+    around: Footprint,
+    step: StepEvents,
+    later: StepEvents | None = None,
+) -> AllocatorPeak:
+    """The peak of torch's allocator on CUDA.
+
+    Args:
+        untrained: names of parameters that get no gradient.
+        around: the step of these events.
+        later: of a micro-batch whose gradients are added to others; None: as `step`, where there are any.
+    """
+    tensors = [*map(fully_shard.local, parameters_of(model).values()), *buffers_of(model)]
+    return allocator_peak(
+        [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+        step.events,
+        state_sizes(optimizer, trainable_of(model, untrained)),
+        temporary=around.step,
+        later=(later or step).events if around.accumulated else (),
+    )
 
 
 def tensors_around(

@@ -9,9 +9,11 @@ from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
-from optimum_memopt.engines.compile.memory.tape import Tape, resized
+from optimum_memopt.engines.compile.memory.events import GraphEvents
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.choice import SavedNodes
 
 _T = TypeVar("_T")
 
@@ -114,10 +116,30 @@ class CapturedForward:
         tape, runs = self._runs(sizes, of_graph)
         return problem_of_tape(tape.with_all_held(), runs, frees_gradients)
 
-    def events(self, sizes: Sequence[SymbolValues], frees_gradients: bool = False) -> StepEvents:
-        """The events of a step under the plans that were applied; arguments as in `problem`."""
-        tape, runs = self._runs(sizes, lambda graph, values: graph.events_at(values))
-        return compose(tape, runs, frees_gradients)
+    def events(
+        self, sizes: Sequence[SymbolValues], frees_gradients: bool = False, plans: Sequence[SavedNodes] = ()
+    ) -> StepEvents:
+        """The events of a step.
+
+        Args:
+            sizes: see `sizes_of_runs`.
+            frees_gradients: see `compose`.
+            plans: of each run, see `CapturedGraph.events_at`; empty: those that were applied.
+        """
+        if not plans:
+            tape, runs = self._runs(sizes, lambda graph, values: graph.events_at(values))
+            return compose(tape, runs, frees_gradients)
+        tape, of_runs = self.sizes_of_runs(sizes)
+        events_of: dict[object, GraphEvents] = {}
+        calls: list[Call] = []
+        events: list[GraphEvents] = []
+        for call, values, plan in zip(tape.calls, of_runs, plans, strict=True):
+            key = call.graph, plan.saved, plan.offloaded, tuple(values.items())
+            if key not in events_of:
+                events_of[key] = self.graphs[call.graph].events_at(values, plan)
+            events.append(events_of[key])
+            calls.append(replace(call, offloaded=plan.inputs.offloaded, recomputed=plan.inputs.recomputed))
+        return compose(replace(tape, calls=tuple(calls)), events, frees_gradients)
 
     def _runs(
         self, sizes: Sequence[SymbolValues], of_graph: Callable[[CapturedGraph, SymbolValues], _T]

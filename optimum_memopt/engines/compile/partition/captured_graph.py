@@ -71,13 +71,19 @@ class CapturedGraph:
         """What it holds under the choice that was applied; None where it was not partitioned, or is not known."""
         return None if self.partitioned is None else self.partitioned.timeline
 
-    def events_at(self, values: SymbolValues) -> GraphEvents:
-        """Returns the events of its forward and backward under the choice that was applied, for these sizes."""
-        if self.plans[0].compressed and self.timeline is not None:
+    def events_at(self, values: SymbolValues, plan: SavedNodes | None = None) -> GraphEvents:
+        """Returns the events of its forward and backward for these sizes.
+
+        Args:
+            plan: without compression, or the one that was applied; None: that one.
+        """
+        plan = plan or self.plans[0]
+        if plan.compressed and self.timeline is not None:
             # A problem has no operators that compress.
             return self.timeline.at(values)
         problem = self.problem_at(values)
-        return problem_events(problem, self.simulated(problem).saved, self.rows, self.plans[0].offloaded)
+        saved = simulate(problem, problem.saving(plan.saved)).saved
+        return problem_events(problem, saved, self.rows, plan.offloaded)
 
     def compressible_at(self, values: SymbolValues) -> Problem:
         """Its problem for these sizes, with conversions."""

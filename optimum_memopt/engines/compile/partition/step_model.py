@@ -117,9 +117,15 @@ class StepModel:
         allowed = {node for node, (run, local) in places if local in graphs[problem.graphs[run]].offloadable}
         return Host(self.context.link, self.context.host, frozenset(allowed | problem.passed))
 
-    def events(self) -> StepEvents:
-        """The events of the graphs under the plan that was applied."""
-        return self.forward.events(self.sizes, self.context.fixed.frees_gradients)
+    def events(self, plans: Sequence[SavedNodes] = (), frees_gradients: bool | None = None) -> StepEvents:
+        """The events of the graphs.
+
+        Args:
+            plans: of each run, see `CapturedForward.events`; empty: those that were applied.
+            frees_gradients: see `compose`; None: as in this step.
+        """
+        frees = self.context.fixed.frees_gradients if frees_gradients is None else frees_gradients
+        return self.forward.events(self.sizes, frees, plans)
 
     def problem_for(self, plans: Sequence[SavedNodes]) -> TapeProblem:
         """The graphs as one problem, with conversions where one of these plans compresses."""

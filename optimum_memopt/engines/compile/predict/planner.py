@@ -38,6 +38,8 @@ from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
+# Of one plan, until its tensors are within the budget in blocks of CUDA's allocator.
+_MOST_SOLVES = 4
 # The share of a budget that a process may hold less than the one that a plan was solved in.
 _LESS_HELD = 0.02
 
@@ -106,6 +108,8 @@ class Planner:
         self.loss: EagerLoss | None = None
         self.solved: SolvedForward | None = None
         self._batch = TracedBatch()
+        # Bytes that the last plan leaves of what it may take.
+        self._unused = 0
         # By their digests.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
@@ -221,7 +225,7 @@ class Planner:
                 break
             if line:
                 # More where that was not enough: blocks of the allocator have sizes of their own.
-                self.limit.widen_margin(predictor, number)
+                self.limit.widen_margin(self._unused + number * self.limit.excess(predictor))
                 get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
             again()
@@ -422,8 +426,21 @@ class Planner:
         if model.solver.everything > step.allowed:
             model.solver.solver.prepare()
             model = model.around(self.step(growth))
-        self.solved = self.producer.solve(model, self._spec.with_curve, self._spec.with_lengths)
-        return self.solved
+        solved = self.producer.solve(model)
+        # To compile what is over the budget would take minutes.
+        for _ in range(_MOST_SOLVES):
+            excess = self.limit.excess_of_plan(model, solved)
+            if excess <= 0:
+                break
+            self._unused = max(0, model.context.allowed - solved.activations)
+            self.limit.widen_margin(self._unused + excess)
+            model = model.around(self.step(growth))
+            solved = self.producer.solve(model)
+        self._unused = max(0, model.context.allowed - solved.activations)
+        if self._spec.with_curve or self._spec.with_lengths:
+            solved = self.producer.solve(model, self._spec.with_curve, self._spec.with_lengths)
+        self.solved = solved
+        return solved
 
     def step(self, growth: float = 1.0) -> StepContext:
         """The step around the graphs, with a batch that has grown so much."""

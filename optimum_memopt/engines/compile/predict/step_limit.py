@@ -10,7 +10,9 @@ from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
-from optimum_memopt.engines.compile.memory.footprint import StepContext, states_held, step_around
+from optimum_memopt.engines.compile.memory.footprint import StepContext, blocks_around, states_held, step_around
+from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
+from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import Budget, gib_text
@@ -116,6 +118,18 @@ class StepLimit:
         """Bytes by which the step that the plan was solved for passes the limit; at most 0 where it does not."""
         return self._excess(predictor, self.solved_for)
 
+    def excess_of_plan(self, step: StepModel, solved: SolvedForward) -> int:
+        """Bytes by which a plan that is not compiled passes the limit, since its tensors lie in CUDA's blocks; at most
+        0 where it does not, and 0 elsewhere, where the solver counts all that there is."""
+        plans, fixed = tuple(solved.saved.values()), step.context.fixed
+        if self._bytes is None or not self.is_on_cuda or any(each.is_by_torch or each.compressed for each in plans):
+            return 0
+        events = step.events(plans, fixed.releases)
+        later = step.events(plans, frees_gradients=True) if fixed.accumulated else None
+        around, optimizer = step.footprint((later or events).peak()), self._run().optimizer
+        blocks = blocks_around(self._model, optimizer, step.forward.untrained, around, events, later)
+        return _with_blocks(max(around.peak, blocks.allocated)) - self._bytes
+
     def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
         """A line where what was made of a plan passes the limit all the same; empty where it does not. Notes the sizes
         as those that the plan was solved for."""
@@ -154,9 +168,9 @@ class StepLimit:
         self._is_stale = True
         self._peaks.clear()
 
-    def widen_margin(self, predictor: StepMemoryPredictor, times: int) -> None:
-        """Solve within less from now on, since what was compiled passes the limit: by so many times its excess."""
-        self._margin += times * self.excess(predictor)
+    def widen_margin(self, size: int) -> None:
+        """Solve within so many bytes less from now on."""
+        self._margin += size
 
     def sizes_with_largest(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """Sizes by the plan table's names, raised to those of the run's largest batch."""
@@ -189,8 +203,13 @@ class StepLimit:
         if key not in self._peaks:
             run = self._run()
             peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
-            self._peaks[key] = math.ceil(peak * (1 + _BLOCKS)) if self.is_on_cuda else peak
+            self._peaks[key] = _with_blocks(peak) if self.is_on_cuda else peak
         return self._peaks[key] - self._bytes
+
+
+def _with_blocks(peak: int) -> int:
+    """The peak on CUDA, at the most."""
+    return math.ceil(peak * (1 + _BLOCKS))
 
 
 def bounded_bytes(

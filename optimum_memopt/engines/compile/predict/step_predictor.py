@@ -11,24 +11,22 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
 from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
 from optimum_memopt.engines.compile.memory.around_runs import Sharding
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
+    blocks_around,
     constant_of,
     footprint_of,
     local_bytes,
-    parameters_of,
-    state_sizes,
     step_timeline,
     tensors_around,
     trainable_of,
@@ -37,7 +35,6 @@ from optimum_memopt.engines.compile.memory.inductor_programs import program_even
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fully_shard import local
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 
@@ -372,15 +369,8 @@ class StepMemoryPredictor:
         """
         if not self._is_on_cuda:
             return None
-        model = self._living_model()
-        tensors = [*map(local, parameters_of(model).values()), *buffers_of(model)]
-        return allocator_peak(
-            [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
-            step.events,
-            state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
-            temporary=around.step,
-            later=(later or step).events if around.accumulated else (),
-        )
+        model, optimizer = self._living_model(), optimizer or self.run.optimizer
+        return blocks_around(model, optimizer, self.untrained, around, step, later)
 
     def _all_sizes(
         self, sizes: BatchSizes | None, batch_size: int | None = None, seq_len: int | None = None

@@ -152,8 +152,7 @@ class ForwardSolver:
 
     def fits(self, allowed: int) -> bool:
         """True where `cheapest` finds a plan."""
-        # Whatever fits will do, so that the cheapest is not searched for where something does; the lowest plan takes as
-        # long as the cheapest.
+        # Whatever fits will do, so that the cheapest is not searched for where something does.
         if min(self.everything, self.solver.layers_recomputed.peak) <= allowed or self.lowest <= allowed:
             return True
         try:

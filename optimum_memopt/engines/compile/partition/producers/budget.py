@@ -48,12 +48,13 @@ class FromBudget(Producer):
         try:
             plan = step.solver.cheapest(context.allowed)
         except Infeasible as infeasible:
-            lowest = step.peak(infeasible.peak)
+            lowest = step.peak(infeasible.peak) + context.margin
             raise self._does_not_fit(context, lowest, dict(infeasible.holds), _suggestion(step, lowest)) from None
         why, saved = _chosen(step, plan)
         return SolvedForward(
             why,
             saved,
+            plan.peak,
             plan.segments,
             step.frontier(plan, context.limit) if with_curve else None,
             _by_length(step, plan) if with_lengths else None,
@@ -112,7 +113,7 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
         offloaded = frozenset(inputs[node] for node in away if node in inputs)
         recomputed = frozenset(link.place for link in plan.segments if link.run == run)
         own = InputsPlan(offloaded, recomputed, run in sources)
-        nodes.append(SavedNodes(tuple(sorted(saved)), away - inputs.keys(), inputs=own, compressed=compressed))
+        nodes.append(SavedNodes(tuple(sorted(saved)), away.difference(inputs), inputs=own, compressed=compressed))
     return tuple(nodes)
 
 

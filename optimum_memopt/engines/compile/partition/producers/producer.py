@@ -25,6 +25,7 @@ class SolvedForward:
     Attributes:
         why: as `Choice` has it.
         saved: by the graph's digest, its layer, and its call index (see `tape.Call`).
+        activations: bytes that the graphs hold, by the solver.
         segments: arguments of runs that the runs before them compute again.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
@@ -32,6 +33,7 @@ class SolvedForward:
 
     why: str
     saved: Mapping[tuple[str, str, int], SavedNodes]
+    activations: int = 0
     segments: tuple[Link, ...] = ()
     frontier: Frontier | None = None
     by_length: ExtraByLength | None = None
