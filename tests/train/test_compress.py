@@ -197,6 +197,54 @@ def test_the_error_of_the_first_batch_is_logged_once(name: str, unit: str, caplo
     engine.detach()
 
 
+OF_MODEL = re.compile(r"gradients are inexact by ([\d.]+)% in the first batch")
+OF_GRAPHS = re.compile(
+    r"activations in fp8 make .* (\d+) graphs inexact by ([\d.]+)% on average and ([\d.]+)% at most"
+)
+MEASURED_GRADIENTS = [
+    (name, unit, compiler)
+    for name, unit in (("roberta-classification", MODEL), ("roberta-classification", LAYER), *PROBED[1:])
+    for compiler in ("aot_eager", "inductor")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "compiler"),
+    nightly(MEASURED_GRADIENTS, but=[("roberta-classification", unit, "aot_eager") for unit in (MODEL, LAYER)]),
+)
+def test_the_error_of_gradients_is_logged_once(name: str, unit: str, compiler: str, caplog) -> None:
+    """Of one graph it is that against an exact run; generators, buffers and gradients are those without it."""
+    if compiler == "inductor" and not dynamo.inductor_works("cpu"):
+        pytest.skip("there is no C++ compiler")
+    case, is_bert = ZOO[name], name.startswith("roberta")
+    # A compiler draws other random numbers.
+    dropout = DROPOUT if is_bert and compiler == "aot_eager" else dict.fromkeys(DROPOUT, 0.0) if is_bert else {}
+    model = case.build(**(case.deep(4) if unit == LAYER else {}), **dropout)
+    plain = copy.deepcopy(model)
+    batch = without_key_value_cache(model, (), case.batch(8, 24, seed=1))
+    engine = CompileEngine(selection(" fp8"), compiler, unit=unit)
+    engine.attach(model)
+    steps, states = [], []
+    for each in (model, model, plain):
+        steps.append(accumulate_from(each, batch))
+        states.append(torch.get_rng_state())
+    assert_bitwise_same(steps[0], steps[1])
+    assert all(torch.equal(state, states[-1]) for state in states)
+    messages = [record.getMessage() for record in caplog.records]
+    of_model, of_graphs = (
+        [found for each in messages if (found := kind.match(each))] for kind in (OF_MODEL, OF_GRAPHS)
+    )
+    if unit == MODEL:
+        (line,) = of_model
+        rounding = 1e-4 if compiler == "aot_eager" else 1e-2
+        assert float(line[1]) / 100 == pytest.approx(error(steps[0][1], steps[-1][1]), abs=rounding)
+    else:
+        (line,) = of_graphs
+        assert int(line[1]) > 2 and 0 < float(line[2]) <= float(line[3]) < 100 * ROUNDING
+    assert len(of_model) + len(of_graphs) == 1
+    engine.detach()
+
+
 @in_turn
 def test_queries_and_keys_of_fused_attention_stay_exact() -> None:
     """Its backward computes probabilities from them, and from the logarithm of their exact sum."""

@@ -20,6 +20,7 @@ from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
+from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
 from optimum_memopt.engines.compile.capture.regions import (
@@ -58,6 +59,7 @@ from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, 
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes
@@ -149,6 +151,7 @@ class TracedForward:
         # The graph that was partitioned last.
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._probe: ErrorProbe | None = None
+        self._gradient_probe: GradientProbe | None = None
         self._said: set[str] = set()
         self._state = StateWatch(weak_method(self._name_of))
         # Functions that Python runs, and the places where arguments' sizes became constants of a graph.
@@ -159,6 +162,8 @@ class TracedForward:
         self._has_run = False
         self.held = self.held_after = 0
         self.is_first = True
+        # Not within a budget, whose bytes that might pass.
+        self.measures_gradients = True
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
         """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
@@ -535,6 +540,9 @@ class TracedForward:
             variant = variants[key] = self._variant(graph, args)
         if variant.probe is not None and not run.choices.has_run:
             run.errors.extend(variant.probe.errors(args, layer))
+        measured, generators = None if run.choices.has_run else variant.gradient_probe, None
+        if measured is not None:
+            generators = GeneratorStates.of(next(self._model.parameters()).device)
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
@@ -546,6 +554,9 @@ class TracedForward:
             results = run.layer_inputs.run(variant.run, plan, around, state)
         self._state.after(listed(results))
         run.tape.after(listed(results))
+        if measured is not None and generators is not None:
+            run.gradient_errors = run.gradient_errors or GradientErrors(self.say, graph.is_whole and graph.is_all)
+            measured.watch(state.args, listed(results), generators, layer, run.gradient_errors)
         if variant.partitioned is not None and variant.partitioned.sources:
             autograd.drop_unread_gradients(listed(results), args, variant.partitioned.sources)
         run.note(variant, layer)
@@ -598,7 +609,8 @@ class TracedForward:
         return self._running
 
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
-        self._partitioned, self._probe, programs = None, None, InductorPrograms()
+        self._partitioned, self._probe, self._gradient_probe = None, None, None
+        programs = InductorPrograms()
         partition = functools.partial(weak_method(self._partition), graph)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self.spec.is_run else None
@@ -608,7 +620,8 @@ class TracedForward:
             analyzed, partitioned = self._partitioned
             key = partitioned.choice.key
             inputs = partitioned.choice.inputs
-            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed, inputs, self._probe)
+            known, probes = replace(partitioned, programs=programs), (self._probe, self._gradient_probe)
+            variant = Variant(run, programs, known, analyzed, inputs, *probes)
         graph.chosen_at, graph.variants[key] = self._run.place(self._regions.layer), variant
         self._run.choices.partitions[graph, key] = variant
         return variant
@@ -648,6 +661,9 @@ class TracedForward:
         )
         if spec.is_run:
             self._probe = ErrorProbe.of(modules[0], graph, choice)
+        if spec.is_run and self.measures_gradients and not self.shared.is_shared:
+            is_eager = spec.compiler != "inductor"
+            self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)
         if spec.is_run:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.capture.error_probe import ActivationError, ErrorProbe
+from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.state_copies import StateArguments
@@ -35,6 +36,7 @@ class Variant:
         analyzed: the joint graph that the choice is for, which is traced again for each.
         inputs: of the choice.
         probe: None where nothing is compressed.
+        gradient_probe: None where the error of its gradients is not measured.
     """
 
     run: Callable[..., Any]
@@ -43,6 +45,7 @@ class Variant:
     analyzed: AnalyzedGraph | None
     inputs: InputsPlan = field(default_factory=InputsPlan)
     probe: ErrorProbe | None = None
+    gradient_probe: GradientProbe | None = None
 
 
 @dataclass(eq=False)
@@ -159,6 +162,7 @@ class ForwardRun:
         ran: the graphs among those, with their joint graphs.
         buffers: the state of the model's buffers before it; None where they were not read.
         errors: of activations that are saved in fp8, in a first forward.
+        gradient_errors: of the backward of a first forward; None: they are not measured.
     """
 
     choices: GraphChoices
@@ -172,6 +176,7 @@ class ForwardRun:
     ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
     buffers: ForwardState | None = None
     errors: list[ActivationError] = field(default_factory=list)
+    gradient_errors: GradientErrors | None = None
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property

@@ -225,3 +225,12 @@ def _saved_tensors(node: Any) -> list[torch.Tensor]:
             value = getattr(node, name)
             found += value if isinstance(value, tuple | list) else [value]
     return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def gradients_of_leaves(
+    node: torch.autograd.graph.Node, gradients: Sequence[torch.Tensor | None]
+) -> dict[int, torch.Tensor]:
+    """The gradients that a function has computed for leaves, by the ids of these (torch's `AccumulateGrad`)."""
+    leaves = [getattr(function, "variable", None) for function, _ in node.next_functions]
+    pairs = zip(leaves, gradients, strict=False)
+    return {id(leaf): each for leaf, each in pairs if leaf is not None and each is not None}

@@ -325,6 +325,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 options = f"{options} {self._selection.compress}"
             wanted = replace(wanted, options=options)
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
+        traced.measures_gradients = self._selection.budget is None
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
