@@ -6,6 +6,7 @@ traced_graph    dynamo's graphs, the choices for each, the forward while it runs
 traced_forward  a forward that is traced once for each kind of call
 regions         equal layers, compiled once
 error_probe     the error of activations that are saved in fp8
+gradient_probe  the error of gradients under these
 layer_inputs    what passes between layers, offloaded or recomputed
 moved_state     state that changes between a forward and its backward
 standins        a device or ranks that are not there

@@ -87,7 +87,10 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
     selection = step.selection
     plans = [(1, _NO_PLAN), (2, _LEVEL_1)]
     if selection.budget is not None:
-        plans.append((0, Technique("compile engine, budget", (f"--memory_opt_budget {selection.budget.text}",))))
+        name, flags = "compile engine, budget", [f"--memory_opt_budget {selection.budget.text}"]
+        if selection.compress is not None:
+            name, flags = f"{name} with {selection.compress}", [*flags, f"--memory_opt_compress {selection.compress}"]
+        plans.append((0, Technique(name, tuple(flags))))
     elif selection.plan is not None:
         plans.append((0, Technique("compile engine, plan file", ("--memory_opt_plan",))))
     elif selection.config or selection.level > 1 or selection.compress is not None:
@@ -260,7 +263,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     if not is_chosen:
         predictor = step.trace(dynamic=True).predicted
         return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
-    traced = step.trace(True, step.costs_of)
+    traced = step.trace(True, step.costs_of, compresses=selection.compress is not None)
     predictor, model = traced.predicted, StepModel.of(traced.forward, step.context(traced, budget))
 
     def is_within(rows: int) -> bool:

@@ -153,12 +153,17 @@ class PlannedStep:
         return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
 
     def trace(
-        self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
+        self,
+        dynamic: bool,
+        costs: Callable[[AnalyzedGraph], Costs] = no_costs,
+        compared: Sequence[Producer] = (),
+        compresses: bool = False,
     ) -> TracedStep:
         """Run one training forward under what is selected.
 
         Args:
             compared: producers whose choices are noted, too, after the selection's.
+            compresses: plans of budgets may compress, as the selection's does where it is one.
 
         Raises:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
@@ -191,7 +196,7 @@ class PlannedStep:
                 capture.keep_masks(KeptMasks.of(file))
 
             def attempt() -> Attempt[TracedStep]:
-                forward = capture.run(costs, compared, producer.compresses)
+                forward = capture.run(costs, compared, compresses or producer.compresses)
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
                 resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(
