@@ -249,3 +249,22 @@ def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, pl
             assert "\n" not in str(error) and caught.value.__suppress_context__
     found.append(model(batches[-1])["loss"].item())
     assert found == expected
+
+
+class Checked(Layered):
+    """Looks at its batch first."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if x.dim() != 3:
+            raise ValueError("x needs three dimensions")
+        return super().forward(x)
+
+
+def test_a_first_batch_that_plain_pytorch_cannot_run_leaves_layers_compiled_by_themselves() -> None:
+    model, batch = Checked(), torch.randn(3, 5, 8)
+    expected = model(batch)["loss"].item()
+    engine = optimize(model, memory_opt_unit="layer", **ENGINE)
+    with pytest.raises(ValueError, match="^x needs three dimensions$"):
+        model(batch[0])
+    assert model(batch)["loss"].item() == expected
+    assert "for 2 layers, compiled once for equal ones" in engine.plans().header[0]

@@ -58,7 +58,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, 
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.errors import UnsupportedModelError, is_out_of_memory
 from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
@@ -188,6 +188,11 @@ class TracedForward:
             why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
+            # They hold what the graphs that have run saved for the backward.
+            traceback.clear_frames(error.__traceback__)
+            if self.spec.is_run and not is_changed and not self._regions.refusal:
+                # Layers are no cause of what plain PyTorch raises, too.
+                self.check_plain(call)
             if is_changed and not self.is_first and self._traced_again < _MOST_TRACES:
                 self._traced_again += 1
                 self.say(f"compiling the forward of {self._name} again: {why}")
@@ -195,8 +200,6 @@ class TracedForward:
                 self._say_whole(why)
                 self._regions = self._new_regions(())
             self._forget_compiled()
-            # They hold what the graphs that have run saved for the backward.
-            traceback.clear_frames(error.__traceback__)
             return self(call, choices)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in the first forward that is
@@ -415,6 +418,30 @@ class TracedForward:
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
         return self._wrapped(call)(*call.args, **call.inputs)
+
+    def check_plain(self, call: ForwardArgs) -> None:
+        """Run a batch that failed in plain PyTorch, and restore the state before it.
+
+        Raises:
+            Exception: plain PyTorch's own, of one line, where it cannot run the batch either, as one without rows.
+        """
+        # Other ranks do not gather the parameters for it.
+        if self.shared.is_shared:
+            return
+        before = ForwardState.of(self._model, with_buffers=True)
+        # Without gradients it takes the least memory; one that registers a hook on a tensor needs them.
+        for has_gradients in (False, True):
+            try:
+                with torch.set_grad_enabled(has_gradients):
+                    self.plainly(call)
+                return
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return
+                if has_gradients:
+                    raise error from None
+            finally:
+                before.restore()
 
     def say(self, line: str) -> None:
         if line not in self._said:

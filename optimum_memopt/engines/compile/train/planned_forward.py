@@ -291,7 +291,7 @@ class PlannedForward:
             may_be_plain = self.traced.is_first and refused is None
             if not may_be_plain:
                 if failed is not None and is_of_trace(failed):
-                    self._check_plain(call)
+                    self.traced.check_plain(call)
                 raise
             outputs = self._plain_outputs(call, error)
             self.is_plain = True
@@ -381,26 +381,6 @@ class PlannedForward:
             )
         self.table, self.plan_file = shown.table, shown.plan_file
         self.predictors = Predictors(shown.predictor) if shown.predictor is not None else None
-
-    def _check_plain(self, call: ForwardArgs) -> None:
-        """Raise plain PyTorch's own error, of one line, for a batch that it cannot run either, as one without rows."""
-        # Other ranks do not gather the parameters for it.
-        if self.traced.shared.is_shared:
-            return
-        before = ForwardState.of(self._model, with_buffers=True)
-        # Without gradients it takes the least memory; one that registers a hook on a tensor needs them.
-        for has_gradients in (False, True):
-            try:
-                with torch.set_grad_enabled(has_gradients):
-                    self.run_plainly(call)
-                return
-            except Exception as error:
-                if is_out_of_memory(error):
-                    return
-                if has_gradients:
-                    raise error from None
-            finally:
-                before.restore()
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:
         """Plain PyTorch's outputs, where the compiled forward has failed.
