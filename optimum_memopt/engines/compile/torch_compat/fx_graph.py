@@ -342,7 +342,8 @@ def _without_base(result: Any) -> Any:
     """The same tensor, which is the view of none (`_reinterpret_tensor` of inductor's programs, torch 2.9 to 2.15)."""
     if type(result) is not torch.Tensor or not result._is_view():
         return result
-    return torch._C._dynamo.guards._reinterpret_tensor(result, result.shape, result.stride(), 0)
+    # 2.15 takes tuples alone, and no `torch.Size`.
+    return torch._C._dynamo.guards._reinterpret_tensor(result, tuple(result.shape), result.stride(), 0)
 
 
 @contextlib.contextmanager
