@@ -111,6 +111,13 @@ def test_offload_is_used_where_it_is_worth_it_and_there_is_room(solver: Solver, 
     assert not cheapest(solver, solver.everything.peak, host).offloaded
 
 
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_offload_is_not_given_up_where_the_device_waits_for_most_of_it(share, solver: Solver, host: Host) -> None:
+    budget = int(share * solver.lowest.peak)
+    fast, slow = (cheapest(solver, budget, dataclasses.replace(host, bandwidth=each)) for each in (SLOW.link, 1e3))
+    assert slow.offloaded and slow.peak <= budget and slow.extra_seconds > fast.extra_seconds
+
+
 @pytest.mark.nightly
 def test_two_graphs_hold_less_on_the_device_with_a_host(solver: Solver, host: Host) -> None:
     forward = problem_of_tape(Tape((Call(0), Call(0))), [solver.problem] * 2)

@@ -83,8 +83,10 @@ def overlap(
     return Overlap(tuple(until), stall)
 
 
-# Bytes beyond the budget that are offloaded, as shares of what the link moves during the forward.
+# Bytes beyond the budget that are offloaded, as shares of what the link moves during the forward; of many more the
+# device waits for the most part, which only pays where nothing else fits.
 _SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
+_MORE_SHARES = (4.0, 6.5)
 # Below that a copy's launch takes as long as the copy.
 _SMALLEST = 2**20
 # What offload has to save of a step's time: it also takes memory of the host.
@@ -147,12 +149,14 @@ def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host:
         yield from map(solver.plan, dict.fromkeys((solver.lowest, solver.layers_recomputed)))
     larger = solver.lowest.peak if recompute is None else budget
     moved = host.bandwidth * seconds_of(solver.problem, solver.everything.forward.order)
-    for share in _SHARES:
+    for share in _SHARES if recompute is not None else (*_SHARES, *_MORE_SHARES):
         relaxed = larger + int(share * moved)
         with contextlib.suppress(Infeasible):
             yield solver.solve(relaxed, is_final=False)
         if solver.everything.peak <= relaxed:
             return
+    if recompute is None:
+        yield solver.plan(solver.everything)
 
 
 def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan | None:
