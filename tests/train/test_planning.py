@@ -89,6 +89,12 @@ def test_a_budget_counts_blocks_of_the_allocator_before_its_plan_is_compiled(lay
     assert len(runs) == captures
 
 
+def test_a_budget_in_which_all_layers_fit_is_no_plan() -> None:
+    """torch's own partition is looked at while none of the graphs' tensors belongs to the mode in force."""
+    assert "budget" in (header := of_llama(4, budget="100%", compiler="aot_eager").table.header[0])
+    assert "fits without a plan, torch's own partition" in header
+
+
 @pytest.mark.parametrize(
     ("how", "compiler"),
     nightly(

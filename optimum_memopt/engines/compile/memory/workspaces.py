@@ -125,7 +125,7 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
     rows, block = _blocks(query, key)
     held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
     held += _onednn_buffers(query.dtype, rows, sympy.Min(_KEY_BLOCK, symbolic(key.shape[2])), symbolic(query.shape[3]))
-    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else _bytes(gradient)
+    copied = _ZERO if _is_contiguous(gradient, (0, 2, 1, 3)) else _bytes(gradient)
     return torch.get_num_threads() * held + copied
 
 
@@ -174,13 +174,19 @@ def _accumulated_bytes(query: torch.Tensor) -> int:
     return _FLOAT_BYTES + (query.dtype.itemsize if query.dtype.itemsize < _FLOAT_BYTES else 0)
 
 
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Asked of expressions, so that a symbol gets no guard."""
+def _is_contiguous(tensor: torch.Tensor, order: Sequence[int] = ()) -> bool:
+    """Asked of expressions, so that a symbol gets no guard, and of no view, since the tensor may be one of a mode that
+    is not in force.
+
+    Args:
+        order: of the dimensions; empty: their own.
+    """
     step = sympy.Integer(1)
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if symbolic(size) != 1 and symbolic(stride) != step:
+    for dimension in reversed(order or range(tensor.dim())):
+        size, stride = symbolic(tensor.shape[dimension]), symbolic(tensor.stride(dimension))
+        if size != 1 and stride != step:
             return False
-        step *= symbolic(size)
+        step *= size
     return True
 
 
