@@ -223,6 +223,8 @@ def trainer() -> None:
             if options:
                 optimum_memopt.attach(trainer, **{**ENGINE, "memory_opt_loss": "plain", **options})
             trainer.train(resume_from_checkpoint=resume)
+            # Else plain PyTorch has trained it.
+            assert not options or trainer.memopt.table.enabled
             return trainer.model.state_dict()
 
         stock, ours = train("stock"), train("ours", memory_opt_level=1)
