@@ -137,7 +137,7 @@ class ForwardSteps:
     ) -> None:
         self._forward, self._context, self._tokens, self._releases = forward, step, tokens, releases
         self._times, self._plain = times, plain
-        self._batch = cache(self._new_batch)
+        self._batches = cache(self._new_batch)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
 
@@ -159,12 +159,12 @@ class ForwardSteps:
     @property
     def layers(self) -> int:
         """Number of layers in the forward."""
-        return len(_layers_of(self._batch(_REFERENCE, False, False).problem))
+        return len(_layers_of(self._batch(_REFERENCE, False).problem))
 
     @property
     def costs(self) -> str:
         """Where seconds are from."""
-        return self._batch(_REFERENCE, False, False).times.source
+        return self._batch(_REFERENCE, False).times.source
 
     def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
         """True where the peak is within the budget."""
@@ -177,7 +177,7 @@ class ForwardSteps:
             return True
         if plan not in _BUDGETS:
             return False
-        is_within = self._is_within(plan, self._batch(rows, accumulates, False).step.solver.lowest, rows, accumulates)
+        is_within = self._is_within(plan, self._batch(rows, accumulates).step.solver.lowest, rows, accumulates)
         others = self._context.link > 0 or plan != _BUDGET
         return is_within or (others and self._within_budget(plan, rows, accumulates) is not None)
 
@@ -185,7 +185,7 @@ class ForwardSteps:
         """The peak with a micro-batch of one row, in bytes."""
         if plan in _BUDGETS:
             fixed = min(self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
-            activations = self._batch(1, accumulates, False).step.solver.lowest
+            activations = self._batch(1, accumulates).step.solver.lowest
             activations = activations if plan == _BUDGET else min(activations, fixed)
         else:
             activations = self._activations(plan, 1, accumulates)
@@ -269,6 +269,10 @@ class ForwardSteps:
             return _checkpointed(batch.problem, _PLAIN[plan])
         plans = [graph.plans[_FIXED.index(plan)] for graph in self._forward.graphs]
         return batch.step.simulated(plans, batch.forward)
+
+    def _batch(self, rows: int, accumulates: bool, is_inexact: bool = False) -> _Batch:
+        """See `_new_batch`."""
+        return self._batches(rows, accumulates, is_inexact)
 
     def _new_batch(self, rows: int, accumulates: bool, is_inexact: bool) -> _Batch:
         of_graphs, forward = self._times(rows), self._forward
