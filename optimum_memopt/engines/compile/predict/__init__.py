@@ -4,6 +4,7 @@ step_predictor   the steps of a model that trains or is planned
 loss_simulation  a loss outside of the forward, on fake tensors
 table            the plan table and the plan file
 planner          chooses, and chooses again until a step fits
+step_limit       the bytes that steps may take
 plan_cache       plans of budgets, kept for the next start
 planned_step     a step that is traced for a device that may not be here
 live_step        a step of plain PyTorch
