@@ -166,7 +166,7 @@ def smaller_batch(step: StepModel) -> tuple[int, int] | None:
         # Trainer holds as many rows, in more micro-batches.
         batch = context.fixed.batch if context.micro_batches else context.fixed.batch // times
         micro = replace(step, context=replace(context, fixed=replace(context.fixed, batch=batch))).part(times)
-        if micro.solver.fits(micro.context.fixed.activations_within(context.limit)):
+        if micro.solver.fits(micro.context.allowed):
             return whole // times, times
         times *= 2
     return None
