@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
-from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, problem_events, simulate
+from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.conversions import Conversions
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -75,7 +75,7 @@ class CapturedGraph:
         """Returns the events of its forward and backward for these sizes.
 
         Args:
-            plan: without compression, or the one that was applied; None: that one.
+            plan: one without compression; None: that of the choice that was applied.
         """
         plan = plan or self.plans[0]
         if plan.compressed and self.timeline is not None:
@@ -89,10 +89,6 @@ class CapturedGraph:
         """Its problem for these sizes, with conversions."""
         problem = self.problem_at(values)
         return problem if self.conversions is None else self.conversions.added_to(problem, values)
-
-    def simulated(self, problem: Problem) -> GraphSimulation:
-        """The run of the choice that was applied; `problem` is of this graph."""
-        return simulate(problem, problem.saving(self.plans[0].saved))
 
 
 def captured_graph(graph: AnalyzedGraph, costs: Costs, conversions: Conversions | None = None) -> CapturedGraph:
