@@ -9,8 +9,7 @@ from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents
-from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
+from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
@@ -112,8 +111,10 @@ class CapturedForward:
             frees_gradients: see `compose`.
             with_conversions: for plans that compress, too.
         """
-        of_graph = CapturedGraph.compressible_at if with_conversions else _problem_at
-        tape, runs = self._runs(sizes, of_graph)
+        tape, runs = self._runs(
+            sizes,
+            lambda graph, values, _: graph.compressible_at(values) if with_conversions else graph.problem_at(values),
+        )
         return problem_of_tape(tape.with_all_held(), runs, frees_gradients)
 
     def events(
@@ -124,33 +125,28 @@ class CapturedForward:
         Args:
             sizes: see `sizes_of_runs`.
             frees_gradients: see `compose`.
-            plans: of each run, see `CapturedGraph.events_at`; empty: those that were applied.
+            plans: one for each run, without compression; empty: those of the choices that were applied.
         """
-        if not plans:
-            tape, runs = self._runs(sizes, lambda graph, values: graph.events_at(values))
-            return compose(tape, runs, frees_gradients)
-        tape, of_runs = self.sizes_of_runs(sizes)
-        events_of: dict[object, GraphEvents] = {}
-        calls: list[Call] = []
-        events: list[GraphEvents] = []
-        for call, values, plan in zip(tape.calls, of_runs, plans, strict=True):
-            key = call.graph, plan.saved, plan.offloaded, tuple(values.items())
-            if key not in events_of:
-                events_of[key] = self.graphs[call.graph].events_at(values, plan)
-            events.append(events_of[key])
-            calls.append(replace(call, offloaded=plan.inputs.offloaded, recomputed=plan.inputs.recomputed))
-        return compose(replace(tape, calls=tuple(calls)), events, frees_gradients)
+        tape, runs = self._runs(sizes, CapturedGraph.events_at, plans)
+        if plans:
+            pairs = zip(tape.calls, [plan.inputs for plan in plans], strict=True)
+            calls = (replace(call, offloaded=own.offloaded, recomputed=own.recomputed) for call, own in pairs)
+            tape = replace(tape, calls=tuple(calls))
+        return compose(tape, runs, frees_gradients)
 
     def _runs(
-        self, sizes: Sequence[SymbolValues], of_graph: Callable[[CapturedGraph, SymbolValues], _T]
+        self,
+        sizes: Sequence[SymbolValues],
+        of_graph: Callable[[CapturedGraph, SymbolValues, SavedNodes | None], _T],
+        plans: Sequence[SavedNodes] = (),
     ) -> tuple[Tape, tuple[_T, ...]]:
-        """The tape for a batch, and something of each of its calls, made once for equal ones."""
+        """Returns the tape for a batch, and a value for each call, made once for equal ones; `plans`: see `events`."""
         tape, of_runs = self.sizes_of_runs(sizes)
         made: dict[object, _T] = {}
         runs: list[_T] = []
-        for call, values in zip(tape.calls, of_runs, strict=True):
-            if (key := (call.graph, tuple(values.items()))) not in made:
-                made[key] = of_graph(self.graphs[call.graph], values)
+        for call, values, plan in zip(tape.calls, of_runs, plans or (None,) * len(of_runs), strict=True):
+            if (key := (call.graph, plan, tuple(values.items()))) not in made:
+                made[key] = of_graph(self.graphs[call.graph], values, plan)
             runs.append(made[key])
         return tape, tuple(runs)
 
@@ -165,7 +161,3 @@ class CapturedForward:
         return replace(
             self, graphs=tuple(replace(graph, problem_at=partial(problem_at, graph, own)) for graph, own in graphs)
         )
-
-
-def _problem_at(graph: CapturedGraph, values: SymbolValues) -> Problem:
-    return graph.problem_at(values)
