@@ -2,8 +2,7 @@
 
 What a compiled graph saves is known, and what it would have saved is not: it may never have been in memory. So the
 operators of the forward run once more, one by one, without saving anything, and compare each activation with what its
-fp8 is converted back to. The gradients' own error is not measured: that would take a second backward, and a second
-copy of all gradients.
+fp8 is converted back to. `gradient_probe.py` measures the error of the gradients.
 """
 
 import copy
@@ -24,8 +23,14 @@ from optimum_memopt.logs import best_effort
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationError:
-    """The squares of an activation's error in fp8 and of itself, summed: a tensor of two numbers."""
+class RelativeError:
+    """The error of an activation, or of a graph's gradients, in the Euclidean norm.
+
+    Attributes:
+        layer: empty outside of layers.
+        path: of the activation; empty for gradients.
+        sums: the squares of the differences and of the exact values, summed: a tensor of two numbers.
+    """
 
     layer: str
     path: str
@@ -33,7 +38,7 @@ class ActivationError:
 
     @property
     def relative(self) -> float:
-        """NaN where the activation is not finite."""
+        """NaN where a value is not finite."""
         error, whole = self.sums.tolist()
         return 0.0 if whole == 0 else (error / whole) ** 0.5
 
@@ -73,21 +78,18 @@ class ErrorProbe:
             ]
             probed.output(sums)
         probed.erase_node(output)
-        for node in reversed(probed.nodes):
-            # Which would write to the model's state a second time.
-            if fx_graph.written_by(node) and not node.users:
-                probed.erase_node(node)
+        fx_graph.remove_unread_writes(probed)
         fx_graph.remove_dead_code(probed, lambda node: False)
         run = fx_graph.run_operators(fx.GraphModule(forward, probed), ())
         return cls(run, known, tuple(graph.paths.get(root, ("", root.name)) for root in roots))
 
-    def errors(self, args: Sequence[Any], layer: str) -> list[ActivationError]:
+    def errors(self, args: Sequence[Any], layer: str) -> list[RelativeError]:
         """The errors of one run of the graph; random generators are left as they are.
 
         Args:
             layer: that runs it; empty where its paths say so.
         """
-        found: list[ActivationError] = []
+        found: list[RelativeError] = []
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
         generators = GeneratorStates.of(device)
         with best_effort("the error of what is saved in fp8"):
@@ -95,8 +97,7 @@ class ErrorProbe:
                 with torch.no_grad(), fx_graph.without_modes_and_autocast():
                     sums = self.run([args[place] for place in self.places])
                 found = [
-                    ActivationError(layer or own, path, each)
-                    for (own, path), each in zip(self.paths, sums, strict=True)
+                    RelativeError(layer or own, path, each) for (own, path), each in zip(self.paths, sums, strict=True)
                 ]
             finally:
                 generators.restore()
@@ -105,18 +106,27 @@ class ErrorProbe:
 
 def _sums(exact: torch.Tensor, in_fp8: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     exact = exact.to(torch.float32)
-    error = in_fp8.to(torch.float32).mul_(scale).sub_(exact)
-    return torch.stack([error.square_().sum(), exact.square().sum()])
+    return squares(in_fp8.to(torch.float32).mul_(scale).sub_(exact), exact)
 
 
-def errors_line(errors: Sequence[ActivationError]) -> str:
-    """The line about all activations of a forward."""
+def squares(difference: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Returns `RelativeError.sums`; `difference` is overwritten."""
+    return torch.stack([difference.square_().sum(), exact.square().sum()])
+
+
+def mean_and_worst(errors: Sequence[RelativeError]) -> tuple[float, float, RelativeError]:
+    """Returns the mean relative error, the largest one, and where that is."""
     relative = {each: each.relative for each in errors}
     # NaN is the largest.
     worst = max(relative, key=lambda each: (relative[each] != relative[each], relative[each]))
+    return sum(relative.values()) / len(relative), relative[worst], worst
+
+
+def errors_line(errors: Sequence[RelativeError]) -> str:
+    """The line about all activations of a forward."""
+    mean, largest, worst = mean_and_worst(errors)
     where = f"{worst.path} in {worst.layer}" if worst.layer else worst.path
     return (
         f"{len(errors)} activations are saved in fp8, which is inexact: their relative error in the first batch is "
-        f"{sum(relative.values()) / len(relative):.2%} on average and {relative[worst]:.2%} at most ({where}); "
-        "gradients are inexact, too"
+        f"{mean:.2%} on average and {largest:.2%} at most ({where}); gradients are inexact, too"
     )

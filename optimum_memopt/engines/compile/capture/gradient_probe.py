@@ -1,11 +1,11 @@
 """The error of gradients where activations are saved in fp8, measured once, in the first backward.
 
-Behind the backward of a graph its forward and backward run once more, operator by operator, with everything saved as
-it is, on the same arguments and the same gradients of its results. Gradients of its parameters are compared one graph
-at a time, so that no second copy of all gradients is held.
+After a graph's backward, its forward and backward are rerun operator by operator, with nothing compressed, on the same
+arguments and the same output gradients. The gradients of its parameters are compared before the next graph's backward,
+so that no second copy of all gradients is held.
 
-That is the error which a graph adds: the gradients that it is given have errors of the graphs behind it already. Where
-a model is one graph, it is all of the error.
+This measures the error that each graph adds: its output gradients already have the errors of the graphs after it. For
+a model in one graph, it is the whole error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimum_memopt.engines.compile.capture.error_probe import RelativeError, mean_and_worst, squares
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import compressions
 from optimum_memopt.engines.compile.graph.problem import problem_of
@@ -30,36 +31,22 @@ _SUBJECT = "the error of gradients"
 _FREE = 0.5
 
 
-@dataclass(frozen=True)
-class GradientError:
-    """The squares of an error and of what is exact, summed over the gradients of a graph's parameters."""
-
-    layer: str
-    error: float
-    exact: float
-
-    @property
-    def relative(self) -> float:
-        """NaN where a gradient is not finite."""
-        return 0.0 if self.exact == 0 else (self.error / self.exact) ** 0.5
-
-
 @dataclass(eq=False)
 class GradientErrors:
-    """The errors of the graphs of a forward, which are told when the last one has been measured.
+    """Collects the gradient errors of a forward's graphs, and logs them after the last backward.
 
     Attributes:
-        is_whole: all of the forward is one graph.
-        waiting: backwards that have not come yet.
+        is_whole: the forward is one graph.
+        waiting: number of backwards that have not run.
     """
 
     say: Callable[[str], None]
     is_whole: bool
     waiting: int = 0
-    found: list[GradientError] = field(default_factory=list)
+    found: list[RelativeError] = field(default_factory=list)
 
-    def add(self, error: GradientError | None) -> None:
-        """One backward more has run; None: it was not measured."""
+    def add(self, error: RelativeError | None) -> None:
+        """Note that a backward has run; None: its error was not measured."""
         self.waiting -= 1
         if error is not None:
             self.found.append(error)
@@ -97,8 +84,9 @@ class GradientProbe:
             runs_operators: it runs without a compiler.
         """
         joint = graph.joint
-        draws = any(map(fx_graph.is_random, joint.forward))
-        if not compressions(choice.candidates) or (draws and not runs_operators):
+        if not compressions(choice.candidates):
+            return None
+        if not runs_operators and any(map(fx_graph.is_random, joint.forward)):
             return None
         probed = fx.Graph()
         returned = dynamo.tree_leaves(probed.graph_copy(joint.module.graph, {}))[joint.num_fwd_outputs :]
@@ -117,10 +105,7 @@ class GradientProbe:
         is_known = [*given[: len(arguments)], *tangents[len(arguments) :]] == [*arguments, *results]
         if not is_known or not gradients:
             return None
-        for node in reversed(probed.nodes):
-            # Which would write to the model's state a second time.
-            if fx_graph.written_by(node) and not node.users:
-                probed.erase_node(node)
+        fx_graph.remove_unread_writes(probed)
         fx_graph.remove_dead_code(probed, lambda node: True)
         run = fx_graph.run_operators(fx.GraphModule(joint.module, probed), ())
         held = simulate_everything_saved(problem_of(graph, [0.0] * len(joint.nodes))).peak
@@ -193,23 +178,21 @@ class GradientProbe:
             now.restore()
 
 
-def _error(layer: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> GradientError:
-    squares = [((ours.float() - exact.float()).square().sum(), exact.float().square().sum()) for ours, exact in pairs]
-    return GradientError(layer, *(sum(float(each) for each in column) for column in zip(*squares, strict=True)))
+def _error(layer: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> RelativeError:
+    sums = [squares(ours.float() - exact.float(), exact.float()) for ours, exact in pairs]
+    return RelativeError(layer, "", torch.stack(sums).sum(0))
 
 
-def gradients_line(errors: Sequence[GradientError], is_whole: bool) -> str:
+def gradients_line(errors: Sequence[RelativeError], is_whole: bool) -> str:
     """The line about the gradients of a first batch; `is_whole`: see `GradientErrors`."""
-    # NaN is the largest.
-    worst = max(errors, key=lambda each: (each.relative != each.relative, each.relative))
+    mean, largest, worst = mean_and_worst(errors)
     if is_whole:
         return (
-            f"gradients are inexact by {worst.relative:.2%} in the first batch, since activations are saved in fp8: "
+            f"gradients are inexact by {largest:.2%} in the first batch, since activations are saved in fp8: "
             "the norm of the difference over that of exact gradients"
         )
-    mean = sum(each.relative for each in errors) / len(errors)
     return (
         f"activations in fp8 make gradients of each of {len(errors)} graphs inexact by {mean:.2%} on average and "
-        f"{worst.relative:.2%} at most ({worst.layer or 'outside of layers'}) in the first batch; errors of later "
+        f"{largest:.2%} at most ({worst.layer or 'outside of layers'}) in the first batch; errors of later "
         "layers add up in earlier ones"
     )

@@ -567,9 +567,8 @@ class TracedForward:
             variant = variants[key] = self._variant(graph, args)
         if variant.probe is not None and not run.choices.has_run:
             run.errors.extend(variant.probe.errors(args, layer))
-        measured, generators = None if run.choices.has_run else variant.gradient_probe, None
-        if measured is not None:
-            generators = GeneratorStates.of(next(self._model.parameters()).device)
+        probe = None if run.choices.has_run else variant.gradient_probe
+        generators = None if probe is None else GeneratorStates.of(next(self._model.parameters()).device)
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
@@ -581,9 +580,9 @@ class TracedForward:
             results = run.layer_inputs.run(variant.run, plan, around, state)
         self._state.after(listed(results))
         run.tape.after(listed(results))
-        if measured is not None and generators is not None:
+        if probe is not None and generators is not None:
             run.gradient_errors = run.gradient_errors or GradientErrors(self.say, graph.is_whole and graph.is_all)
-            measured.watch(state.args, listed(results), generators, layer, run.gradient_errors)
+            probe.watch(state.args, listed(results), generators, layer, run.gradient_errors)
         if variant.partitioned is not None and variant.partitioned.sources:
             autograd.drop_unread_gradients(listed(results), args, variant.partitioned.sources)
         run.note(variant, layer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.capture.error_probe import ActivationError, ErrorProbe
+from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, RelativeError
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
@@ -175,7 +175,7 @@ class ForwardRun:
     chosen: list[Choice] = field(default_factory=list)
     ran: dict[PartitionedGraph, AnalyzedGraph] = field(default_factory=dict)
     buffers: ForwardState | None = None
-    errors: list[ActivationError] = field(default_factory=list)
+    errors: list[RelativeError] = field(default_factory=list)
     gradient_errors: GradientErrors | None = None
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 

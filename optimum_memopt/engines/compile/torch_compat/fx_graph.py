@@ -151,6 +151,14 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
+def remove_unread_writes(graph: fx.Graph) -> None:
+    """Remove operators that write to arguments and whose results nobody reads, so that a second run of a graph writes
+    nothing to the model's state."""
+    for node in reversed(graph.nodes):
+        if written_by(node) and not node.users:
+            graph.erase_node(node)
+
+
 def input_position(node: fx.Node) -> int | None:
     """Which argument of the compiled graph a placeholder is."""
     return _position(node.meta.get("desc"), PlainAOTInput)
