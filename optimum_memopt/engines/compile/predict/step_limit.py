@@ -54,6 +54,7 @@ class StepLimit:
         largest: the run's largest batch; None where it is not known.
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
         constant: what the process held when the last plan was made.
+        bytes: the limit; None until a context was made.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StepLimit:
         self.largest: LargestBatch | None = None
         self.solved_for: Mapping[str, int] = {}
         self.constant = 0
-        self._bytes: int | None = None
+        self.bytes: int | None = None
         self._margin = 0
         self._resident: int | None = None
         # Before the run's first plan was made.
@@ -75,7 +76,7 @@ class StepLimit:
     def for_another(self, largest: LargestBatch | None) -> "StepLimit":
         """The same bytes for batches of another kind."""
         limit = StepLimit(self._model, self._budget, self._run, self._target)
-        limit.largest, limit._bytes, limit._margin = largest, self._bytes, self._margin
+        limit.largest, limit.bytes, limit._margin = largest, self.bytes, self._margin
         limit._first_constant = self._first_constant
         return limit
 
@@ -100,11 +101,11 @@ class StepLimit:
             self._first_constant = self.constant
         if constant > self.constant:
             step = _with_constant(step, constant)
-        self._bytes = step.limit if self._bytes is None else self._bytes
+        self.bytes = step.limit if self.bytes is None else self.bytes
         self._peaks.clear()
         self._resident = step.resident
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
-        return replace(step, fixed=fixed, limit=self._bytes, largest=self.largest, margin=self._margin)
+        return replace(step, fixed=fixed, limit=self.bytes, largest=self.largest, margin=self._margin)
 
     def resident(self, held: int) -> int:
         """Returns the process's bytes without optimizer states: when the plan was made, else derived from `held`."""
@@ -122,13 +123,13 @@ class StepLimit:
         """Bytes by which a plan that is not compiled passes the limit, since its tensors lie in CUDA's blocks; at most
         0 where it does not, and 0 elsewhere, where the solver counts all that there is."""
         plans, fixed = tuple(solved.saved.values()), step.context.fixed
-        if self._bytes is None or not self.is_on_cuda or any(each.is_by_torch or each.compressed for each in plans):
+        if self.bytes is None or not self.is_on_cuda or any(each.is_by_torch or each.compressed for each in plans):
             return 0
         events = step.events(plans, fixed.releases)
         later = step.events(plans, frees_gradients=True) if fixed.accumulated else None
         around, optimizer = step.footprint((later or events).peak()), self._run().optimizer
         blocks = blocks_around(self._model, optimizer, step.forward.untrained, around, events, later)
-        return _with_blocks(max(around.peak, blocks.allocated)) - self._bytes
+        return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
 
     def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
         """A line where what was made of a plan passes the limit all the same; empty where it does not. Notes the sizes
@@ -144,15 +145,15 @@ class StepLimit:
     def exceeded_by_batch(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the limit; empty where it does not."""
         sizes = predictor.sizes_of(inputs)
-        if self._bytes is None or self.is_solved_for(sizes):
+        if self.bytes is None or self.is_solved_for(sizes):
             return ""
         if (excess := self._excess(predictor, sizes)) <= 0:
             self._is_stale &= self._excess(predictor, self.largest_sizes(predictor)) > 0
             return ""
         shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
         return (
-            f"a batch with {shown} would take {gib_text(self._bytes + excess)}, over the budget of "
-            f"{gib_text(self._bytes)}: solving again for it"
+            f"a batch with {shown} would take {gib_text(self.bytes + excess)}, over the budget of "
+            f"{gib_text(self.bytes)}: solving again for it"
         )
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
@@ -185,26 +186,21 @@ class StepLimit:
         device = next(self._model.parameters()).device if self._target is None else self._target.kind
         return device.type == "cuda"
 
-    @property
-    def bytes(self) -> int | None:
-        """None until a context was made."""
-        return self._bytes
-
     def _line(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int], what: str) -> str:
-        if self._bytes is None or (excess := self._excess(predictor, sizes)) <= 0:
+        if self.bytes is None or (excess := self._excess(predictor, sizes)) <= 0:
             return ""
-        return f"{what} takes {gib_text(self._bytes + excess)}, {gib_text(excess)} over the budget"
+        return f"{what} takes {gib_text(self.bytes + excess)}, {gib_text(excess)} over the budget"
 
     def _excess(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
         """Bytes over the limit; 0 where there is none."""
-        if self._bytes is None:
+        if self.bytes is None:
             return 0
         key = predictor, frozenset(sizes.items())
         if key not in self._peaks:
             run = self._run()
             peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
             self._peaks[key] = _with_blocks(peak) if self.is_on_cuda else peak
-        return self._peaks[key] - self._bytes
+        return self._peaks[key] - self.bytes
 
 
 def _with_blocks(peak: int) -> int:
