@@ -184,9 +184,10 @@ class ForwardSteps:
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
         if plan in _BUDGETS:
-            fixed = min(self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
             activations = self._batch(1, accumulates).step.solver.lowest
-            activations = activations if plan == _BUDGET else min(activations, fixed)
+            if plan != _BUDGET:
+                fixed = (self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
+                activations = min(activations, *fixed)
         else:
             activations = self._activations(plan, 1, accumulates)
         return self._footprint(plan, 1, accumulates, activations).peak
