@@ -108,8 +108,6 @@ class Planner:
         self.loss: EagerLoss | None = None
         self.solved: SolvedForward | None = None
         self._batch = TracedBatch()
-        # Bytes that the last plan leaves of what it may take.
-        self._unused = 0
         # By their digests.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
@@ -225,7 +223,8 @@ class Planner:
                 break
             if line:
                 # More where that was not enough: blocks of the allocator have sizes of their own.
-                self.limit.widen_margin(self._unused + number * self.limit.excess(predictor))
+                unused = self.solved.unused if self.solved is not None else 0
+                self.limit.widen_margin(unused + number * self.limit.excess(predictor))
                 get_logger().info(f"{line}: solving again with a margin of that size")
             del planned, predictor
             again()
@@ -426,21 +425,18 @@ class Planner:
         if model.solver.everything > step.allowed:
             model.solver.solver.prepare()
             model = model.around(self.step(growth))
-        solved = self.producer.solve(model)
-        # To compile what is over the budget would take minutes.
+        wanted = self._spec.with_curve, self._spec.with_lengths
+        solved = self.producer.solve(model, *wanted)
+        # To compile a plan that is over the budget would take minutes.
         for _ in range(_MOST_SOLVES):
             excess = 0
             with best_effort("what a plan takes in CUDA's blocks"):
                 excess = self.limit.excess_of_plan(model, solved)
             if excess <= 0:
                 break
-            self._unused = max(0, model.context.allowed - solved.activations)
-            self.limit.widen_margin(self._unused + excess)
+            self.limit.widen_margin(solved.unused + excess)
             model = model.around(self.step(growth))
-            solved = self.producer.solve(model)
-        self._unused = max(0, model.context.allowed - solved.activations)
-        if self._spec.with_curve or self._spec.with_lengths:
-            solved = self.producer.solve(model, self._spec.with_curve, self._spec.with_lengths)
+            solved = self.producer.solve(model, *wanted)
         self.solved = solved
         return solved
 

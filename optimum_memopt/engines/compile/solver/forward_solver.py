@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -68,6 +68,14 @@ class ForwardSolver:
         Raises:
             Infeasible: no plan fits.
         """
+        return self._cheapest(allowed)
+
+    @cached_property
+    def _cheapest(self) -> Callable[[int], Plan]:
+        # A curve is asked for again with another margin, and has the same budgets then.
+        return cache(self._solve)
+
+    def _solve(self, allowed: int) -> Plan:
         if self.compression is None or self.segments:
             return self._cheapest_exact(allowed)
         exact, infeasible = None, None

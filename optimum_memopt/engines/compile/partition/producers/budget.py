@@ -54,7 +54,7 @@ class FromBudget(Producer):
         return SolvedForward(
             why,
             saved,
-            plan.peak,
+            max(0, context.allowed - plan.peak),
             plan.segments,
             step.frontier(plan, context.limit) if with_curve else None,
             _by_length(step, plan) if with_lengths else None,

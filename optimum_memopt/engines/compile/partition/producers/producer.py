@@ -25,7 +25,7 @@ class SolvedForward:
     Attributes:
         why: as `Choice` has it.
         saved: by the graph's digest, its layer, and its call index (see `tape.Call`).
-        activations: bytes that the graphs hold, by the solver.
+        unused: bytes that the plan leaves of what the graphs may hold.
         segments: arguments of runs that the runs before them compute again.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
@@ -33,7 +33,7 @@ class SolvedForward:
 
     why: str
     saved: Mapping[tuple[str, str, int], SavedNodes]
-    activations: int = 0
+    unused: int = 0
     segments: tuple[Link, ...] = ()
     frontier: Frontier | None = None
     by_length: ExtraByLength | None = None
