@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import sympy
 import torch
@@ -34,6 +35,8 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
+
+_Node = TypeVar("_Node")
 
 # The layer, "" outside of all, and the path in it.
 Path = tuple[str, str]
@@ -276,17 +279,29 @@ def decided_from(graph: AnalyzedGraph, saved: Collection[fx.Node]) -> frozenset[
             continue
         recomputed.add(node)
         todo.extend(node.all_input_nodes)
-    found: set[fx.Node] = set()
-    todo = [read for node in recomputed if decides(node) for read in node.all_input_nodes]
-    seen: set[fx.Node] = set()
+    operands = (read for node in recomputed if decides(node) for read in node.all_input_nodes)
+    return frozenset(map(root, saved_sources(operands, saved, recomputed, lambda node: node.all_input_nodes)))
+
+
+def saved_sources(
+    nodes: Iterable[_Node],
+    saved: Collection[_Node],
+    recomputed: Collection[_Node],
+    reads: Callable[[_Node], Iterable[_Node]],
+) -> set[_Node]:
+    """Returns the saved nodes from which these are recomputed, themselves included; `reads` returns a node's
+    operands."""
+    found: set[_Node] = set()
+    seen: set[_Node] = set()
+    todo = list(nodes)
     while todo:
         node = todo.pop()
         if node in saved:
-            found.add(root(node))
+            found.add(node)
         elif node in recomputed and node not in seen:
             seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return frozenset(found)
+            todo.extend(reads(node))
+    return found
 
 
 def is_data_dependent(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from optimum_memopt.engines.compile.graph.analyzed_graph import saved_sources
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, seconds_of, simulate
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
@@ -89,17 +90,9 @@ def decided_from(problem: Problem, deciding: frozenset[int], saved: frozenset[in
         deciding: operators that make integers of numbers, or as many results as their values say.
     """
     recomputed = problem.needed(problem.backward_reads, saved)
-    found: set[int] = set()
-    seen: set[int] = set()
-    todo = [read for node in recomputed & deciding for read in problem.reads[node]]
-    while todo:
-        node = todo.pop()
-        if node in saved:
-            found.add(problem.roots[node])
-        elif node in recomputed and node not in seen:
-            seen.add(node)
-            todo.extend(problem.reads[node])
-    return frozenset(found)
+    operands = (read for node in recomputed & deciding for read in problem.reads[node])
+    found = saved_sources(operands, saved, recomputed, problem.reads.__getitem__)
+    return frozenset(problem.roots[node] for node in found)
 
 
 def with_compression(
