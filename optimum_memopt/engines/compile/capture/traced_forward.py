@@ -429,7 +429,7 @@ class TracedForward:
         if self.shared.is_shared:
             return
         before = ForwardState.of(self._model, with_buffers=True)
-        # Without gradients it takes the least memory; one that registers a hook on a tensor needs them.
+        # Without gradients a forward takes the least memory, but registering a hook on a tensor needs them.
         for has_gradients in (False, True):
             try:
                 with torch.set_grad_enabled(has_gradients):

@@ -48,7 +48,7 @@ def simulate(problem: Problem, saved: frozenset[int], compressed: Collection[int
 
     Args:
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
-        compressed: those of them that are compressed, with an entry in `Problem.conversions`.
+        compressed: activations of `saved` to compress; each has an entry in `Problem.conversions`.
     """
     first, ends, order = _orders(problem, saved)
     ran, ran_back = _raise_picks(problem, first), _raise_picks(problem, order)
@@ -171,7 +171,7 @@ def _run(
         ends: what the graph returns.
         owned: roots from outside that are freed after their last use.
         start: bytes held before the first operator.
-        roots: of all nodes, where one that is compressed is that which takes its place.
+        roots: the root of each node; for a compressed activation, the node that restores it.
     """
     if not len(ran):
         return RunMemory((), (), start)

@@ -1,5 +1,5 @@
-"""What compression to fp8 adds to a graph, as numbers: the operators that convert each activation, their bytes and
-seconds. A solver and its simulation read them, before anything is partitioned."""
+"""The conversions of a graph's activations to fp8 and back: operators with their bytes and seconds, for the solver and
+its simulation, before the graph is partitioned."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -28,9 +28,11 @@ class _Operator(NamedTuple):
     """An operator of a conversion.
 
     Attributes:
-        reads: places among the operators of the kind, -1 for the activation.
-        root: the place of the storage that it lies in, as above.
-        size: the place of its bytes among those of all; `workspace` and `cost` likewise.
+        reads: indices of its operands among the operators of the kind; -1 for the activation.
+        root: the index of the operator that allocates its storage; -1 for the activation.
+        size: the index of its bytes in `Conversions.bytes_of`.
+        workspace: the index of its workspace's bytes there.
+        cost: the index of its seconds in `Conversions.seconds`.
     """
 
     name: str
