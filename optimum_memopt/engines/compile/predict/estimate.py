@@ -261,8 +261,9 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     step = PlannedStep(workload.with_rows(start), Selection() if is_chosen else selection, spec)
     allowed = budget.on_device(step.capacity.total, step.capacity.available)
     if not is_chosen:
-        predictor = step.trace(dynamic=True).predicted
-        return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
+        traced = step.trace(dynamic=True)
+        # Its model lives as long as it does.
+        return largest(lambda rows: bounded_bytes(traced.predicted, batch_size=rows) <= allowed, start)
     traced = step.trace(True, step.costs_of, compresses=selection.compress is not None)
     predictor, model = traced.predicted, StepModel.of(traced.forward, step.context(traced, budget))
 
