@@ -22,12 +22,13 @@ from optimum_memopt.engines.compile.costs.times import update_times
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.footprint import trainable_of
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.partition.producers.budget import cheapest
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
-from optimum_memopt.engines.compile.predict.step_limit import bounded_bytes
+from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch, bounded_bytes
 from optimum_memopt.engines.compile.solver.solver import Infeasible
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
@@ -237,6 +238,8 @@ def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_dec
 _MOST_ROWS = 2**24
 # What an allocator's blocks take under a plan beyond what they take without one; not tuned.
 _BLOCKS = 0.005
+# Percent of the rows that are tried next where these take more.
+_FEWER = 99
 
 
 @one_at_a_time
@@ -265,16 +268,29 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
         # Its model lives as long as it does.
         return largest(lambda rows: bounded_bytes(traced.predicted, batch_size=rows) <= allowed, start)
     traced = step.trace(True, step.costs_of, compresses=selection.compress is not None)
-    predictor, model = traced.predicted, StepModel.of(traced.forward, step.context(traced, budget))
+    limit = StepLimit(traced.model, budget, lambda: traced.run, step.target)
+    context = limit.context(TracedBatch(traced.batch, traced.forward.untrained))
+    predictor, model = traced.predicted, StepModel.of(traced.forward, context)
 
-    def is_within(rows: int) -> bool:
+    def is_likely(rows: int) -> bool:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
-        limit = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
-        of_rows = model.around(replace(model.context, limit=limit)).with_rows(rows)
+        less = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
+        of_rows = model.around(replace(context, limit=less)).with_rows(rows)
         within = int(of_rows.context.allowed * (1 - _BLOCKS))
-        return of_rows.peak(0) <= limit and of_rows.solver.fits(within)
+        return of_rows.peak(0) <= less and of_rows.solver.fits(within)
 
-    return largest(is_within, start)
+    def has_plan(rows: int) -> bool:
+        try:
+            limit.for_another(None).solve(model.with_rows(rows), lambda step: cheapest(step)[1])
+        except Infeasible:
+            return False
+        return True
+
+    rows = largest(is_likely, start)
+    # Blocks take more of small tensors.
+    while limit.is_on_cuda and rows and not has_plan(rows):
+        rows = rows * _FEWER // 100
+    return rows
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:

@@ -38,8 +38,6 @@ from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
-# Of one plan, until its tensors are within the budget in blocks of CUDA's allocator.
-_MOST_SOLVES = 4
 # The share of a budget that a process may hold less than the one that a plan was solved in.
 _LESS_HELD = 0.02
 
@@ -426,19 +424,8 @@ class Planner:
             model.solver.solver.prepare()
             model = model.around(self.step(growth))
         wanted = self._spec.with_curve, self._spec.with_lengths
-        solved = self.producer.solve(model, *wanted)
-        # To compile a plan that is over the budget would take minutes.
-        for _ in range(_MOST_SOLVES):
-            excess = 0
-            with best_effort("what a plan takes in CUDA's blocks"):
-                excess = self.limit.excess_of_plan(model, solved)
-            if excess <= 0:
-                break
-            self.limit.widen_margin(solved.unused + excess)
-            model = model.around(self.step(growth))
-            solved = self.producer.solve(model, *wanted)
-        self.solved = solved
-        return solved
+        self.solved = self.limit.solve(model, lambda step: self.producer.solve(step, *wanted))
+        return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:
         """The step around the graphs, with a batch that has grown so much."""

@@ -14,12 +14,15 @@ from optimum_memopt.engines.compile.memory.footprint import StepContext, blocks_
 from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import Budget, gib_text
 
 # By how much CUDA's allocator may exceed the predicted blocks: 0.1% in steps like those before, 0.3% in one that
 # begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to 4 GiB.
 _BLOCKS = 3e-3
+# Of one plan, until its tensors are within the limit in these blocks.
+_MOST_SOLVES = 4
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,23 @@ class StepLimit:
         around, optimizer = step.footprint((later or events).peak()), self._run().optimizer
         blocks = blocks_around(self._model, optimizer, step.forward.untrained, around, events, later)
         return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
+
+    def solve(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
+        """The plan of a step, solved with a wider margin until it is within the limit in CUDA's blocks, too.
+
+        To compile one that is not would take minutes.
+        """
+        solved = solve(step)
+        for _ in range(_MOST_SOLVES):
+            excess = 0
+            with best_effort("what a plan takes in CUDA's blocks"):
+                excess = self.excess_of_plan(step, solved)
+            if excess <= 0:
+                break
+            self.widen_margin(solved.unused + excess)
+            step = step.around(replace(step.context, margin=self._margin))
+            solved = solve(step)
+        return solved
 
     def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
         """A line where what was made of a plan passes the limit all the same; empty where it does not. Notes the sizes

@@ -46,19 +46,12 @@ class FromBudget(Producer):
             why = f"that is without any activations: {why}"
             raise self._does_not_fit(context, without_graphs, {}, why, has_activations=False)
         try:
-            plan = step.solver.cheapest(context.allowed)
+            plan, solved = cheapest(step)
         except Infeasible as infeasible:
             lowest = step.peak(infeasible.peak) + context.margin
             raise self._does_not_fit(context, lowest, dict(infeasible.holds), _suggestion(step, lowest)) from None
-        why, saved = _chosen(step, plan)
-        return SolvedForward(
-            why,
-            saved,
-            max(0, context.allowed - plan.peak),
-            plan.segments,
-            step.frontier(plan, context.limit) if with_curve else None,
-            _by_length(step, plan) if with_lengths else None,
-        )
+        frontier = step.frontier(plan, context.limit) if with_curve else None
+        return replace(solved, frontier=frontier, by_length=_by_length(step, plan) if with_lengths else None)
 
     def _does_not_fit(
         self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
@@ -88,6 +81,18 @@ class FromBudget(Producer):
 
 def _longest(largest: LargestBatch) -> str:
     return f"the {largest.flattened} longest rows in one" if largest.flattened else "the longest row"
+
+
+def cheapest(step: StepModel) -> tuple[Plan, SolvedForward]:
+    """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed.
+
+    Raises:
+        Infeasible: no plan fits.
+    """
+    context = step.context
+    plan = step.solver.cheapest(context.allowed)
+    why, saved = _chosen(step, plan)
+    return plan, SolvedForward(why, saved, max(0, context.allowed - plan.peak), plan.segments)
 
 
 def _chosen(step: StepModel, plan: Plan) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
