@@ -63,8 +63,13 @@ def test_it_is_trl_s_function(
         assert all(map(torch.equal, found, expected))
 
 
-def test_tokens_without_a_label_are_left_out_where_trl_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_tokens_without_a_label_are_left_out_where_trl_does_so(
+    has_labels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     targets, numbers = labels(), (1.0, 32, None, 1.0, "entropy", None)
+    if not has_labels:
+        targets.fill_(-100)
 
     def step(*given: Any) -> tuple[torch.Tensor, ...]:
         log_probs, _, entropy, *others = label_log_probs(*given)

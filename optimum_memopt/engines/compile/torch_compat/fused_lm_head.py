@@ -75,8 +75,8 @@ def label_log_probs(
     with _autocast(hidden, autocast):
         log_probs, *others = function.forward(context, *given, temperature, chunk_size, softcap, scale, asked)
     log_z = context.to_save[4]
-    results = (log_probs, log_z, *(log_probs.new_empty(0) if each is None else each for each in others))
-    return tuple(_spread(each, scored) for each in results)  # type: ignore[return-value]
+    results = (None if each is None else _spread(each, scored) for each in (log_probs, log_z, *others))
+    return tuple(log_probs.new_empty(0) if each is None else each for each in results)  # type: ignore[return-value]
 
 
 @label_log_probs.register_fake
@@ -256,7 +256,7 @@ def _picked(tensor: Tensor, scored: Tensor | None) -> Tensor:
 
 
 def _spread(tensor: Tensor, scored: Tensor | None) -> Tensor:
-    if scored is None or not tensor.numel():
+    if scored is None:
         return tensor
     spread = tensor.new_zeros((len(scored), *tensor.shape[1:]))
     spread[scored] = tensor
