@@ -2,6 +2,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from gpu.steps import TINY, batch_of, build
 from transformers import TrainerCallback
 
@@ -44,3 +45,25 @@ def test_a_run_with_everything(precision: str, budget: bool, tmp_path: Path) -> 
     assert trainer.memopt.measured_peak_mib == pytest.approx(trainer.memopt.plan_stats.predicted_peak_mib, rel=0.05)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == STEPS
+
+
+class LossOfLogits(MemOptTrainer):
+    """Computes the loss outside of the model's forward, from ids that the simulation knows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_outside_of_the_forward_is_counted(tmp_path: Path) -> None:
+    row = {name: tensor[0].cpu() for name, tensor in batch_of(TINY).items()}
+    args = MemOptTrainingArguments(
+        **{"output_dir": str(tmp_path), "max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
+        **{"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1, "report_to": []},
+    )
+    trainer = LossOfLogits(build("roberta", TINY), args, train_dataset=[row] * 16)
+    trainer.train()
+    assert "not counted" not in str(trainer.memopt.table)
+    assert trainer.memopt.measured_peak_mib == pytest.approx(trainer.memopt.plan_stats.predicted_peak_mib, rel=0.02)

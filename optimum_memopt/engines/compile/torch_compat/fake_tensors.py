@@ -230,8 +230,10 @@ def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_
     memo: dict[int, Any] = {}
     with mode:
         for tensor in tensors:
-            is_known = keeps_values and _may_be_read(tensor)
-            memo[id(tensor)] = _with_its_values(tensor, mode) if is_known else _fake_of(tensor, mode, device, bases)
+            if keeps_values and _may_be_read(tensor):
+                memo[id(tensor)] = _with_its_values(tensor, mode, device)
+            else:
+                memo[id(tensor)] = _fake_of(tensor, mode, device, bases)
         for tensor in tensors:
             made = memo[id(tensor)]
             if tensor.grad is not None:
@@ -273,7 +275,8 @@ def tiled(tensor: torch.Tensor, shape: Sequence[int], mode: FakeTensorMode) -> t
         return tensor.new_empty(shape)
     with unset_fake_temporarily():
         for dim, size in enumerate(shape):
-            values = values.index_select(dim, torch.arange(size) % max(1, values.shape[dim]))
+            places = torch.arange(size, device=values.device) % max(1, values.shape[dim])
+            values = values.index_select(dim, places)
     return _with_its_values(values, mode)
 
 
@@ -419,9 +422,9 @@ def _may_be_read(tensor: torch.Tensor) -> bool:
     return is_small and not tensor.requires_grad and tensor.device.type != "meta"
 
 
-def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode, device: str | None = None) -> torch.Tensor:
     with unset_fake_temporarily():
-        values = tensor.detach().to("cpu", copy=True)
+        values = tensor.detach().to(device or tensor.device, copy=True)
     # The mode knows its memory then: views of the values are views of the fake tensor.
     made = mode.from_tensor(values, static_shapes=True)
     with_values(made, values)
@@ -446,9 +449,13 @@ def _fake_of(
 
 
 def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Models that branch on values of a fake tensor find these."""
+    """Models that branch on values of a fake tensor find these.
+
+    They go to its device: torch runs operators on the values, and takes the results' devices from them.
+    """
     if isinstance(tensor, FakeTensor):
-        tensor.constant = values
+        with unset_fake_temporarily():
+            tensor.constant = values.to(tensor.device)
 
 
 def is_known_true(tensor: torch.Tensor) -> bool:
@@ -473,7 +480,7 @@ def with_mask(mask: torch.Tensor, has_padding: bool) -> None:
     """The last token of the last row is padding, or none is, where no values of the mask are known."""
     if isinstance(mask, FakeTensor) and mask.constant is None and mask.dim() == 2:
         with unset_fake_temporarily():
-            values = torch.ones(mask.shape, dtype=mask.dtype)
+            values = torch.ones(mask.shape, dtype=mask.dtype, device=mask.device)
             values[-1:, -1:] = not has_padding
         mask.constant = values
 
