@@ -7,6 +7,7 @@ from gpu.steps import TINY, batch_of, build
 from transformers import TrainerCallback
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
+from optimum_memopt.engines.shared.forward_patch import ForwardState
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -67,3 +68,12 @@ def test_a_loss_outside_of_the_forward_is_counted(tmp_path: Path) -> None:
     trainer.train()
     assert "not counted" not in str(trainer.memopt.table)
     assert trainer.memopt.measured_peak_mib == pytest.approx(trainer.memopt.plan_stats.predicted_peak_mib, rel=0.02)
+
+
+def test_the_state_before_a_first_forward_takes_nothing_of_the_device() -> None:
+    model = build("roberta", TINY).requires_grad_(False)
+    held = torch.cuda.memory_allocated()
+    state = ForwardState.of(model, with_buffers=True)
+    assert torch.cuda.memory_allocated() == held
+    state.restore()
+    assert len(state.frozen) == len(list(model.parameters()))

@@ -110,23 +110,32 @@ class ForwardState:
     frozen: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
 
     @classmethod
-    def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
+    def of(
+        cls,
+        model: torch.nn.Module,
+        with_buffers: bool,
+        others: Sequence[torch.nn.Module] = (),
+        is_every_step: bool = False,
+    ) -> "ForwardState":
         """The state before a forward, in which `others` may take part, as a module that computes the loss.
 
         Args:
             with_buffers: with that of modules; False: that of random generators alone.
+            is_every_step: not before a first forward alone, so that nothing may wait for the device. Else copies are
+                on the host: memory that only a first forward holds would be predicted for all.
         """
+        copied = _clone if is_every_step else _on_host
         parameter = next(model.parameters(), None)
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         return cls(
             GeneratorStates.of(parameter.device if parameter is not None else None),
             tuple(
-                (module, name, buffer, buffer.detach().clone())
+                (module, name, buffer, copied(buffer))
                 for module in modules
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             ),
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
-            tuple(_copies_of_frozen(modules)),
+            tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
         )
 
     def restore(self) -> None:
@@ -140,14 +149,22 @@ class ForwardState:
                 attribute.restore()
 
 
-def _copies_of_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Copies of the smallest frozen parameters: a hook may write to those of a teacher, and to no large ones."""
+def _small_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """The smallest frozen parameters: a hook may write to those of a teacher, and to no large ones."""
     own = {each: None for module in modules for each in module.parameters(recurse=False) if not each.requires_grad}
     left = _MOST_FROZEN
     for parameter in sorted((each for each in own if type(each) is torch.nn.Parameter), key=lambda each: each.nbytes):
         if (left := left - parameter.nbytes) < 0:
             return
-        yield parameter, parameter.detach().clone()
+        yield parameter
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _clone(tensor) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
 
 TrainForward = Callable[..., Any]
