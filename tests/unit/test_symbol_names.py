@@ -19,6 +19,9 @@ SYMBOL = sympy.Symbol("s0")
         ("L['hidden'].size()[2]", 32, "input_ids_dim1"),
         ("L['hidden'].size()[1]", 256, None),
         ("L['window']", 32, None),
+        # A module in the model has an argument of this name and another shape.
+        ("L['labels'].size()[1]", 8, "labels_dim0"),
+        ("L['labels'].size()[1]", 5, None),
     ],
 )
 def test_a_size_is_that_of_an_input_or_equal_to_one(source, size, name):

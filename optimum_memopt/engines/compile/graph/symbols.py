@@ -87,8 +87,10 @@ def symbol_names(
 ) -> dict[sympy.Symbol, str]:
     """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size have no name.
 
-    A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`. Such a size has the
-    name of an input's size that is equal in this batch, of the same dimension if there is one.
+    A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`, and the graph of a
+    module that is compiled by itself takes that module's arguments, which may have an input's name and another shape.
+    Such a size has the name of an input's size that is equal in this batch: of the same input if there is one, and
+    then of the same dimension.
 
     Args:
         sources: what each symbol is the size of.
@@ -97,13 +99,15 @@ def symbol_names(
     names = {}
     for symbol, texts in sources.items():
         parts = [(match["input"], int(match["dim"])) for text in texts if (match := _SIZE.search(text))]
-        axes = [axis for axis in parts if axis[0] and (not batch or _name(*axis) in batch)]
-        dims = {dim for _, dim in parts}
+        equal = [name for name, size in batch.items() if size == sizes.get(symbol)]
+        axes = [axis for axis in parts if axis[0] and (not batch or _name(*axis) in equal)]
         if axes:
             names[symbol] = _name(*min(axes, key=_rank))
-        elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
+        elif parts and equal:
+            inputs, dims = map(set, zip(*parts, strict=True))
             parsed = [(name, int(dim)) for name, _, dim in (axis.rpartition("_dim") for axis in equal)]
-            names[symbol] = _name(*min(parsed, key=lambda axis: (axis[1] not in dims, *_rank(axis))))
+            nearest = min(parsed, key=lambda axis: (axis[0] not in inputs, axis[1] not in dims, *_rank(axis)))
+            names[symbol] = _name(*nearest)
     return names
 
 
