@@ -255,6 +255,37 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     engine.detach()
 
 
+class Narrowing(torch.nn.Module):
+    """Two groups of layers with the same operators, the second one of which is smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = (
+            torch.nn.ModuleList(Perceptrons.Block(width, 0.0) for _ in range(3)) for width in (64, 16)
+        )
+
+    def forward(self, x: torch.Tensor) -> Output:
+        for layer in self.wide:
+            x = layer(x)
+        x = x[..., :16]
+        for layer in self.narrow:
+            x = layer(x)
+        return Output(loss=x.square().mean())
+
+
+@in_turn
+def test_a_budget_is_solved_for_the_sizes_of_each_stage(steady_process: None) -> None:
+    model, batch = Narrowing(), {"x": torch.randn(400, 64)}
+    with log_lines() as lines:
+        engine, budget = within(model, batch, 0.6)
+        accumulate(model, [batch])
+    assert engine.predictor.footprint().peak <= budget
+    assert "for 6 layers" in engine.plans().header[0]
+    assert not any("solving again" in line for line in lines)
+    engine.detach()
+
+
 class Stateful(torch.nn.Module):
     """Blocks that pass something on by an attribute, `how` says which way."""
 

@@ -78,10 +78,12 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
     return GraphSignature(numbers, dict(Counter(map(operator_name, paths))), digest)
 
 
-def digest_of(joint: JointGraph) -> str:
-    """The digest of all nodes of a joint graph; that of a signature is of the forward's operators alone."""
+def digest_of(joint: JointGraph, signature: GraphSignature) -> str:
+    """The digest of all nodes of a joint graph and of the numbers of its parameters, which differ between stages of
+    layers; that of a signature is of the forward's operators alone."""
     # A size is read of any tensor that has it, so that another trace may number these operators otherwise.
-    text = "\n".join(f"{'' if is_number(node) else node.name} {operator_name(node)}" for node in joint.nodes)
+    nodes = (f"{'' if is_number(node) else node.name} {operator_name(node)}" for node in joint.nodes)
+    text = "\n".join((*nodes, *(f"{dtype} {numbers}" for dtype, numbers in sorted(signature.parameters.items()))))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -168,8 +170,8 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
-        digest: of the operators of all nodes, and the names of those that are no sizes: the same node has the same
-            number in another graph with it.
+        digest: of the operators of all nodes, the names of those that are no sizes, and the numbers of parameters: the
+            same node has the same number in another graph with it.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
         call_index: see `tape.Call`.
         state: inputs that may change before the backward, without those that the graph itself writes to.

@@ -218,7 +218,7 @@ def analyze(
         workspaces,
         by_torch,
         cuda,
-        digest_of(joint),
+        digest_of(joint, signature),
         state=tuple(state.nodes(joint, state.parameters | state.buffers) - joint.mutated_inputs),
     )
     if not fuses:
