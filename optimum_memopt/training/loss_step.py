@@ -8,7 +8,7 @@ import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class NotedLoss:
         # The arguments of the call that runs: a copy of the inputs, and the others.
         self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         self._compute: Callable[..., Any] | None = None
+        self._forwards = _Forwards()
 
     def wrap(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """`compute_loss` that is noted in training."""
@@ -40,10 +41,13 @@ class NotedLoss:
                 return compute_loss(model, inputs, *args, **kwargs)
             # It may take some of them out.
             self._given = dict(inputs) if isinstance(inputs, dict) else inputs, args, kwargs
+            if (trainer := self._trainer()) is not None and _name(trainer):
+                self._forwards.note(model)
             try:
                 return compute_loss(model, inputs, *args, **kwargs)
             finally:
                 self._given = None
+                self._forwards.forget()
 
         return compute
 
@@ -56,8 +60,51 @@ class NotedLoss:
         if unknown := _unknown(trainer):
             return LossStep(name, unknown)
         held = self._trainer
-        computed = partial(_computed, held, compute)
-        return LossStep(name, "", inputs, (args, kwargs), computed, partial(_modules, held), partial(_prepared, held))
+        computed, prepared = partial(_computed, held, compute), partial(_prepared, held, self._forwards)
+        return LossStep(name, "", inputs, (args, kwargs), computed, partial(_modules, held), prepared)
+
+
+class _Forwards:
+    """The forwards that instances of a model's modules have while a step begins.
+
+    A loss may replace some for the time of its call, by functions that keep what they return (sentence-transformers'
+    `MatryoshkaLoss`): they are not to see a second call within the first.
+    """
+
+    def __init__(self) -> None:
+        # Known once: a walk over the modules takes milliseconds.
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._noted: dict[torch.nn.Module, Any] | None = None
+
+    def note(self, model: torch.nn.Module) -> None:
+        if not self._modules or self._modules[0]() is not model:
+            self._modules = list(map(weakref.ref, model.modules()))
+        self._noted = dict(self._own())
+
+    def forget(self) -> None:
+        self._noted = None
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it modules have the noted forwards; those that they have now, where no step runs."""
+        now = dict(self._own())
+        self._put(now if self._noted is None else self._noted)
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def _own(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        for held in self._modules:
+            if (module := held()) is not None and (forward := vars(module).get("forward")) is not None:
+                yield module, forward
+
+    def _put(self, forwards: Mapping[torch.nn.Module, Any]) -> None:
+        for module, forward in {**dict(self._own()), **forwards}.items():
+            if module not in forwards:
+                del module.forward
+            elif vars(module).get("forward") is not forward:
+                module.forward = forward
 
 
 def _name(trainer: Any) -> str:
@@ -125,7 +172,7 @@ def _modules(held: Callable[[], Any]) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def _prepared(held: Callable[[], Any]) -> Iterator[None]:
+def _prepared(held: Callable[[], Any], forwards: _Forwards) -> Iterator[None]:
     """Within it a Trainer computes a loss without a trace, and alone."""
     trainer, accelerator = held(), held().accelerator
     parts = {id(part): part for module in _modules(held) for part in module.modules()}.values()
@@ -140,6 +187,7 @@ def _prepared(held: Callable[[], Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_as_it_is(trainer, owners))
         stack.callback(_restore, attributes)
+        stack.enter_context(forwards.in_place())
         stack.enter_context(compat_dry_run.alone())
         stack.enter_context(compat_dry_run.longest_generation(contextlib.nullcontext))
         # A new one would have its scale without data.

@@ -256,6 +256,39 @@ def test_counting_leaves_no_trace(tmp_path: Path) -> None:
     assert distance(weights(ours.model), weights(plain.model)) == 0
 
 
+class Keeps(Wide):
+    """Has the model's forward keep what it returns while the loss is computed, as sentence-transformers'
+    `MatryoshkaLoss` does."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.kept: list[int] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own, kept = model.forward, []
+
+        def keeping(**given: Any) -> Any:
+            kept.append(own(**given))
+            return kept[-1]
+
+        model.forward = keeping
+        try:
+            scores = self.scores(model(**inputs))
+        finally:
+            model.forward = own
+        self.kept.append(len(kept))
+        return functional.cross_entropy(scores, inputs["labels"])
+
+
+def test_a_forward_that_the_loss_replaces_sees_one_call_a_step(tmp_path: Path) -> None:
+    trainer = trainer_of(Keeps, tmp_path)
+    trainer.train()
+    assert trainer.kept == [1, 1, 1]
+    (asked,), (predicted,) = set(trainer.asked), set(trainer.predicted)
+    assert predicted == pytest.approx(asked, rel=0.01)
+    assert "not counted" not in str(trainer.memopt.table) and "forward" not in vars(trainer.model)
+
+
 class FromIterator(Plain):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
