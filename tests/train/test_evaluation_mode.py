@@ -1,6 +1,7 @@
 """A model in evaluation mode, with dropout off, trains under its plan: enabled gradients are what counts."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,16 @@ from transformers import Trainer
 
 from optimum_memopt import MemOptTrainer, optimize
 from optimum_memopt.errors import MemOptError
-from tests.rotation import in_turn
+from tests.gradients import assert_bitwise_same_step
+from tests.model_zoo import SMALL
+from tests.rotation import in_turn, nightly
+from tests.small_model import WIDTH
 from tests.trainer_runs import CLOSE, build, collate, distance, log_lines, make, rows, weights
 
 NAME = "roberta-classification"
 COMPILE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+LEVEL, BUDGET = {"memory_opt_level": 1}, {"memory_opt_budget": "16GiB"}
+FROZEN = "forwards of SmallForSequenceClassification in which nothing trains run in plain PyTorch"
 
 
 def test_a_loop_trains_under_the_plan_in_both_modes() -> None:
@@ -46,6 +52,41 @@ def test_a_forward_without_gradients_is_plain() -> None:
     with torch.no_grad():
         model(**collate(rows(NAME, 4)))
     assert engine.plans() is None
+
+
+@pytest.mark.parametrize("plan", nightly([LEVEL, BUDGET], but=[BUDGET]), ids=["level", "budget"])
+def test_a_forward_in_which_nothing_trains_is_plain(plan: dict[str, Any]) -> None:
+    """As of a reference model, which is the one that trains without its adapter."""
+    ours, plain, batch = SMALL.build("eager"), SMALL.build("eager"), SMALL.batch()
+    engine = optimize(ours, **plan, **COMPILE)
+    with log_lines() as lines:
+        ours.requires_grad_(False)(**batch)
+        assert engine.plans() is None
+        for trains in (True, False, True):
+            ours.requires_grad_(trains)
+            plain.requires_grad_(trains)
+            if trains:
+                assert_bitwise_same_step(ours, plain, batch)
+            else:
+                assert torch.equal(ours(**batch).logits, plain(**batch).logits)
+    assert lines.count(FROZEN) == 1
+    assert not any("NOT under a plan" in line or "solving for the budget again" in line for line in lines)
+    engine.detach()
+
+
+@in_turn
+def test_a_tensor_that_a_frozen_model_holds_may_train() -> None:
+    model = SMALL.build("eager", repeats=True).requires_grad_(False)
+    del model.scale
+    model.scale = torch.ones(1, 1, WIDTH, requires_grad=True)
+    engine = optimize(model, memory_opt_level=1, **COMPILE)
+    gradients = []
+    with log_lines() as lines:
+        for _ in range(2):
+            gradients += torch.autograd.grad(model(**SMALL.batch()).loss, model.scale)
+    assert torch.equal(*gradients)
+    assert engine.plans() is not None and FROZEN not in lines
+    engine.detach()
 
 
 class _Evaluates:

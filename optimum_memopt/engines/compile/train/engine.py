@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import bitsandbytes
-from optimum_memopt.compat.torch import world_size
+from optimum_memopt.compat.torch import tensors_in, world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
@@ -91,6 +92,10 @@ class CompileEngine(in_place.InPlaceEngine):
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
+        # A parameter that trained in the last forward.
+        self._trained: Callable[[], torch.Tensor | None] = lambda: None
+        # Gradients pass through the forward to what is neither a parameter nor a tensor among its arguments.
+        self._has_other_gradients = self._has_said_frozen = False
         # Modules whose weights of 4 bits evaluations may not pack meanwhile.
         self._unpacked: list[torch.nn.Module] = []
         super().__init__(selection)
@@ -111,6 +116,8 @@ class CompileEngine(in_place.InPlaceEngine):
     def _enter(self) -> None:
         for line in releases.what_is_less():
             get_logger().warning(line)
+        self._trained = lambda: None
+        self._has_other_gradients = False
         self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
         if self._leafs is not None:
             self._leafs.start(self._model, self._layers())
@@ -217,6 +224,8 @@ class CompileEngine(in_place.InPlaceEngine):
             (process.keep_freed_memory if keeps else process.keep_no_more)()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_gradients(args, kwargs):
+            return self._frozen_forward(args, kwargs)
         is_first = self._buckets is None
         if self._releases_gradients and self._released is None:
             self._released = self._release_gradients()
@@ -257,6 +266,27 @@ class CompileEngine(in_place.InPlaceEngine):
             peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
             # What malloc keeps of one step may be in no place that the next one can use.
             self._keep_freed(host_available() >= peak)
+        return outputs
+
+    def _has_gradients(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True where a backward through the forward would compute a gradient, as far as is known before it."""
+        trained = self._trained()
+        if trained is None or not trained.requires_grad:
+            # Other parameters train than in the last forward, or none.
+            trained = next((each for each in self._model.parameters() if each.requires_grad), None)
+            self._trained = weakref.ref(trained) if trained is not None else lambda: None
+        if trained is not None or self._has_other_gradients:
+            return True
+        return any(each.requires_grad for each in tensors_in((args, kwargs)))
+
+    def _frozen_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs of a forward in which nothing trains, as of a reference model: nothing is saved for it."""
+        outputs = self._attached.training_forward.plain_forward(*args, **kwargs)
+        # A cache of keys and values that is given, or a tensor that a module holds, may have a gradient.
+        self._has_other_gradients = any(each.requires_grad for each in tensors_in(outputs))
+        if not self._has_other_gradients and not self._has_said_frozen:
+            self._has_said_frozen = True
+            get_logger().info(f"forwards of {type(self._model).__name__} in which nothing trains run in plain PyTorch")
         return outputs
 
     def _release_gradients(self) -> ReleasedGradients:
