@@ -76,7 +76,7 @@ lint: $(TEST_STAMP)
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Of the nightly tests each commit takes another of so many shares, and of the tests in turn an eighth.
-SHARES := 40
+SHARES := 80
 COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 check test test-nightly test-all test-times: export HF_HUB_OFFLINE := 1
