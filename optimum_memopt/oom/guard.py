@@ -109,7 +109,7 @@ class MemoryReportCallback(HookingCallback):
                 self._start = StepStart.of(trainer)
                 if self._first_outside is None:
                     self._first_outside = held_at_start(trainer, self._start, None)[OTHER]
-                before = None if self.replanner is None else StepState.of(trainer, is_every_step=True)
+                before = None if self.replanner is None else StepState.of(trainer, on_host=False)
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
                     given = inputs if before is None else copy.copy(inputs)

@@ -41,14 +41,14 @@ class StepState:
     values: Mapping[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, trainer: Trainer, is_every_step: bool) -> "StepState":
-        """The state before a step; `is_every_step` as in `ForwardState.of`."""
+    def of(cls, trainer: Trainer, on_host: bool) -> "StepState":
+        """The state before a step; `on_host` as in `ForwardState.of`."""
         model, modules = model_of(trainer), modules_beside(trainer)
         of_model = dict.fromkeys(model.parameters())
         beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
         gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
         return cls(
-            ForwardState.of(model, with_buffers=True, others=modules, is_every_step=is_every_step),
+            ForwardState.of(model, with_buffers=True, others=modules, on_host=on_host),
             {parameter: writes_to(parameter) for parameter in of_model | beside},
             {parameter: (gradient, writes_to(gradient)) for parameter, gradient in gradients.items()},
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
@@ -182,7 +182,7 @@ def falling_back(
         is_first = engine.plans() is None and trainer.args.world_size == 1
         if not is_first or sum(buffer.nbytes for buffer in model_of(trainer).buffers()) > _MOST_BUFFERS:
             return training_step(model, inputs, *args, **kwargs)
-        before = StepState.of(trainer, is_every_step=False)
+        before = StepState.of(trainer, on_host=True)
         try:
             # A copy, since label smoothing takes the labels out.
             return training_step(model, copy.copy(inputs), *args, **kwargs)

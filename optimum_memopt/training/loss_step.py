@@ -65,10 +65,10 @@ class NotedLoss:
 
 
 class _Forwards:
-    """The forwards that instances of a model's modules have while a step begins.
+    """The instance forwards of a model's modules at the start of a step.
 
-    A loss may replace some for the time of its call, by functions that keep what they return (sentence-transformers'
-    `MatryoshkaLoss`): they are not to see a second call within the first.
+    A loss may replace forwards during its call with functions that cache outputs (sentence-transformers'
+    `MatryoshkaLoss`). Those must not be called again while the loss is simulated within that call.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Forwards:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it modules have the noted forwards; those that they have now, where no step runs."""
+        """Within it modules have the forwards noted at the start of the step; outside of a step nothing changes."""
         now = dict(self._own())
         self._put(now if self._noted is None else self._noted)
         try:

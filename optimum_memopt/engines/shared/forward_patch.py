@@ -111,20 +111,16 @@ class ForwardState:
 
     @classmethod
     def of(
-        cls,
-        model: torch.nn.Module,
-        with_buffers: bool,
-        others: Sequence[torch.nn.Module] = (),
-        is_every_step: bool = False,
+        cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = (), on_host: bool = True
     ) -> "ForwardState":
         """The state before a forward, in which `others` may take part, as a module that computes the loss.
 
         Args:
             with_buffers: with that of modules; False: that of random generators alone.
-            is_every_step: not before a first forward alone, so that nothing may wait for the device. Else copies are
-                on the host: memory that only a first forward holds would be predicted for all.
+            on_host: copies go to the host, which waits for the device. Copies on the device would be counted as memory
+                of all steps where only the first forward needs them.
         """
-        copied = _clone if is_every_step else _on_host
+        copied = _on_host if on_host else _clone
         parameter = next(model.parameters(), None)
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         return cls(
@@ -150,7 +146,7 @@ class ForwardState:
 
 
 def _small_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """The smallest frozen parameters: a hook may write to those of a teacher, and to no large ones."""
+    """Yields the smallest frozen parameters, up to `_MOST_FROZEN` bytes: hooks may update a small teacher in place."""
     own = {each: None for module in modules for each in module.parameters(recurse=False) if not each.requires_grad}
     left = _MOST_FROZEN
     for parameter in sorted((each for each in own if type(each) is torch.nn.Parameter), key=lambda each: each.nbytes):

@@ -79,8 +79,10 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
 
 
 def digest_of(joint: JointGraph, signature: GraphSignature) -> str:
-    """The digest of all nodes of a joint graph and of the numbers of its parameters, which differ between stages of
-    layers; that of a signature is of the forward's operators alone."""
+    """Returns a hash of a joint graph's nodes and parameter counts, which differ between stages of layers.
+
+    The digest of a signature covers only the forward's operators.
+    """
     # A size is read of any tensor that has it, so that another trace may number these operators otherwise.
     nodes = (f"{'' if is_number(node) else node.name} {operator_name(node)}" for node in joint.nodes)
     text = "\n".join((*nodes, *(f"{dtype} {numbers}" for dtype, numbers in sorted(signature.parameters.items()))))
@@ -170,8 +172,8 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
-        digest: of the operators of all nodes, the names of those that are no sizes, and the numbers of parameters: the
-            same node has the same number in another graph with it.
+        digest: hash of all operators, node names except sizes, and parameter counts; graphs with equal digests number
+            their nodes alike.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
         call_index: see `tape.Call`.
         state: inputs that may change before the backward, without those that the graph itself writes to.

@@ -125,7 +125,7 @@ class CapturedForward:
         Args:
             sizes: see `sizes_of_runs`.
             frees_gradients: see `compose`.
-            plans: one for each run, without compression; empty: those of the choices that were applied.
+            plans: an uncompressed plan for each run; empty: the applied plans.
         """
         tape, runs = self._runs(sizes, CapturedGraph.events_at, plans)
         if plans:

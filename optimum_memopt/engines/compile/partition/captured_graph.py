@@ -75,7 +75,7 @@ class CapturedGraph:
         """Returns the events of its forward and backward for these sizes.
 
         Args:
-            plan: one without compression; None: that of the choice that was applied.
+            plan: an uncompressed plan; None: the applied one.
         """
         plan = plan or self.plans[0]
         if plan.compressed and self.timeline is not None:

@@ -238,7 +238,7 @@ def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_dec
 _MOST_ROWS = 2**24
 # What an allocator's blocks take under a plan beyond what they take without one; not tuned.
 _BLOCKS = 0.005
-# Percent of the rows that are tried next where these take more.
+# Percent of the rows to try next, where their plan does not fit in the allocator's blocks.
 _FEWER = 99
 
 
@@ -273,7 +273,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     predictor, model = traced.predicted, StepModel.of(traced.forward, context)
 
     def is_likely(rows: int) -> bool:
-        """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
+        """Estimates the blocks of a plan by those that the allocator takes without one."""
         less = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
         of_rows = model.around(replace(context, limit=less)).with_rows(rows)
         within = int(of_rows.context.allowed * (1 - _BLOCKS))
@@ -287,7 +287,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
         return True
 
     rows = largest(is_likely, start)
-    # Blocks take more of small tensors.
+    # Small tensors waste more of their blocks than estimated.
     while limit.is_on_cuda and rows and not has_plan(rows):
         rows = rows * _FEWER // 100
     return rows

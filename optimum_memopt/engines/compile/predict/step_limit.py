@@ -135,9 +135,9 @@ class StepLimit:
         return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
 
     def solve(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
-        """The plan of a step, solved with a wider margin until it is within the limit in CUDA's blocks, too.
+        """Returns a plan whose CUDA blocks are within the limit: widens the margin and solves again until they are.
 
-        To compile one that is not would take minutes.
+        Compiling a plan first, and rejecting it then, takes minutes.
         """
         solved = solve(step)
         for _ in range(_MOST_SOLVES):

@@ -449,9 +449,9 @@ def _fake_of(
 
 
 def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Models that branch on values of a fake tensor find these.
+    """Give a fake tensor known values, on which models may branch.
 
-    They go to its device: torch runs operators on the values, and takes the results' devices from them.
+    Values are moved to its device, since torch runs operators on them and returns results on the values' device.
     """
     if isinstance(tensor, FakeTensor):
         with unset_fake_temporarily():

@@ -152,8 +152,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def remove_unread_writes(graph: fx.Graph) -> None:
-    """Remove operators that write to arguments and whose results nobody reads, so that a second run of a graph writes
-    nothing to the model's state."""
+    """Remove in-place operators with unused results, so that rerunning the graph leaves the model's state as it is."""
     for node in reversed(graph.nodes):
         if written_by(node) and not node.users:
             graph.erase_node(node)

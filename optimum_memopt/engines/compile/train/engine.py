@@ -269,7 +269,7 @@ class CompileEngine(in_place.InPlaceEngine):
         return outputs
 
     def _has_gradients(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """True where a backward through the forward would compute a gradient, as far as is known before it."""
+        """True where a parameter, an argument or a tensor seen in an earlier forward requires a gradient."""
         trained = self._trained()
         if trained is None or not trained.requires_grad:
             # Other parameters train than in the last forward, or none.
@@ -280,7 +280,7 @@ class CompileEngine(in_place.InPlaceEngine):
         return any(each.requires_grad for each in tensors_in((args, kwargs)))
 
     def _frozen_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The outputs of a forward in which nothing trains, as of a reference model: nothing is saved for it."""
+        """Returns the outputs of plain PyTorch: a frozen model, such as a reference model, saves no activations."""
         outputs = self._attached.training_forward.plain_forward(*args, **kwargs)
         # A cache of keys and values that is given, or a tensor that a module holds, may have a gradient.
         self._has_other_gradients = any(each.requires_grad for each in tensors_in(outputs))
