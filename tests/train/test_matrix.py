@@ -199,8 +199,9 @@ def check_layers(pair: Pair, batch: Batch) -> None:
     assert f" graphs for {layers} layers, compiled once for equal ones" in engine.plans().header[0]
     if not all(parameter.requires_grad for parameter in pair.model.parameters()):
         # The first forwards copy frozen state to compare it with what their backwards read.
-        for _ in range(COMPARED_BACKWARDS):
-            accumulate(pair.model, (batch,))
+        for model in (pair.model, pair.plain):
+            torch.manual_seed(0)
+            accumulate(model, [batch] * COMPARED_BACKWARDS)
     torch.manual_seed(0)
     saved, peak = measured(pair.model, batch)
     # Which may have running statistics.

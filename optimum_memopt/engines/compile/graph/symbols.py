@@ -89,8 +89,8 @@ def symbol_names(
 
     A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`, and the graph of a
     module that is compiled by itself takes that module's arguments, which may have an input's name and another shape.
-    Such a size has the name of an input's size that is equal in this batch: of the same input if there is one, and
-    then of the same dimension.
+    Such a size has the name of an input's size that is equal in this batch: of the same input, or one of its shape, if
+    there is one, and then of the same dimension.
 
     Args:
         sources: what each symbol is the size of.
@@ -105,10 +105,26 @@ def symbol_names(
             names[symbol] = _name(*min(axes, key=_rank))
         elif parts and equal:
             inputs, dims = map(set, zip(*parts, strict=True))
-            parsed = [(name, int(dim)) for name, _, dim in (axis.rpartition("_dim") for axis in equal)]
-            nearest = min(parsed, key=lambda axis: (axis[0] not in inputs, axis[1] not in dims, *_rank(axis)))
-            names[symbol] = _name(*nearest)
+            shapes = _shapes(batch)
+            alike = {name for name in shapes if any(shapes[name] == shapes.get(each) for each in inputs)}
+            by_distance = {
+                (of not in alike, dim not in dims, *_rank((of, dim)), dim): _name(of, dim)
+                for of, dim in map(_axis, equal)
+            }
+            names[symbol] = by_distance[min(by_distance)]
     return names
+
+
+def _axis(name: str) -> tuple[str, int]:
+    """Returns input and dimension of `input_ids_dim0`."""
+    of, _, dim = name.rpartition("_dim")
+    return of, int(dim)
+
+
+def _shapes(batch: Mapping[str, int]) -> dict[str, frozenset[tuple[int, int]]]:
+    """Returns sizes by dimension of each input."""
+    axes = [(*_axis(name), size) for name, size in batch.items()]
+    return {of: frozenset((dim, size) for other, dim, size in axes if other == of) for of, _, _ in axes}
 
 
 def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
