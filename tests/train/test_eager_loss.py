@@ -85,6 +85,21 @@ class TeacherLast(Wide):
         return functional.kl_div(scores.log_softmax(-1), target, reduction="batchmean")
 
 
+class Reference(Wide):
+    """A head beside the model, whose parameters require grad and get none: autocast keeps its casts of them as long as
+    it is on, as of DPO's reference model. Of this loss the backward takes the most."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.head = torch.nn.Linear(CLASSES, WIDE, bias=False)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        outputs = model(**inputs)
+        with self.accelerator.autocast(), torch.no_grad():
+            target = self.head(outputs.logits).float().mean()
+        return (self.scores(outputs).float().sin().cos().tanh() - target).mean()
+
+
 # Of a script's own.
 TEACHER = SMALL.build("eager").requires_grad_(False)
 HEAD = torch.nn.Linear(CLASSES, WIDE)
@@ -162,6 +177,7 @@ def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterat
         pytest.param(TeacherFirst, {"memory_opt_unit": "model"}, marks=pytest.mark.nightly),
         pytest.param(TeacherLast, {"memory_opt_compiler": "inductor"}, marks=pytest.mark.nightly),
         pytest.param(TeacherFirst, {"bf16": True}, marks=pytest.mark.nightly),
+        (Reference, {"bf16": True}),
     ],
 )
 def test_a_step_is_predicted_with_its_loss(kind: type[Wide], changes: dict[str, Any], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -102,8 +102,7 @@ class LossSimulation:
             raise ReferenceError("the model whose loss is simulated was deleted")
         run = _Run(model, self._forward, self._mode)
         with contextlib.ExitStack() as stack:
-            # The forward that waits for this may run in that of the Trainer.
-            stack.enter_context(torch.autocast(next(model.parameters()).device.type, enabled=False))
+            stack.enter_context(_outside_of_autocast(next(model.parameters()).device.type))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._step.prepared())
@@ -142,6 +141,22 @@ class LossSimulation:
         if not isinstance(inputs, Mapping):
             return dynamo.tree_map(functools.partial(resized, ""), inputs)
         return {name: dynamo.tree_map(functools.partial(resized, str(name)), value) for name, value in inputs.items()}
+
+
+@contextlib.contextmanager
+def _outside_of_autocast(device: str) -> Iterator[None]:
+    """As where a step begins, though the forward that waits may run under autocast: it is off, and leaving a context
+    that the step enters frees the casts of parameters, which the outermost context alone does."""
+    depth, is_on = torch.autocast_increment_nesting() - 1, torch.is_autocast_enabled(device)
+    while torch.autocast_decrement_nesting():
+        pass
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, is_on)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
 
 
 class _Mark(NamedTuple):
