@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from allocations import allocated
 from budget_graphs import Within, attach
 
@@ -25,7 +26,7 @@ from optimum_memopt.sizes import Budget, parse_budget
 from tests.captured import by_bytes
 from tests.compiled import DROPOUT, recorded
 from tests.gradients import accumulate, assert_bitwise_same
-from tests.model_zoo import SMALL, ZOO
+from tests.model_zoo import SMALL, VOCABULARY, ZOO
 from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
@@ -289,4 +290,29 @@ def test_another_graph_of_the_same_operators_is_solved_by_itself(steady_process:
     for graph in (first, second):
         assert graph.choice.why.startswith("budget") and graph.choice.recomputed
     assert [c.row for c in first.choice.candidates] == [c.row for c in second.choice.candidates]
+    engine.detach()
+
+
+@pytest.mark.nightly
+def test_graphs_that_only_a_second_run_has_are_planned_too(steady_process: None) -> None:
+    """The first run of LongT5 compares lengths, and torch traces its encoder otherwise in the next one."""
+    config = transformers.LongT5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, dropout_rate=0.0,
+        local_radius=3, pad_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    batch = ZOO["t5"].batch(96, 48)
+
+    def step(selection: Selection) -> CompileEngine:
+        torch.manual_seed(0)
+        model = transformers.LongT5ForConditionalGeneration(config)
+        engine = CompileEngine(selection, "aot_eager", unit="layer")
+        engine.attach(model)
+        model(**batch).loss.backward()
+        return engine
+
+    by_level = held(step(Selection(level=1)))
+    budget = budget_of(by_level.peak + by_level.activations // 4)
+    engine = step(Selection(budget=budget))
+    assert "level 1" not in engine.plans().header[0]
+    assert engine.predictor.footprint().peak <= budget.bytes
     engine.detach()

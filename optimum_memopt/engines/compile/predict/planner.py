@@ -109,6 +109,8 @@ class Planner:
         # By their digests.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
+        # Before the forward ran other graphs; torch may run those of then again.
+        self._former: SolvedForward | None = None
         self.siblings: Callable[[], Iterable[Planner]] = tuple
         self.has_foreign = self.has_unplanned = False
         # Whose steps are within the budget, as the plan has it.
@@ -211,7 +213,9 @@ class Planner:
             with best_effort("the predicted peak"):
                 line = self.limit.exceeded(predictor)
                 line = line and f"{line}{self._why_larger}"
-            if not any(self._of_ranks(line)):
+            # Sizes that a first run has compared may have torch trace other graphs in the next one (LongT5).
+            is_unplanned = self._forward is not None and self.has_unplanned
+            if not any(self._of_ranks(line or is_unplanned)):
                 if entry is not None and planned.plan_file is not None:
                     CachedPlan(planned.plan_file, self.limit.constant).write(entry)
                 break
@@ -224,8 +228,12 @@ class Planner:
                 unused = self.solved.unused if self.solved is not None else 0
                 self.limit.widen_margin(unused + number * self.limit.excess(predictor))
                 get_logger().info(f"{line}: solving again with a margin of that size")
+            if self.has_foreign and self._forward is not None:
+                get_logger().info("the forward ran other graphs than the plan was solved for: solving again for them")
+                self._former, self._forward = self.solved, self._captured(predictor)
             del planned, predictor
             again()
+            self.has_foreign = self.has_unplanned = False
             self._solve_again()
             planned = attempt()
             number += 1
@@ -334,8 +342,9 @@ class Planner:
         return choice or self._in_segments(graph, self.producer.choose(graph, state.choices))
 
     def _choice_of_another_run(self, graph: AnalyzedGraph) -> Choice | None:
-        """The choice for the same graph in another layer, or in batches of another kind; None where there is none."""
-        for solved in (self.solved, *(each.solved for each in self.siblings())):
+        """The choice for the same graph in another layer, in the former plan, or in batches of another kind; None
+        where there is none."""
+        for solved in (self.solved, self._former, *(each.solved for each in self.siblings())):
             runs = {} if solved is None else solved.saved
             same = {key: saved for key, saved in runs.items() if key[0] == graph.digest}
             if solved is not None and same:
