@@ -5,8 +5,8 @@ import torch
 from optimum_memopt import optimize
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, symbol_names
 
-BATCH = {"input_ids_dim0": 8, "input_ids_dim1": 32, "labels_dim0": 8, "labels_dim1": 32, "pixels_dim0": 2}
-BATCH |= {"pixels_dim1": 8}
+BATCH = {"input_ids_dim0": 8, "input_ids_dim1": 32, "labels_dim0": 8, "labels_dim1": 32}
+BATCH |= {"attention_mask_dim0": 8, "attention_mask_dim1": 32}
 SYMBOL = sympy.Symbol("s0")
 
 
@@ -21,10 +21,10 @@ SYMBOL = sympy.Symbol("s0")
         ("L['hidden'].size()[1]", 256, None),
         ("L['window']", 32, None),
         # A module in the model has an argument of this name and another shape.
-        ("L['pixels'].size()[0]", 8, "pixels_dim1"),
-        # As the labels and a mask of two dimensions, tokens have the same shape.
-        ("L['labels'].size()[2]", 32, "input_ids_dim1"),
+        ("L['labels'].size()[1]", 8, "labels_dim0"),
         ("L['labels'].size()[1]", 5, None),
+        # As a layer's mask, of four dimensions.
+        ("L['attention_mask'].size()[3]", 32, "input_ids_dim1"),
     ],
 )
 def test_a_size_is_that_of_an_input_or_equal_to_one(source, size, name):

@@ -80,6 +80,9 @@ def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
 _SIZE = re.compile(r"(?:\['(?P<input>\w+)'\])?\.size\(\)\[(?P<dim>\d+)\]$")
 # Which input an axis is named by when several share it, where not the first by name.
 _RANK = {"input_ids": 0, "labels": 2}
+# Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
+_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
+_BY_TOKENS = frozenset(f"{name}_dim1" for name in _TOKENS)
 
 
 def symbol_names(
@@ -89,8 +92,8 @@ def symbol_names(
 
     A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`, and the graph of a
     module that is compiled by itself takes that module's arguments, which may have an input's name and another shape.
-    Such a size has the name of an input's size that is equal in this batch: of the same input, or one of its shape, if
-    there is one, and then of the same dimension.
+    Such a size has the name of an input's size that is equal in this batch: of the same input if there is one, where
+    tokens and their mask count as one, and then of the same dimension.
 
     Args:
         sources: what each symbol is the size of.
@@ -105,26 +108,12 @@ def symbol_names(
             names[symbol] = _name(*min(axes, key=_rank))
         elif parts and equal:
             inputs, dims = map(set, zip(*parts, strict=True))
-            shapes = _shapes(batch)
-            alike = {name for name in shapes if any(shapes[name] == shapes.get(each) for each in inputs)}
-            by_distance = {
-                (of not in alike, dim not in dims, *_rank((of, dim)), dim): _name(of, dim)
-                for of, dim in map(_axis, equal)
-            }
-            names[symbol] = by_distance[min(by_distance)]
+            if inputs & _TOKENS:
+                inputs |= _TOKENS
+            parsed = [(name, int(dim)) for name, _, dim in (axis.rpartition("_dim") for axis in equal)]
+            nearest = min(parsed, key=lambda axis: (axis[0] not in inputs, axis[1] not in dims, *_rank(axis)))
+            names[symbol] = _name(*nearest)
     return names
-
-
-def _axis(name: str) -> tuple[str, int]:
-    """Returns input and dimension of `input_ids_dim0`."""
-    of, _, dim = name.rpartition("_dim")
-    return of, int(dim)
-
-
-def _shapes(batch: Mapping[str, int]) -> dict[str, frozenset[tuple[int, int]]]:
-    """Returns sizes by dimension of each input."""
-    axes = [(*_axis(name), size) for name, size in batch.items()]
-    return {of: frozenset((dim, size) for other, dim, size in axes if other == of) for of, _, _ in axes}
 
 
 def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
@@ -158,8 +147,6 @@ def _rank(of: tuple[str, int]) -> tuple[int, str]:
     return _RANK.get(of[0], 1), of[0]
 
 
-# Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
-_BY_TOKENS = ("input_ids_dim1", "attention_mask_dim1", "token_type_ids_dim1", "position_ids_dim1")
 # Before the names that the plan table shows.
 _SHOWN = "inputs_"
 _Symbol = TypeVar("_Symbol")

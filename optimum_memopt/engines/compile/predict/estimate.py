@@ -273,7 +273,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     predictor, model = traced.predicted, StepModel.of(traced.forward, context)
 
     def is_likely(rows: int) -> bool:
-        """Estimates the blocks of a plan by those that the allocator takes without one."""
+        """Returns whether a plan fits, if its blocks exceed its tensors by the same ratio as without a plan."""
         less = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
         of_rows = model.around(replace(context, limit=less)).with_rows(rows)
         within = int(of_rows.context.allowed * (1 - _BLOCKS))

@@ -145,8 +145,8 @@ class LossSimulation:
 
 @contextlib.contextmanager
 def _outside_of_autocast(device: str) -> Iterator[None]:
-    """As where a step begins, though the forward that waits may run under autocast: it is off, and leaving a context
-    that the step enters frees the casts of parameters, which the outermost context alone does."""
+    """Turns autocast off, and has the next context count as the outermost one, which frees its casts of parameters
+    where it ends. A simulated step begins so, though the forward that asks for it may run under autocast."""
     depth, is_on = torch.autocast_increment_nesting() - 1, torch.is_autocast_enabled(device)
     while torch.autocast_decrement_nesting():
         pass

@@ -109,7 +109,8 @@ class Planner:
         # By their digests.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
-        # Before the forward ran other graphs; torch may run those of then again.
+        # The plan that was replaced when the forward ran other graphs than it was solved for. Torch may run its graphs
+        # again, by code that it has compiled for them.
         self._former: SolvedForward | None = None
         self.siblings: Callable[[], Iterable[Planner]] = tuple
         self.has_foreign = self.has_unplanned = False
@@ -213,9 +214,8 @@ class Planner:
             with best_effort("the predicted peak"):
                 line = self.limit.exceeded(predictor)
                 line = line and f"{line}{self._why_larger}"
-            # Sizes that a first run has compared may have torch trace other graphs in the next one (LongT5).
-            is_unplanned = self._forward is not None and self.has_unplanned
-            if not any(self._of_ranks(line or is_unplanned)):
+            # torch may trace other graphs in the second run, where it knows what the first has compared (LongT5).
+            if not any(self._of_ranks(line or self.has_unplanned)):
                 if entry is not None and planned.plan_file is not None:
                     CachedPlan(planned.plan_file, self.limit.constant).write(entry)
                 break
@@ -228,7 +228,7 @@ class Planner:
                 unused = self.solved.unused if self.solved is not None else 0
                 self.limit.widen_margin(unused + number * self.limit.excess(predictor))
                 get_logger().info(f"{line}: solving again with a margin of that size")
-            if self.has_foreign and self._forward is not None:
+            if self.has_foreign:
                 get_logger().info("the forward ran other graphs than the plan was solved for: solving again for them")
                 self._former, self._forward = self.solved, self._captured(predictor)
             del planned, predictor
