@@ -72,8 +72,8 @@ class ModelSettings:
     quantize: str | None = flag(
         None,
         "Weights of 4 bits, as bitsandbytes loads them for QLoRA: nf4 or fp4; with fields as "
-        "nf4,double=false,compute=float32,prepare=false (default: double quantization, products in bfloat16, PEFT's "
-        "prepare_model_for_kbit_training). Needs --peft.",
+        "nf4,double=false,compute=float32,prepare=false,storage=bfloat16 (default: double quantization, products in "
+        "bfloat16, PEFT's prepare_model_for_kbit_training, packed into uint8). Needs --peft.",
         metavar="KIND[,FIELD=VALUE]",
     )
 
@@ -123,11 +123,10 @@ class StepSpec:
         """`bfloat16` or `float16`; empty: float32."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else ""
 
-    def check(self, quantize: str | None, dashes: str = "") -> None:
+    def check(self, dashes: str = "") -> None:
         """Refuse settings that do not go together.
 
         Args:
-            quantize: of the model.
             dashes: in front of the settings' names.
 
         Raises:
@@ -135,10 +134,6 @@ class StepSpec:
         """
         if self.bf16 and self.fp16:
             raise MemOptError(f"{dashes}bf16 together with {dashes}fp16: give one of the two")
-        if quantize and self.fsdp > 1:
-            raise MemOptError(
-                f"{dashes}quantize with {dashes}fsdp: shares of quantized weights are not predicted; leave one out"
-            )
 
 
 THIS_MACHINE = StepSpec()

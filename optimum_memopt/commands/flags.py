@@ -170,7 +170,7 @@ def spec_of(args: Any) -> StepSpec:
 
     check_numbers(args, StepSpec)
     spec = read(StepSpec, args)
-    spec.check(args.quantize, "--")
+    spec.check("--")
     for name in ("keep_outputs", "no_padding"):
         if spec.fsdp > 1 and name in given_flags(args):
             raise MemOptError(f"--{name} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")

@@ -1,4 +1,4 @@
-"""bitsandbytes' weights of 4 bits (0.50): those of a model without data, and what they hold beside their codes."""
+"""bitsandbytes' weights of 4 and 8 bits (0.50): those of a model without data, and their scales and codes."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 # The values that four bits and eight bits stand for.
 _CODES, _CODES_OF_SCALES = 16, 256
-_STATE = "quant_state"
+_STATE, _STATE_OF_8_BITS = "quant_state", "state"
 _MAY_PACK = "support_avx512bf16_for_cpu"
 
 
@@ -24,9 +24,10 @@ def is_4bit(tensor: torch.Tensor) -> bool:
 
 def statistics_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The scales and codes of a weight of 4 bits, which are no parameters and no buffers; none of another tensor."""
-    if not is_4bit(tensor):
-        return ()
-    state = getattr(tensor, _STATE)
+    return _statistics(getattr(tensor, _STATE)) if is_4bit(tensor) else ()
+
+
+def _statistics(state: Any) -> tuple[torch.Tensor, ...]:
     held = (*vars(state).values(), *(vars(state.state2).values() if state.nested else ()))
     return tuple(each for each in held if isinstance(each, torch.Tensor))
 
@@ -37,6 +38,44 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         for place, each in enumerate(statistics_of(parameter)):
             yield f"{name}.{_STATE}.{place}", each
+    for path, product in model.named_modules():
+        if _has_gathered_weight(product):
+            for place, each in enumerate(_statistics(getattr(product, _STATE))):
+                yield f"{path}.{_STATE}.{place}", each
+
+
+def _has_gathered_weight(product: Any) -> bool:
+    """True for a product whose weight of 4 bits FSDP2 gathers of shares: only the module has the scales."""
+    weight = getattr(product, "weight", None)
+    return getattr(product, _STATE, None) is not None and weight is not None and not is_4bit(weight)
+
+
+def states_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    """The modules with scales and codes of their weights, the attributes that these are in, and their values."""
+    for module in model.modules():
+        for name in (_STATE, _STATE_OF_8_BITS) if type(module).__module__.startswith("bitsandbytes.") else ():
+            if (state := getattr(module, name, None)) is not None:
+                yield module, name, state
+
+
+def gathered_products(model: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """The class of the products whose weights FSDP2 gathers of shares, the name of its forward, and one that torch can
+    trace: bitsandbytes' own puts a new parameter into the module (`fix_4bit_weight_quant_state_from_module`)."""
+    for kind in {type(product) for product in model.modules() if _has_gathered_weight(product)}:
+        yield kind, "forward", _forward_of_gathered
+
+
+def _forward_of_gathered(product: Any, given: torch.Tensor) -> torch.Tensor:
+    """As `Linear4bit.forward` in training."""
+    from bitsandbytes import matmul_4bit
+
+    if not product.compute_type_is_set:
+        product.set_compute_type(given)
+        product.compute_type_is_set = True
+    dtype = given.dtype if product.compute_dtype is None else product.compute_dtype
+    bias = None if product.bias is None else product.bias.to(dtype)
+    result: torch.Tensor = matmul_4bit(given.to(dtype), product.weight, bias=bias, quant_state=product.quant_state)
+    return result.to(given.dtype)
 
 
 def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -75,7 +114,7 @@ def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
     for name, product in model.named_modules():
         if isinstance(product, Linear4bit):
             weight, bias = before[name].weight, before[name].bias
-            product.weight = _packed(weight, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
+            product.weight = _packed(weight, config)
             product.quant_state = getattr(product.weight, _STATE)
             product.bias = bias
     # As the quantizer of transformers does; PEFT asks for it.
@@ -118,11 +157,12 @@ def allow_packing(held: Iterable[torch.nn.Module]) -> None:
         setattr(module, _MAY_PACK, True)
 
 
-def _packed(weight: torch.Tensor, kind: str, double: bool) -> torch.nn.Parameter:
+def _packed(weight: torch.Tensor, config: "BitsAndBytesConfig") -> torch.nn.Parameter:
     """A weight of 4 bits without data; sizes as in `bitsandbytes/functional.py`, `quantize_4bit`."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
+    kind, double, storage = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage
     blocks = -(-weight.numel() // _BLOCK)
     meta: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
     scales, of_scales = torch.empty(blocks, **meta), None
@@ -145,10 +185,11 @@ def _packed(weight: torch.Tensor, kind: str, double: bool) -> torch.nn.Parameter
         state2=of_scales,
     )
     return Params4bit(
-        torch.empty(((weight.numel() + 1) // 2, 1), dtype=torch.uint8, device="meta"),
+        torch.empty(((weight.numel() + 1) // (2 * storage.itemsize), 1), dtype=storage, device="meta"),
         quant_state=state,
         blocksize=_BLOCK,
         compress_statistics=double,
         quant_type=kind,
+        quant_storage=storage,
         bnb_quantized=True,
     )

@@ -15,7 +15,10 @@ from optimum_memopt.compat.bitsandbytes import cast_biases, quantize_4bit
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.step_settings import DTYPES
 
-_QUANTIZATION = "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false"
+_STORAGE = ("uint8", *DTYPES)
+_QUANTIZATION = (
+    "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false,storage=bfloat16"
+)
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,14 @@ class Quantization:
         double: scales are quantized, too.
         compute: the dtype of products, `bnb_4bit_compute_dtype`.
         prepare: PEFT's `prepare_model_for_kbit_training` leaves what is not quantized in float32.
+        storage: the dtype of packed weights, `bnb_4bit_quant_storage`; FSDP2 shards those of floating point.
     """
 
     kind: str
     double: bool = True
     compute: str = "bfloat16"
     prepare: bool = True
+    storage: str = _STORAGE[0]
 
 
 def parse_quantization(text: str) -> Quantization:
@@ -48,9 +53,10 @@ def parse_quantization(text: str) -> Quantization:
     for part in parts:
         name, _, value = part.partition("=")
         given[name] = {"true": True, "false": False}.get(value, value)
-    is_known = kind in ("nf4", "fp4") and given.keys() <= {"double", "compute", "prepare"}
+    is_known = kind in ("nf4", "fp4") and given.keys() <= {"double", "compute", "prepare", "storage"}
     are_switches = all(isinstance(given.get(name, True), bool) for name in ("double", "prepare"))
-    if not (is_known and are_switches and given.get("compute", DTYPES[0]) in DTYPES):
+    are_types = given.get("compute", DTYPES[0]) in DTYPES and given.get("storage", _STORAGE[0]) in _STORAGE
+    if not (is_known and are_switches and are_types):
         raise MemOptError(f"--quantize {excerpt(text) or repr(text)}: {_QUANTIZATION}")
     return Quantization(kind, **given)
 
@@ -73,6 +79,7 @@ def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Mo
         bnb_4bit_quant_type=quantization.kind,
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=getattr(torch, quantization.compute),
+        bnb_4bit_quant_storage=getattr(torch, quantization.storage),
     )
     quantize_4bit(model, config)
     if quantization.prepare:

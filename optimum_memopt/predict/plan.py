@@ -86,7 +86,7 @@ def plan(
     options = MemOptOptions(memory_opt_engine=predicting_engine(), **engine_options(given))
     options.check()
     spec = StepSpec(**_settings(StepSpec, given))
-    spec.check(quantize)
+    spec.check()
     workload = _workload(model, example_inputs, _settings(ModelSettings, given))
     warn_of_precision(factory(options.memory_opt_engine).planned_device(spec.device), spec.autocast, workload)
     with without_kernel_warning():

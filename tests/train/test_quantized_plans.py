@@ -13,13 +13,17 @@ from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig
 
 from optimum_memopt import optimize
-from optimum_memopt.compat.bitsandbytes import quantize_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import buffers_of, quantize_4bit, statistics_of
+from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard
+from optimum_memopt.engines.compile.torch_compat import fully_shard
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
 from tests.gradients import accumulate, assert_same
 from tests.model_zoo import in_4_bits
 from tests.rotation import in_turn, nightly
+from tests.train.test_sharded_memory import measured_step
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG = transformers.LlamaConfig(
@@ -29,10 +33,10 @@ ADAPTER = "r=4,target=all-linear,task_type=CAUSAL_LM"
 ROWS, LENGTH = 4, 32
 
 
-def loaded(double: bool, prepare: bool) -> torch.nn.Module:
+def loaded(double: bool, prepare: bool, storage: torch.dtype = torch.uint8) -> torch.nn.Module:
     """With data, as transformers and PEFT load it."""
     model = transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16)
-    in_4_bits(model, compress_statistics=double, compute_dtype=torch.bfloat16)
+    in_4_bits(model, compress_statistics=double, compute_dtype=torch.bfloat16, quant_storage=storage)
     if prepare:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -63,6 +67,42 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
     codes = 4 * 7 * 4 * (16 + (256 + 1 if double else 0))
     expected = others + weights / 2 + scales + codes
     assert planned.breakdown["parameters"] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("storage", nightly([torch.bfloat16, torch.uint8], but=[torch.bfloat16]), ids=str)
+def test_a_rank_is_planned_as_it_trains(storage: torch.dtype) -> None:
+    """Where weights are packed into floating point FSDP2 shards them, else each rank has them whole."""
+    # A loop holds the logits of a plain loss.
+    common = {"compiler": "aot_eager", "loss": "chunked", "level": 1}
+    kind = f"nf4,storage={str(storage).removeprefix('torch.')}"
+    sizes = {"batch_size": ROWS, "seq_len": LENGTH, "padding": False}
+    planned = plan(copy.deepcopy(CONFIG), "text-generation", quantize=kind, peft=ADAPTER, fsdp=8, **sizes, **common)
+    with planned_ranks(8, "cpu") as mesh:
+        assert mesh is not None
+        model = loaded(double=True, prepare=True, storage=storage)
+        shard(model, mesh, half=None)
+        options = {f"memory_opt_{name}": value for name, value in common.items()}
+        engine = optimize(model, memory_opt_engine="compile", **options)
+        # In the first three backwards copies of frozen weights are on the host, which is the device here.
+        for _ in range(4):
+            saved, peak = measured_step(model, batch())
+        assert isinstance(engine, CompileEngine) and engine.predictor is not None
+        footprint = engine.predictor.footprint()
+        shares = sum(fully_shard.local(each).nbytes for each in (*model.parameters(), *buffers_of(model)))
+        packed = sum(each.numel() for each in model.parameters() if each.dtype == storage) * storage.itemsize
+        assert packed == 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192) // 2
+    assert footprint.parameters + footprint.buffers == shares
+    assert abs(engine.predictor.saved() - saved) <= 64 and abs(footprint.activations - peak) <= 64
+    own = [each.bytes for each in planned.at_peak if each.category == "parameters" and each.name != "all_gather"]
+    assert sum(own) == pytest.approx(shares, abs=64)
+    # Planned as if every token had a label.
+    around = sum(planned.breakdown[kind] for kind in ("batch", "optimizer", "other", "allocator"))
+    assert shares + peak <= planned.peak - around <= 1.05 * (shares + peak)
+
+
+def test_packed_weights_that_ranks_would_cast_are_refused() -> None:
+    with pytest.raises(MemOptError, match="packed into float32: FSDP2 gathers them in bfloat16, which changes them"):
+        plan(CONFIG, "text-generation", quantize="nf4,storage=float32", peft=ADAPTER, fsdp=2, bf16=True)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -101,6 +141,20 @@ def test_an_evaluation_leaves_gradients_as_they_were() -> None:
     assert_same(accumulate(model, [batch()]), expected, tolerance=0.05)
 
 
+@in_turn
+def test_layers_of_8_bits_are_graphs_of_their_own(tmp_path: Path) -> None:
+    transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).save_pretrained(tmp_path)
+    given = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float32}
+    model, plain = (transformers.LlamaForCausalLM.from_pretrained(tmp_path, **given).train() for _ in range(2))
+    for one in (model, plain):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    assert_same(accumulate(model, [batch()]), accumulate(plain, [batch()]))
+    table = engine.plans()
+    assert table is not None and "in 3 graphs for 4 layers" in table.header[0]
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "RobertaForSequenceClassification"])
 def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
     """Heads, convolutions of one position and biases among them."""
@@ -129,7 +183,11 @@ def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["int8", "nf4,double=maybe", "nf4,compute=int8", "nf4,blocks=64", "", "fp4,prepare", "nf4,double=0"]
+    "text",
+    [
+        *("int8", "nf4,double=maybe", "nf4,compute=int8", "nf4,blocks=64", "", "fp4,prepare", "nf4,double=0"),
+        "nf4,storage=int8",
+    ],
 )
 def test_what_is_no_quantization_is_one_line(text: str) -> None:
     with pytest.raises(MemOptError, match="allowed are nf4 and fp4, with fields as nf4,double=false") as refused:
@@ -139,14 +197,12 @@ def test_what_is_no_quantization_is_one_line(text: str) -> None:
 
 def test_fields_of_a_quantization() -> None:
     assert parse_quantization("nf4") == Quantization("nf4")
-    found = parse_quantization("fp4, double=false, compute=float32, prepare=false")
-    assert found == Quantization("fp4", double=False, compute="float32", prepare=False)
+    found = parse_quantization("fp4, double=false, compute=float32, prepare=false, storage=bfloat16")
+    assert found == Quantization("fp4", double=False, compute="float32", prepare=False, storage="bfloat16")
 
 
-def test_quantized_weights_need_an_adapter_and_one_device() -> None:
+def test_quantized_weights_need_an_adapter() -> None:
     with pytest.raises(
         MemOptError, match="--quantize nf4: quantized weights do not train; add an adapter, as --peft r"
     ):
         plan(CONFIG, "text-generation", quantize="nf4")
-    with pytest.raises(MemOptError, match="quantize with fsdp: shares of quantized weights are not predicted"):
-        plan(CONFIG, "text-generation", quantize="nf4", peft=ADAPTER, fsdp=2)

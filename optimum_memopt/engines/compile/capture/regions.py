@@ -450,7 +450,7 @@ class Regions:
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         # Its code runs here, and draws Python's and NumPy's random numbers.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
-        with preserved_generators(), replaced([layer], fakes), without_launches():
+        with preserved_generators(), replaced([layer], fakes), trace.with_fake_states(layer), without_launches():
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             results, name = attribute_set_by(forward, layer)
         if name:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from optimum_memopt.compat.accelerate import final_norm
+from optimum_memopt.compat.bitsandbytes import is_4bit
 from optimum_memopt.compat.transformers import embeddings, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -186,13 +187,28 @@ def planned_ranks(ranks: int, device: str) -> Iterator[DeviceMesh | None]:
 
 def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
     """Shard a model as accelerate does (1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`): each layer, embeddings,
-    the last norm with the head, and the rest.
+    the last norm with the head, and the rest. Weights of 4 bits that are packed into integers stay whole.
 
     Args:
         half: of its mixed precision; None: none.
+
+    Raises:
+        MemOptError: weights of 4 bits would be cast to it.
     """
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
-    if half is not None:
+    quantized = set(filter(is_4bit, model.parameters()))
+    how: dict[str, Any] = {
+        **{"mesh": mesh, "mp_policy": policy},
+        "ignored_params": {weight for weight in quantized if not weight.is_floating_point()},
+    }
+    for weight in quantized if half is not None else ():
+        if weight.is_floating_point() and weight.dtype != half:
+            packed, gathered = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, half))
+            raise MemOptError(
+                f"weights of 4 bits are packed into {packed}: FSDP2 gathers them in {gathered}, which changes them; "
+                f"give storage={gathered} or storage=uint8"
+            )
+    if half is not None and not quantized:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -201,13 +217,13 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
     for module in reversed(list(model.modules())):
         is_layer = type(module).__name__ in names if names else module in equal
         if is_layer and module is not model:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(module, reshard_after_forward=True, **how)
     inside = {inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()}
     first, head = embeddings(model, "input"), embeddings(model, "output")
     is_tied = head is not None and getattr(first, "weight", None) is head.weight
     if first is not None and not is_tied and first not in inside:
-        fully_shard(first, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(first, reshard_after_forward=True, **how)
     last = (final_norm(model), *((first,) if is_tied else ()), head)
     if tail := [module for module in last if module is not None and module not in inside]:
-        fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(tail, reshard_after_forward=False, **how)
+    fully_shard(model, **how)

@@ -44,10 +44,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from optimum_memopt.compat.bitsandbytes import is_4bit
+from optimum_memopt.compat.bitsandbytes import is_4bit, states_of
 from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts, with_attributes
 from optimum_memopt.engines.compile.torch_compat.recompiles import (
     MEANT,
     CodePlace,
@@ -355,6 +355,12 @@ class Trace:
             return torch.nn.Parameter(gathered, tensor.requires_grad)
 
         return list(map(fake, tensors))
+
+    def with_fake_states(self, layer: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within it scales and codes of quantized weights are fake, which are no parameters and no buffers."""
+        mode = self.context.fake_mode
+        assert mode is not None
+        return with_attributes((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))
 
     @staticmethod
     def changes(objects: Iterable[object]) -> bool:

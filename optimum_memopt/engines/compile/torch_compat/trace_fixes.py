@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat.bitsandbytes import gathered_products
 from optimum_memopt.compat.torch import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import expert_adapters, fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
@@ -125,6 +126,7 @@ class TraceFixes:
             *fused_lm_head.replacements(),
             *expert_adapters.replacements(),
             *zero3.replacements(),
+            *gathered_products(model),
         ]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._replaced += liger.replacements(device, chunks_loss)
