@@ -3,6 +3,7 @@ dataset, on your own rows, or on verses from a pip package. Trains and evaluates
 that."""
 
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -113,6 +114,8 @@ def load_quantized(path: str, compute_dtype: torch.dtype) -> PreTrainedModel:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
+        # FSDP2 shards weights that are packed into a float type, and leaves bytes whole.
+        bnb_4bit_quant_storage=compute_dtype,
     )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
     # SFTTrainer turns on gradient checkpointing where it is asked for.
@@ -128,6 +131,11 @@ def load(
         tokenizer = new_tokenizer(texts_of(rows))
         model = new_llama(tokenizer)
         if args.qlora:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise MemOptError(
+                    "--qlora on several ranks: the new base model is saved and loaded again, and transformers saves "
+                    "on the first rank alone; name a checkpoint with --model_name_or_path"
+                )
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 model = load_quantized(folder, compute_dtype)
