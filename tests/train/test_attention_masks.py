@@ -247,6 +247,7 @@ def test_data_that_will_have_padding_are_planned_for_it(tmp_path: Path) -> None:
     assert not any("padding" in line for line in lines)
 
 
+@in_turn
 def test_a_plan_for_rows_without_padding_saves_less() -> None:
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, vocab_size=VOCABULARY, **GROUPED)
     with_masks, without = (

@@ -66,6 +66,7 @@ def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> No
     assert advice["weights"] == ("bfloat16" if name == "dtype" else "float32")
 
 
+@in_turn
 def test_all_optimizers_have_the_bytes_of_their_plans(
     folder: str, asked: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -337,6 +337,7 @@ def test_what_passes_between_graphs_stays_exact(layered) -> None:
 FEW_FLOPS = replace(DEVICES["RTX 4090"], bandwidth=1e12, flops=dict.fromkeys(DEVICES["RTX 4090"].flops, 1e9))
 
 
+@in_turn
 @pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
 def test_a_budget_compresses_where_that_takes_less_time(unit: str, monkeypatch, caplog) -> None:
     """Alone where it is allowed; the step is the predicted one, its loss exact, and the error logged."""
@@ -388,6 +389,7 @@ def accumulate_from(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor,
     return accumulate(model, [batch])
 
 
+@in_turn
 def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:
     """The way that compares it with others holds what the estimate says."""
     hold_still(monkeypatch)

@@ -21,6 +21,7 @@ LEVEL, BUDGET = {"memory_opt_level": 1}, {"memory_opt_budget": "16GiB"}
 FROZEN = "forwards of SmallForSequenceClassification in which nothing trains run in plain PyTorch"
 
 
+@in_turn
 def test_a_loop_trains_under_the_plan_in_both_modes() -> None:
     model = build(NAME, hidden_dropout_prob=0.5).eval()
     plain = copy.deepcopy(model)

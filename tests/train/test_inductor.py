@@ -160,6 +160,7 @@ def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
     assert_same(found, accumulate(model, [batch]))
 
 
+@in_turn
 def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
     """A mask from its seed and a gelu from its input; the output of a norm waits on the host."""
     model = Layers(0.2)

@@ -66,6 +66,7 @@ def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     hold_still(monkeypatch)
 
 
+@in_turn
 @pytest.mark.parametrize("count", nightly([1, 3, -1], but=[3]))
 def test_a_count_is_of_layers(count: int) -> None:
     model, batch = deep("roberta-mlm"), ZOO["roberta-mlm"].batch()

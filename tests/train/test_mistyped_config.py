@@ -8,6 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt import MemOptError, optimize
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.plans.grammar import ConfigError
+from tests.rotation import in_turn
 
 HIDDEN = 16
 
@@ -70,6 +71,7 @@ def compiled(monkeypatch) -> list[torch.fx.Graph]:
     return graphs
 
 
+@in_turn
 @pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
 def test_a_typo_is_found_before_inductor_compiles(compiled):
     model = OneGraph()

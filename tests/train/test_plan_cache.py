@@ -24,7 +24,7 @@ from optimum_memopt.sizes import parse_budget
 from tests.compiled import DROPOUT
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_layers import Perceptrons
 from tests.trainer_runs import log_lines
 
@@ -107,6 +107,7 @@ def has(lines: list[str], text: str) -> bool:
     return any(text in line for line in lines)
 
 
+@in_turn
 @pytest.mark.parametrize("unit", nightly(MODELS, but=["own"]))
 def test_the_second_start_solves_nothing(starts, unit) -> None:
     run = starts(unit)

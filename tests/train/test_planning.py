@@ -101,7 +101,7 @@ def test_a_budget_in_which_all_layers_fit_is_no_plan() -> None:
         itertools.product(
             ({}, {"level": 1}, {"config": "QuickGelu+:1:-1"}, {"budget": "100%"}), ("aot_eager", "inductor")
         ),
-        but=[({}, "aot_eager"), ({"level": 1}, "inductor"), ({"budget": "100%"}, "aot_eager")],
+        but=[({}, "aot_eager")],
     ),
     ids=str,
 )

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import fresh_process
+from tests.rotation import in_turn
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 
@@ -118,6 +119,7 @@ def faults():
 """
 
 
+@in_turn
 def test_steps_reuse_what_they_free_where_no_plan_asks_for_less_memory():
     """And do not ask the system for each tensor's pages again. Under a plan freed memory goes back at once."""
     asked = (

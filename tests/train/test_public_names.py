@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import optimum_memopt
+from tests.rotation import in_turn
 
 HEAVY = ("onnxruntime", "onnx", "deepspeed", "datasets")
 
@@ -95,6 +96,7 @@ def imported_so_far():
     return {step: set(names) for step, names in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@in_turn
 @pytest.mark.parametrize("step", STEPS)
 def test_what_a_part_of_the_package_does_not_import(imported_so_far, step):
     modules, others = STEPS[step]
@@ -112,6 +114,7 @@ def test_plans_need_neither_torch_nor_transformers():
     assert imported(f"{statements}\nassert not {{'torch', 'transformers'}} & set(sys.modules)") == set()
 
 
+@in_turn
 def test_a_prediction_needs_no_trainer():
     statements = "import optimum_memopt.commands.plan, optimum_memopt.engines.compile.predict.estimate"
     assert imported(f"{statements}\nassert not {{'transformers.trainer', 'peft'}} & set(sys.modules)") == set()

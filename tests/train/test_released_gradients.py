@@ -256,6 +256,7 @@ def test_a_loop_that_needs_all_gradients_is_refused() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+@in_turn
 def test_a_model_is_not_kept_alive() -> None:
     model, batch = deep("llama"), ZOO["llama"].batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -267,6 +268,7 @@ def test_a_model_is_not_kept_alive() -> None:
     assert held() is None
 
 
+@in_turn
 def test_a_second_backward_before_the_step_is_refused() -> None:
     model, batch = deep("llama"), ZOO["llama"].batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

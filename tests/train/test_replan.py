@@ -103,6 +103,7 @@ class Small(RunsOut):
         super().__init__(*args, fails=fails, held=lambda trainer: 2**30, **kwargs)
 
 
+@in_turn
 def test_at_most_three_times_and_then_the_first_error(tmp_path):
     trainer, lines, error = run_small(tmp_path, dict.fromkeys((2, 3, 4, 5), "forward"))
     assert error is trainer.raised[0]
@@ -239,6 +240,7 @@ def test_parameters_that_have_changed_cannot_be_taken_back(tmp_path):
     assert any(line.endswith("is not run again: its backward had begun to change parameters") for line in lines)
 
 
+@in_turn
 def test_a_budget_that_nothing_fits_ends_in_the_first_error(tmp_path):
     too_little = partial(RunsOut, fails={2: "forward"}, held=lambda trainer: 4096)
     trainer = make(tmp_path, "small", trainer=too_little, **REPLAN)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import fresh_process
+from tests.rotation import in_turn
 from tests.trackers import numbers
 from tests.train import sampling_runs
 from tests.train.sampling_runs import CASES, NAME, recorded_run
@@ -85,6 +86,7 @@ def two_ranks(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@in_turn
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_as_many_samples_of_the_same_lengths(two_ranks, case):
     ranks = [each[case] for each in two_ranks]

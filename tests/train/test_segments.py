@@ -80,6 +80,7 @@ def batch_of(name: str, rows: int, length: int) -> Batch:
     return {"x": torch.randn(rows, length, 32)} if name == "own" else ZOO[name].batch(rows, length)
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(list(CASES), but=["own"]))
 def test_a_budget_below_level_1_runs_layers_in_segments(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

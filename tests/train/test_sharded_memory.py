@@ -245,6 +245,7 @@ def test_closer_than_torchs_tracker() -> None:
     assert abs(predicted - own) <= 64 < abs(tracked - plain)
 
 
+@in_turn
 def test_a_rank_is_planned_without_any() -> None:
     excepthook = sys.excepthook
     whole, rank, level = (

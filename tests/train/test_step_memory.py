@@ -172,6 +172,7 @@ def small_and_wide() -> Predicted:
     return subject
 
 
+@in_turn
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     "how", nightly([{"fused": True}, {"foreach": True}, {"foreach": False}], but=[{"foreach": True}]), ids=str

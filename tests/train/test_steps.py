@@ -252,6 +252,7 @@ def by_unit(deep_folder, by_layer):
     return {LAYER: by_layer, MODEL: of_unit(deep_folder, MODEL)}
 
 
+@in_turn
 @pytest.mark.parametrize("accumulates", nightly([False, True], but=[True]))
 @pytest.mark.parametrize("name", nightly(["no plan", "level 1"], but=["level 1"]))
 def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder, name, accumulates):

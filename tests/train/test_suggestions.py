@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, Trainer
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, MemoryReportCallback
 from optimum_memopt.errors import is_out_of_memory
 from tests.limited_memory import data_bytes, in_fresh_process, limit_data
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import CASES as MODELS
 from tests.trainer_runs import build, collate
 
@@ -88,6 +88,7 @@ def watch(most: list[int], done: threading.Event) -> None:
         most[0] = max(most[0], data_bytes())
 
 
+@in_turn
 @pytest.mark.parametrize("case", nightly(map(random_case, range(20)), but=[random_case(0)]), ids=str)
 def test_the_first_recommended_flags_train(tmp_path, case):
     assert in_fresh_process(train, case, tmp_path, [], None) == 0

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from optimum_memopt import optimize, plan, simulate
+from tests.rotation import in_turn
 from tests.trainer_runs import CASES, build
 
 
@@ -50,6 +51,7 @@ def test_predictions_in_threads_are_those_of_one_thread():
     assert together(calls) == alone
 
 
+@in_turn
 def test_a_plan_while_an_engine_trains():
     batch, trained = CASES["small"].batch(), build("small")
     engine = optimize(trained, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)

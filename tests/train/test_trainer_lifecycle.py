@@ -17,6 +17,7 @@ from optimum_memopt import (
     run_summary,
 )
 from optimum_memopt.engines.shared.in_place import engine_of
+from tests.rotation import in_turn
 from tests.trainer_runs import CLOSE, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME, ATTENTION = "small", "roberta-classification"
@@ -113,6 +114,7 @@ def test_the_model_is_plain_after_a_run_that_failed(tmp_path, engine):
     assert_plain(trainer.model, "sdpa")
 
 
+@in_turn
 def test_under_autocast_the_engine_comes_into_the_place_of_the_last_one(tmp_path):
     """accelerate wraps the forward once, and what it wrapped stays under autocast."""
     model = build(NAME)
@@ -154,6 +156,7 @@ def test_a_subclass_that_overrides_train(tmp_path):
     assert_plain(trainer.model, "eager")
 
 
+@in_turn
 def test_another_attach_after_detach(tmp_path):
     """With other options, and callbacks of its own; the user's callbacks stay."""
     given = MemoryPhasesCallback()

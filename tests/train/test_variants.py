@@ -154,6 +154,7 @@ def test_another_bucket_is_traced_by_none(attached, budget: int, unit: str) -> N
             assert predictor.activations(predictor.sizes_of(batch)) == pytest.approx(peak, **EXACT)
 
 
+@in_turn
 def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
     one = attached(budget, 2)
     assert one.engine.predicted_peak_mib(None, False) is None

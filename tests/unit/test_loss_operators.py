@@ -11,6 +11,7 @@ from torch.nn import functional
 from optimum_memopt.engines.compile.loss import operator
 from optimum_memopt.engines.compile.loss.operator import LossShape, chunked_loss, labels_ignored
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
+from tests.rotation import nightly
 
 WIDTH, CLASSES = 16, 53
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
@@ -226,7 +227,7 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("softcap", "mean", "smoothing", "has_bias", "labelled"),
-    [(0.0, True, 0.0, False, 1.0), (3.0, False, 0.1, True, 0.15), (0.0, False, 0.1, True, 1.0)],
+    nightly([(0.0, True, 0.0, False, 1.0), (3.0, False, 0.1, True, 0.15), (0.0, False, 0.1, True, 1.0)], but=[3.0]),
 )
 def test_fused_chunks_are_no_worse_than_plain(fused, dtype, softcap, mean, smoothing, has_bias, labelled):
     given = inputs(dtype=dtype, labelled=labelled)
