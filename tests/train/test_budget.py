@@ -1,6 +1,7 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import torch
 import transformers
 from allocations import allocated
 from budget_graphs import Within, attach
+from torch.utils._pytree import tree_leaves
 
 from optimum_memopt import MemOptTrainer
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
+from optimum_memopt.engines.compile.predict.step_limit import StepLimit
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
@@ -168,6 +172,39 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
     assert constant(planner, 2**29 + 3 * room) == first + 2 * room + room // 2
     assert constant(planner, 2**29 - room // 2) == first - room // 2
     assert constant(planner.for_another(None, spec), 2**29 - room // 2) == first - room // 2
+
+
+def test_an_attempt_that_is_over_is_freed_before_another_is_planned(
+    free: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has saved for its backward would count as the process's."""
+    losses: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    exceeded, solve_again = StepLimit.exceeded, Planner._solve_again
+
+    def over_once(limit: StepLimit, *args: Any) -> str:
+        return exceeded(limit, *args) or ("" if alive else "over the budget")
+
+    def noted(planner: Planner) -> None:
+        alive.append(any(loss() is not None for loss in losses))
+        solve_again(planner)
+
+    model = Tower()
+    call = TracedForward._call
+
+    def called(traced: TracedForward, *args: Any) -> Any:
+        found = call(traced, *args)
+        losses.extend(map(weakref.ref, tree_leaves(found.outputs)))
+        return found
+
+    monkeypatch.setattr(StepLimit, "exceeded", over_once)
+    monkeypatch.setattr(Planner, "_solve_again", noted)
+    monkeypatch.setattr(TracedForward, "_call", called)
+    engine = CompileEngine(Selection(budget=budget_of(free.peak - free.activations // 4)), "aot_eager")
+    engine.attach(model)
+    model(**LARGE)
+    assert losses and alive == [False]
+    engine.detach()
 
 
 def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
