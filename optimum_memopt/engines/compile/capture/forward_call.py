@@ -40,6 +40,7 @@ class CallKind(NamedTuple):
 
     Attributes:
         hooks: of all modules.
+        reads_outputs: loops compute gradients of outputs beside the loss.
         trains: for each parameter of the layers, where those are regions.
     """
 
@@ -48,6 +49,7 @@ class CallKind(NamedTuple):
     masks: KeptMasks
     hooks: tuple[int, ...]
     has_regions: bool
+    reads_outputs: bool
     trains: tuple[bool, ...]
 
     def compared(self, other: "CallKind") -> list[str]:
@@ -63,6 +65,7 @@ class CallKind(NamedTuple):
             "masks": self.masks.first_after(other.masks),
             "hooks": "all modules have other hooks",
             "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
+            "reads_outputs": "outputs beside the loss have gradients",
             "trains": "other parameters train",
         }
         if self.has_regions != other.has_regions:

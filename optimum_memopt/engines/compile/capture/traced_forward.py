@@ -50,6 +50,7 @@ from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, de
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients, OutputsRead
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
@@ -164,6 +165,7 @@ class TracedForward:
         self.is_first = True
         # Not within a budget, whose bytes that might pass.
         self.measures_gradients = True
+        self._outputs_read = OutputsRead()
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
         """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
@@ -277,7 +279,8 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        kind = CallKind(call.loss_only, drops_logits, self.masks, dynamo.global_hooks(), has_regions, trains)
+        reads_outputs, hooks = not call.loss_only and self._outputs_read.any, dynamo.global_hooks()
+        kind = CallKind(call.loss_only, drops_logits, self.masks, hooks, has_regions, reads_outputs, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
         player = None if is_first or records else choices.tapes.player(like)
@@ -584,7 +587,8 @@ class TracedForward:
             run.gradient_errors = run.gradient_errors or GradientErrors(self.say, graph.is_whole and graph.is_all)
             probe.watch(state.args, listed(results), generators, layer, run.gradient_errors)
         if variant.partitioned is not None and variant.partitioned.sources:
-            autograd.drop_unread_gradients(listed(results), args, variant.partitioned.sources)
+            kept = variant.partitioned
+            autograd.drop_unread_gradients(listed(results), args, kept.sources, kept.takes_none)
         run.note(variant, layer)
         return results
 
@@ -637,10 +641,12 @@ class TracedForward:
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, self._probe, self._gradient_probe = None, None, None
         programs = InductorPrograms()
-        partition = functools.partial(weak_method(self._partition), graph)
+        gradients = OutputGradients(self._outputs_read)
+        partition = functools.partial(weak_method(self._partition), graph, gradients)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self.spec.is_run else None
-            run = compile_graph(self.spec.compiler, graph.graph, given or graph.inputs, partition, saw, self.say)
+            around, given = gradients.around, given or graph.inputs
+            run = compile_graph(self.spec.compiler, graph.graph, given, partition, around, saw, self.say)
         variant, key = Variant(run, programs, None, None), ""
         if self._partitioned is not None:
             analyzed, partitioned = self._partitioned
@@ -653,7 +659,13 @@ class TracedForward:
         return variant
 
     def _partition(
-        self, traced: TracedGraph, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
+        self,
+        traced: TracedGraph,
+        of_outputs: OutputGradients,
+        module: fx.GraphModule,
+        inputs: Any,
+        num_fwd_outputs: int,
+        options: dict[str, Any],
     ) -> tuple[Choice, Modules]:
         spec, running = self.spec, self._run
         number = len(running.ran) + 1
@@ -664,7 +676,10 @@ class TracedForward:
         cuda = spec.target.cuda if spec.target is not None else None
         state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
         fuses = spec.compiler == "inductor"
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses)
+        # Operators draw other random numbers than inductor.
+        may_run = not fuses or not any(map(fx_graph.is_random, module.graph.nodes))
+        given = of_outputs if may_run and not self._outputs_read.any else None
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph
@@ -683,8 +698,10 @@ class TracedForward:
                 losses=traced.losses,
                 gradients=gradients,
                 sources=sources,
+                takes_none=of_outputs.are_left_out,
             ),
         )
+        of_outputs.keep(modules[1])
         if spec.is_run:
             self._probe = ErrorProbe.of(modules[0], graph, choice)
         if spec.is_run and self.measures_gradients and not self.shared.is_shared:

@@ -51,6 +51,7 @@ from optimum_memopt.engines.compile.memory.inductor_programs import InductorProg
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
+from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
@@ -85,6 +86,7 @@ class PartitionedGraph:
         recomputed_from: places of arguments that are state, and that its backward recomputes from; true for those that
             it reads for nothing else.
         copied: see `AnalyzedGraph`.
+        takes_none: see `OutputGradients.are_left_out`.
     """
 
     candidates: tuple[Candidate, ...]
@@ -107,6 +109,7 @@ class PartitionedGraph:
     sources: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recomputed_from: Mapping[int, bool] = field(default_factory=dict)
     copied: tuple[int, ...] = ()
+    takes_none: bool = False
 
     def with_sizes(self, sizes: Mapping[sympy.Symbol, int]) -> "PartitionedGraph":
         """The same for another first batch."""
@@ -158,6 +161,7 @@ def analyze(
     layer: str = "",
     state: StateArguments | None = None,
     fuses: bool = False,
+    gradients: OutputGradients | None = None,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
@@ -166,6 +170,7 @@ def analyze(
         layer: the path of the layer whose forward it is; empty: that of no layer alone.
         state: the arguments that may change before the backward; None: none does.
         fuses: it is for a compiler.
+        gradients: of outputs, which are left out of it.
     """
     state = state or StateArguments()
     fx_graph.reveal_snapshots(module.graph)
@@ -174,6 +179,8 @@ def analyze(
     joint = JointGraph(module, num_fwd_outputs)
     fx_graph.remove_copies(module.graph, [*map(root, joint.forward_outputs), *filter(is_state_copy, joint.forward)])
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    if gradients is not None:
+        gradients.leave_out(module.graph)
     note_layers(module.graph, layer)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)

@@ -88,7 +88,9 @@ def checkpoint() -> object:
     return hooks[0] if is_one else None
 
 
-def drop_unread_gradients(results: Sequence[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]]) -> None:
+def drop_unread_gradients(
+    results: Sequence[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]], takes_none: bool = False
+) -> None:
     """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
 
     AOTAutograd feeds zeros to outputs that got no gradient, and so returns zeros to all parameters, which an optimizer
@@ -97,6 +99,7 @@ def drop_unread_gradients(results: Sequence[Any], args: Sequence[Any], sources: 
     Args:
         results: of the run of the graph with `args`.
         sources: for the place of an argument, those of the results whose gradients its own is computed from.
+        takes_none: the backward takes None in the place of zeros.
     """
     node = compiled_node(results)
     if node is None:
@@ -108,6 +111,10 @@ def drop_unread_gradients(results: Sequence[Any], args: Sequence[Any], sources: 
         # A result that is a view has a node of its own, whose gradients are not seen here.
         of = sources.get(place, frozenset())
         return bool(of) and of <= numbers.keys() and all(given[numbers[at]] is None for at in of)
+
+    if takes_none:
+        # `set_materialize_grads` of an `autograd.Function` (torch 2.13), which AOTAutograd leaves on.
+        node.materialize_grads = False
 
     def add_where_needed(given: Sequence[Any]) -> None:
         # Not always: where there is such a hook, torch holds what a backward is given until it is done.

@@ -341,8 +341,14 @@ def run_backward_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., 
     def without_bases(args: Any) -> list[Any]:
         return [_without_base(result) for result in run(args)]
 
-    without_bases._boxed_call = True
-    return without_bases
+    return boxed(without_bases)
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The same function, which AOTAutograd calls with a list of arguments that it may empty (`make_boxed_func` in
+    `torch/_functorch/_aot_autograd/utils.py` makes one of a function of arguments)."""
+    run._boxed_call = True
+    return run
 
 
 def _without_base(result: Any) -> Any:

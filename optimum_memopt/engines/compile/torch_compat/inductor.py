@@ -21,12 +21,14 @@ def compile_with_inductor(
     module: fx.GraphModule,
     inputs: list[Any],
     partitioner: CustomPartitionerFn,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
     saw: Callable[[fx.Graph, Any, bool], None] | None,
 ) -> Callable:
     """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
 
     Args:
         partitioner: its `uuid` is part of inductor's cache key.
+        around: puts what is around the compiled backward.
         saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
             for the backward. None: no programs are written, and the graphs run operator by operator.
     """
@@ -39,8 +41,9 @@ def compile_with_inductor(
             # A table of functions cannot be part of the cache's key, a function by its name can (2.13).
             options["get_decomp_fn"] = _inductor_decompositions
         compiled = compile_fx_inner(module, inputs, **options)
-        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
-        return compiled
+        is_backward = bool(options.get("is_backward"))
+        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), is_backward)
+        return around(compiled) if is_backward else compiled
 
     passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
     patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}

@@ -371,7 +371,11 @@ class PlannedForward:
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
         now = self.planner.run
-        run = Run(micro_batches=now.micro_batches, releases_gradients=now.releases_gradients)
+        run = Run(
+            gradient_accumulation=now.gradient_accumulation,
+            micro_batches=now.micro_batches,
+            releases_gradients=now.releases_gradients,
+        )
         shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, run, earlier)
         self._remarks = shown.remarks
         if traced.graph_breaks:
