@@ -676,8 +676,8 @@ class TracedForward:
         cuda = spec.target.cuda if spec.target is not None else None
         state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
         fuses = spec.compiler == "inductor"
-        # Operators draw other random numbers than inductor.
-        may_run = not fuses or not any(map(fx_graph.is_random, module.graph.nodes))
+        # Operators draw other random numbers than inductor; what a layer returns has gradients.
+        may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
         given = of_outputs if may_run and not self._outputs_read.any else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
