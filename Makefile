@@ -87,7 +87,7 @@ test: lint
 	$(PYTEST) $(TESTS) -m "not extensions" --nightly $(COMMITS)/$(SHARES) $(TEST_ARGS)
 
 # Writes the times of the tests into docs/testing.md.
-test-times: TEST_ARGS += -p tests.times
+test-times: override TEST_ARGS += -p tests.times
 test-times: test
 
 # SHARD=K/N takes one of N parts.

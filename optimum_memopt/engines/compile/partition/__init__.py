@@ -3,6 +3,7 @@
 producers          who makes a choice
 strategies         what recompute, offload and compression do to a graph
 choice             Choice, and the nodes that it saves
+output_gradients   gradients of outputs beside the loss, which most loops never compute
 partitioned_graph  a joint graph split as a choice says
 dropout            masks that are recomputed
 host_copies        pinned memory for offload

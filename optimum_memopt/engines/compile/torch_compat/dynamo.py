@@ -242,7 +242,7 @@ def without_config_in_logs() -> contextlib.AbstractContextManager[Any]:
     """Within it torch 2.11 logs no error of its own at each compile: it writes its switches as JSON, which cannot be
     done with the functions of `ignore_logger_methods`, an alias there of a switch that it does not leave out."""
     if _logs_functions():
-        return mock.patch.object(dynamo_utils, _LOGS_CONFIG, lambda: None)
+        return mock.patch.object(dynamo_utils, _LOGS_CONFIG, return_value=None)
     return contextlib.nullcontext()
 
 
