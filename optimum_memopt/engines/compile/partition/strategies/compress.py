@@ -211,6 +211,10 @@ def placeholder(graph: fx.Graph, saved: fx.Node) -> fx.Node:
     return given
 
 
+# Metadata of the operator itself: its result and its arguments, which inductor compares with the operator's schema.
+_OF_OPERATOR = frozenset({"val", "tensor_meta", "eager_input_vals"})
+
+
 class _Adding:
     """Adds operators to a graph under the layer and module of an activation, named after it."""
 
@@ -221,7 +225,7 @@ class _Adding:
     def __call__(self, name: str, target: Callable[..., Any], *args: Any) -> fx.Node:
         node = self._graph.create_node("call_function", target, args, name=name.format(self._activation.name))
         values = fx.map_arg(args, tensor_value)
-        meta = {key: value for key, value in self._activation.meta.items() if key not in ("val", "tensor_meta")}
+        meta = {key: value for key, value in self._activation.meta.items() if key not in _OF_OPERATOR}
         with self._fake_mode:
             node.meta.update(meta, val=target(*values))
         return node
