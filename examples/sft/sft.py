@@ -3,7 +3,6 @@ dataset, on your own rows, or on verses from a pip package. Trains and evaluates
 that."""
 
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, prepare_model_for_kbit_training
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -115,7 +115,7 @@ def load_quantized(path: str, compute_dtype: torch.dtype) -> PreTrainedModel:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
         # FSDP2 shards weights that are packed into a float type, and leaves bytes whole.
-        bnb_4bit_quant_storage=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype if PartialState().num_processes > 1 else torch.uint8,
     )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
     # SFTTrainer turns on gradient checkpointing where it is asked for.
@@ -131,7 +131,7 @@ def load(
         tokenizer = new_tokenizer(texts_of(rows))
         model = new_llama(tokenizer)
         if args.qlora:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if PartialState().num_processes > 1:
                 raise MemOptError(
                     "--qlora on several ranks: the new base model is saved and loaded again, and transformers saves "
                     "on the first rank alone; name a checkpoint with --model_name_or_path"
