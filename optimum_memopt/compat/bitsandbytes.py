@@ -1,4 +1,4 @@
-"""bitsandbytes' weights of 4 and 8 bits (0.50): those of a model without data, and their scales and codes."""
+"""bitsandbytes' quantized weights (0.50): their scales and codes, and weights of 4 bits without data."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 # The values that four bits and eight bits stand for.
 _CODES, _CODES_OF_SCALES = 16, 256
-_STATE, _STATE_OF_8_BITS = "quant_state", "state"
+_STATE = "quant_state"
+# Layers of 8 bits move what their weight holds to their state in the first forward.
+_FIRST_FORWARD, _STATE_OF_8_BITS = "init_8bit_state", "state"
 _MAY_PACK = "support_avx512bf16_for_cpu"
 
 
@@ -45,22 +47,35 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _has_gathered_weight(product: Any) -> bool:
-    """True for a product whose weight of 4 bits FSDP2 gathers of shares: only the module has the scales."""
+    """True for a product whose weight of 4 bits FSDP2 shards: the gathered weight has no scales, the module has."""
     weight = getattr(product, "weight", None)
     return getattr(product, _STATE, None) is not None and weight is not None and not is_4bit(weight)
 
 
 def states_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """The modules with scales and codes of their weights, the attributes that these are in, and their values."""
+    """Yields each module that holds scales and codes itself, the attribute's name, and its value."""
     for module in model.modules():
-        for name in (_STATE, _STATE_OF_8_BITS) if type(module).__module__.startswith("bitsandbytes.") else ():
-            if (state := getattr(module, name, None)) is not None:
-                yield module, name, state
+        name = _STATE if _has_gathered_weight(module) else _STATE_OF_8_BITS if is_8bit(module) else ""
+        if name:
+            yield module, name, getattr(module, name)
+
+
+def is_8bit(module: torch.nn.Module) -> bool:
+    """True for a product with a weight of 8 bits."""
+    return hasattr(module, _FIRST_FORWARD)
+
+
+def move_to_state(product: Any) -> None:
+    """Move the scales of a weight of 8 bits to the module's state, as its first forward does."""
+    if getattr(product.weight, "CB", None) is not None:
+        getattr(product, _FIRST_FORWARD)()
 
 
 def gathered_products(model: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """The class of the products whose weights FSDP2 gathers of shares, the name of its forward, and one that torch can
-    trace: bitsandbytes' own puts a new parameter into the module (`fix_4bit_weight_quant_state_from_module`)."""
+    """Yields replacements of `Linear4bit.forward`, where FSDP2 gathers weights, by a forward that torch can trace.
+
+    bitsandbytes' own puts a new parameter into the module (`fix_4bit_weight_quant_state_from_module`).
+    """
     for kind in {type(product) for product in model.modules() if _has_gathered_weight(product)}:
         yield kind, "forward", _forward_of_gathered
 

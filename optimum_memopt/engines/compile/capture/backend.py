@@ -59,7 +59,7 @@ def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     partition: Callable[[fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]],
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     saw: Callable[[fx.Graph, Any, bool], None] | None,
     say: Callable[[str], None],
 ) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def compile_graph(
         inputs: that it was traced with.
         partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
             other arguments.
-        around: puts what is around the compiled backward.
+        wrap_backward: takes the compiled backward, and returns the function that runs in its place.
         saw: see `inductor.compile_with_inductor`.
     """
     inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
@@ -78,8 +78,8 @@ def compile_graph(
             say(line)
             stack.enter_context(kernels.without_cudnn_attention())
         if compiler == "inductor":
-            return inductor.compile_with_inductor(module, inputs, partitioner, around, saw)
-        return dynamo.compile_without_compiler(module, inputs, partitioner, around, dropout.decompositions())
+            return inductor.compile_with_inductor(module, inputs, partitioner, wrap_backward, saw)
+        return dynamo.compile_without_compiler(module, inputs, partitioner, wrap_backward, dropout.decompositions())
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:

@@ -64,7 +64,7 @@ class GradientProbe:
         results: the graph's results whose gradients it takes, behind the arguments, by their positions.
         parameters: the arguments that it returns the gradients of, by their positions.
         bytes: that it holds.
-        left_out: results whose gradients it does not read.
+        unread: results whose gradients it does not read.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -72,7 +72,7 @@ class GradientProbe:
     results: tuple[int, ...]
     parameters: tuple[int, ...]
     bytes: int
-    left_out: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -109,12 +109,10 @@ class GradientProbe:
             return None
         fx_graph.remove_unread_writes(probed)
         fx_graph.remove_dead_code(probed, lambda node: True)
-        left_out = frozenset(
-            at for node, at in zip(inputs, tangents, strict=True) if at is not None and not node.users
-        )
+        unread = frozenset(at for node, at in zip(inputs, tangents, strict=True) if at is not None and not node.users)
         run = fx_graph.run_operators(fx.GraphModule(joint.module, probed), ())
         held = simulate_everything_saved(problem_of(graph, [0.0] * len(joint.nodes))).peak
-        return cls(run, arguments, results, tuple(gradients), held, left_out)
+        return cls(run, arguments, results, tuple(gradients), held, unread)
 
     def watch(
         self,
@@ -136,7 +134,7 @@ class GradientProbe:
         if node is None:
             return
         outputs, held = [result.output_nr for result in results], list(args)
-        numbered = list(zip(outputs, self.results, strict=True))
+        unread = [number for number, at in zip(outputs, self.results, strict=True) if at in self.unread]
         # Of a result that the loss does not depend on there is none.
         like = [(tuple(result.shape), {"dtype": result.dtype, "device": result.device}) for result in results]
         errors.waiting += 1
@@ -148,7 +146,7 @@ class GradientProbe:
             own = held.copy()
             held.clear()
             error = None
-            if any(_is_there(given[number]) for number, at in numbered if at in self.left_out):
+            if any(given[number] is not None for number in unread):
                 errors.add(None)
                 return
             with best_effort(_SUBJECT):
@@ -205,7 +203,3 @@ def gradients_line(errors: Sequence[RelativeError], is_whole: bool) -> str:
         f"{largest:.2%} at most ({worst.layer or 'outside of layers'}) in the first batch; errors of later "
         "layers add up in earlier ones"
     )
-
-
-def _is_there(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.numel() > 0

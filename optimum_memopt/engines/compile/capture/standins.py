@@ -198,7 +198,8 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
     quantized = set(filter(is_4bit, model.parameters()))
     how: dict[str, Any] = {
-        **{"mesh": mesh, "mp_policy": policy},
+        "mesh": mesh,
+        "mp_policy": policy,
         "ignored_params": {weight for weight in quantized if not weight.is_floating_point()},
     }
     for weight in quantized if half is not None else ():

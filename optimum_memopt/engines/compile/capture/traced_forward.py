@@ -50,7 +50,7 @@ from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, de
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder, sizes_of
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients, OutputsRead
+from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
@@ -165,7 +165,8 @@ class TracedForward:
         self.is_first = True
         # Not within a budget, whose bytes that might pass.
         self.measures_gradients = True
-        self._outputs_read = OutputsRead()
+        # Of the graphs whose backwards are compiled without them.
+        self._output_gradients: list[OutputGradients] = []
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
         """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
@@ -279,7 +280,7 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        reads_outputs, hooks = not call.loss_only and self._outputs_read.any, dynamo.global_hooks()
+        reads_outputs, hooks = not call.loss_only and self._reads_outputs, dynamo.global_hooks()
         kind = CallKind(call.loss_only, drops_logits, self.masks, hooks, has_regions, reads_outputs, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
@@ -638,15 +639,22 @@ class TracedForward:
         assert self._running is not None
         return self._running
 
+    @property
+    def _reads_outputs(self) -> bool:
+        """True if a training loop has computed the gradient of an output beside the loss."""
+        return any(gradients.are_read for gradients in self._output_gradients)
+
     def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, self._probe, self._gradient_probe = None, None, None
         programs = InductorPrograms()
-        gradients = OutputGradients(self._outputs_read)
+        gradients = OutputGradients()
         partition = functools.partial(weak_method(self._partition), graph, gradients)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self.spec.is_run else None
-            around, given = gradients.around, given or graph.inputs
-            run = compile_graph(self.spec.compiler, graph.graph, given, partition, around, saw, self.say)
+            given = given or graph.inputs
+            run = compile_graph(self.spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self.say)
+        if gradients.are_left_out:
+            self._output_gradients.append(gradients)
         variant, key = Variant(run, programs, None, None), ""
         if self._partitioned is not None:
             analyzed, partitioned = self._partitioned
@@ -678,7 +686,7 @@ class TracedForward:
         fuses = spec.compiler == "inductor"
         # Operators draw other random numbers than inductor; what a layer returns has gradients.
         may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
-        given = of_outputs if may_run and not self._outputs_read.any else None
+        given = of_outputs if may_run and not self._reads_outputs else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
         graph = replace(graph, layers_at_once=self._regions.layers_at_once)
         if traced.analyzed is None:

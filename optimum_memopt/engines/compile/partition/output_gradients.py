@@ -6,7 +6,7 @@ another one for its sum with the gradient that the loss has. Plain PyTorch has n
 
 1. In the joint graph such a gradient is read by a sum alone. The sum is replaced by its other summand, and the
    gradient counts as a tensor without elements; so the graph is analyzed, partitioned, predicted and compiled.
-2. In a step autograd is told to feed no zeros, and the backward gets a tensor without elements.
+2. In a step `set_materialize_grads` is off, so that autograd allocates no zeros; the backward reads an empty tensor.
 3. Where the gradient is there, the loop reads that output. The backward runs operator by operator, with the sum in its
    place, and the next forward is traced with gradients of all outputs.
 """
@@ -41,7 +41,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """What stands for a gradient that is not there: no elements where it is left out, else the zero of a loss."""
+    """The zeros in place of a missing gradient: an empty tensor for a sum that is left out, a number for a loss."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,22 +49,15 @@ class _Zeros:
     are_left_out: bool
 
 
-@dataclass(eq=False)
-class OutputsRead:
-    """Whether a training loop has computed the gradient of an output beside the loss."""
-
-    any: bool = False
-
-
 class OutputGradients:
-    """Those of one compiled graph.
+    """Removes the gradients of outputs beside the loss from one graph's backward, and adds them where they are given.
 
-    Args:
-        read: is noted when a backward is given one of them.
+    Attributes:
+        are_read: a backward was given one of them.
     """
 
-    def __init__(self, read: OutputsRead) -> None:
-        self._read = read
+    def __init__(self) -> None:
+        self.are_read = False
         self._sums: tuple[_Sum, ...] = ()
         # By their places in the backward's arguments.
         self._zeros: dict[int, _Zeros] = {}
@@ -72,7 +65,7 @@ class OutputGradients:
 
     @property
     def are_left_out(self) -> bool:
-        """True where the backward needs no gradients but those of losses."""
+        """True if the compiled backward takes None for each gradient but a loss's."""
         return bool(self._sums)
 
     def leave_out(self, joint: fx.Graph) -> None:
@@ -117,8 +110,8 @@ class OutputGradients:
             node.meta = {}
         self._with_sums = fx.GraphModule(backward, graph)
 
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled backward that takes these gradients where they are given."""
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a backward that runs the compiled one, or the one with the sums where a gradient is given."""
         if self._with_sums is None:
             return compiled
         with_sums, run = self._with_sums, None
@@ -133,7 +126,7 @@ class OutputGradients:
                     is_read = True
             if not is_read:
                 return compiled(args)
-            self._read.any = True
+            self.are_read = True
             run = run or fx_graph.run_backward_operators(with_sums, ())
             return run(args)
 

@@ -177,10 +177,10 @@ class Planner:
             else:
                 self._solve_again()
             planned = attempt()
-        # Nobody but the list holds it, so that it is gone when another plan is solved for.
-        attempts = [planned]
+        # Only the list holds it: its saved activations are freed before another plan is solved for.
+        ran = [planned]
         del planned
-        return self._plan_within(attempts, attempt, again, entry)
+        return self._plan_within(ran, attempt, again, entry)
 
     def _plan_by_rule(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> _T:
         """The forward's outputs without a budget; it runs again where a row's name means more once all graphs are
@@ -207,18 +207,14 @@ class Planner:
         return entry
 
     def _plan_within(
-        self,
-        attempts: list[Attempt[_T]],
-        attempt: Callable[[], Attempt[_T]],
-        again: Callable[[], None],
-        entry: Path | None,
+        self, ran: list[Attempt[_T]], attempt: Callable[[], Attempt[_T]], again: Callable[[], None], entry: Path | None
     ) -> _T:
         """The outputs of the first attempt whose compiled step is within the limit; of the last one where none is.
 
         Args:
-            attempts: the one that has run, which is taken out.
+            ran: the first attempt; emptied.
         """
-        number, planned = 1, attempts.pop()
+        number, planned = 1, ran.pop()
         while (predictor := planned.predictor) is not None:
             line = ""
             with best_effort("the predicted peak"):

@@ -153,7 +153,7 @@ def compile_without_compiler(
     module: fx.GraphModule,
     inputs: list[Any],
     partitioner: CustomPartitionerFn,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     decompositions: dict[Any, Callable],
 ) -> Callable:
     """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner.
@@ -172,7 +172,7 @@ def compile_without_compiler(
 
     backend = aot_autograd(
         fw_compiler=fx_graph.run_operators,
-        bw_compiler=lambda graph, inputs: around(fx_graph.run_backward_operators(graph, inputs)),
+        bw_compiler=lambda graph, inputs: wrap_backward(fx_graph.run_backward_operators(graph, inputs)),
         partition_fn=partitioner,
         decompositions=decompositions,
     )
@@ -239,11 +239,13 @@ def configured(
 
 
 def without_config_in_logs() -> contextlib.AbstractContextManager[Any]:
-    """Within it torch 2.11 logs no error of its own at each compile: it writes its switches as JSON, which cannot be
-    done with the functions of `ignore_logger_methods`, an alias there of a switch that it does not leave out."""
-    if _logs_functions():
-        return mock.patch.object(dynamo_utils, _LOGS_CONFIG, return_value=None)
-    return contextlib.nullcontext()
+    """Leaves torch's switches out of its log of each compile where they cannot be written as JSON: torch 2.11 does not
+    skip `ignore_logging_functions`, of which `ignore_logger_methods` is an alias."""
+    return mock.patch.object(dynamo_utils, _LOGS_CONFIG, _no_config) if _logs_functions() else contextlib.nullcontext()
+
+
+def _no_config() -> None:
+    """No text of the switches; a mock would take longer, in each step."""
 
 
 @functools.cache
@@ -377,7 +379,7 @@ class Trace:
         return list(map(fake, tensors))
 
     def with_fake_states(self, layer: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Within it scales and codes of quantized weights are fake, which are no parameters and no buffers."""
+        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones."""
         mode = self.context.fake_mode
         assert mode is not None
         return with_attributes((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))

@@ -21,14 +21,14 @@ def compile_with_inductor(
     module: fx.GraphModule,
     inputs: list[Any],
     partitioner: CustomPartitionerFn,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     saw: Callable[[fx.Graph, Any, bool], None] | None,
 ) -> Callable:
     """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
 
     Args:
         partitioner: its `uuid` is part of inductor's cache key.
-        around: puts what is around the compiled backward.
+        wrap_backward: takes the compiled backward, and returns the function that runs in its place.
         saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
             for the backward. None: no programs are written, and the graphs run operator by operator.
     """
@@ -43,7 +43,7 @@ def compile_with_inductor(
         compiled = compile_fx_inner(module, inputs, **options)
         is_backward = bool(options.get("is_backward"))
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), is_backward)
-        return around(compiled) if is_backward else compiled
+        return wrap_backward(compiled) if is_backward else compiled
 
     passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
     patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}

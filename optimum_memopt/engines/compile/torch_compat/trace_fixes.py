@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import gathered_products
+from optimum_memopt.compat.bitsandbytes import gathered_products, is_8bit, move_to_state
 from optimum_memopt.compat.torch import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import expert_adapters, fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
@@ -63,9 +63,6 @@ _LOSS_WITHOUT_NAME = "ForCausalLM"
 _SIZE_IN_A_TENSOR = "compute_attention_span"
 # PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
 _CLASS_OF_WEIGHT = "dequantize_module_weight"
-# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that
-# was compiled before would be guarded on where it was.
-_FIRST_FORWARD = "init_8bit_state"
 # Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
 # Models that pack images of several sizes into a row: functions that read these sizes (`transformers/vision_utils.py`,
@@ -153,7 +150,7 @@ class TraceFixes:
                 self._replaced.append((module, "loss_type", _LOSS_WITHOUT_NAME))
             if hasattr(type(module), _ADDS_FEATURES):
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
-        self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
+        self._in_8_bits = list(filter(is_8bit, model.modules()))
         self._collects = COLLECTED.applies
         # The forward itself sets a `problem_type` of None to this.
         self._set_by_forward: str | None = None
@@ -169,9 +166,9 @@ class TraceFixes:
             others: replacements for this call, beside the model's.
             stops_at_hooks: a forward that puts hooks ends in `HooksPutError` there, before more of it is compiled.
         """
-        for module in self._in_8_bits:
-            if getattr(module.weight, "CB", None) is not None:
-                getattr(module, _FIRST_FORWARD)()
+        for product in self._in_8_bits:
+            # A graph that is compiled before the move would be guarded on where the scales were.
+            move_to_state(product)
         for tensor in inputs.values():
             if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                 mark_static(tensor, range(1, tensor.dim()))
