@@ -151,10 +151,14 @@ def planned(model: torch.nn.Module, dynamic: bool = False, **options: Any) -> Co
     return engine
 
 
-def forward(model: torch.nn.Module, batch: Batch, dtype: str) -> torch.Tensor:
+def outputs_of(model: torch.nn.Module, batch: Batch, dtype: str) -> Any:
     kind = DTYPES[dtype]
     with torch.autocast("cuda", kind) if kind is not None else contextlib.nullcontext():
-        loss: torch.Tensor = model(**batch).loss
+        return model(**batch)
+
+
+def forward(model: torch.nn.Module, batch: Batch, dtype: str) -> torch.Tensor:
+    loss: torch.Tensor = outputs_of(model, batch, dtype).loss
     return loss
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu.steps import MODELS, Shape, batch_of, forward
+from gpu.steps import MODELS, Shape, batch_of, forward, outputs_of
 
 import optimum_memopt
 
@@ -36,13 +36,19 @@ class Training:
     optimizer: torch.optim.Optimizer
     batch: dict[str, torch.Tensor]
     dtype: str
+    holds_outputs: bool = False
+    outputs: Any = None
 
     def step(self) -> Held:
         """One step, with nothing left of its loss."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = _requested("current")
-        loss = forward(self.model, self.batch, self.dtype)
+        if self.holds_outputs:
+            self.outputs = outputs_of(self.model, self.batch, self.dtype)
+            loss = self.outputs.loss
+        else:
+            loss = forward(self.model, self.batch, self.dtype)
         loss.backward()
         del loss
         activations = _requested("peak") - before

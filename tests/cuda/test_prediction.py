@@ -75,3 +75,16 @@ def test_the_libraries_count_before_the_first_step() -> None:
     trained.step()
     first = trained.engine.predictor.footprint(optimizer=trained.optimizer)
     assert first.constant == pytest.approx(2 * 32 * MIB, rel=0.02)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_outputs_that_a_loop_holds(compiler: str) -> None:
+    """Through the backward, the optimizer's step and the next forward."""
+    trained = training("llama", "bf16", memory_opt_level=1, memory_opt_compiler=compiler)
+    trained.engine.outputs_read_by = None
+    trained.holds_outputs = True
+    second_step(trained)
+    measured = trained.step()
+    footprint = trained.engine.predictor.footprint(optimizer=trained.optimizer)
+    assert footprint.outputs == pytest.approx(trained.outputs.logits.nbytes, rel=0.001)
+    assert measured.requested == pytest.approx(footprint.peak, rel=0.005)

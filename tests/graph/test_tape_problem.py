@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.standins import planned_ranks
@@ -80,6 +81,24 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: s
         return
     # Under ZeRO 3 the gradient of the last layer is held from the loss on.
     assert_simulated(forward, 0.05 if is_leaf else 0.0)
+
+
+HELD = [HeldOutputs(until, copies) for until in HeldUntil for copies in (0.0, 2.0) if until or copies]
+
+
+@pytest.mark.parametrize("held", HELD, ids=str)
+@pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm"]))
+def test_outputs_that_a_loop_holds_are_simulated_to_the_byte(name: str, held: HeldOutputs) -> None:
+    forward = captured(name)
+    dropped = forward.problem(forward.first)
+    holding = replace(forward, tape=replace(forward.tape, held_outputs=held))
+    assert_simulated(holding)
+    problem = holding.problem(holding.first)
+    everything = [each.closure(each.activations) for each in problem.runs]
+    more = (simulate(each.problem, each.of_all(everything)).saved_bytes for each in (problem, dropped))
+    # Some are saved anyway, as what a T5's encoder returns.
+    more_bytes = next(more) - next(more)
+    assert 0 < more_bytes <= problem.outputs if held.until else more_bytes == problem.outputs == 0
 
 
 def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int = 0) -> None:

@@ -251,6 +251,7 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     monkeypatch.setattr(Planner, "plan", plan)
     model = deep("llama")
     engine = attached(model, Selection(budget=Budget("1GiB", 2**30)), AUTO)
+    engine.outputs_read_by = lambda: "a metric"
     with pytest.raises(DoesNotFitError, match="by layers" if of_layers < of_whole else "as a whole"):
         model(**ZOO["llama"].batch())
     engine.detach()

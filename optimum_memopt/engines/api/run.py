@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
@@ -71,6 +72,33 @@ class LossStep:
     prepared: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
 
 
+class HeldUntil(IntEnum):
+    """The moment when a training loop drops the outputs of a forward."""
+
+    # `loss = model(**batch).loss`, as Trainer does.
+    BACKWARD = 0
+    # `out = model(**batch)` in a function that ends with the step.
+    END_OF_STEP = 1
+    # The same in a loop: the variable keeps them until the next forward has returned.
+    NEXT_FORWARD = 2
+
+
+@dataclass(frozen=True)
+class HeldOutputs:
+    """Outputs of a training forward beside the loss that the training loop holds.
+
+    Attributes:
+        copies: they are copies, as accelerate's in float32, so many times as large as the forward's results; 0: they
+            are the results themselves.
+    """
+
+    until: HeldUntil = HeldUntil.BACKWARD
+    copies: float = 0.0
+
+
+NOTHING_HELD = HeldOutputs()
+
+
 @dataclass(frozen=True)
 class Run:
     """A training run beside its model.
@@ -86,6 +114,8 @@ class Run:
         loss: asked in a training forward; None where the loss is the forward's own.
         has_trainer: False: a training loop, which may compute its loss from the outputs.
         releases_gradients: the optimizer steps in the backward, layer by layer, and frees the gradients.
+        held_outputs: as far as forwards of the run have shown; until then as it is assumed.
+        earlier_outputs: bytes of outputs of the last forward that the loop still holds.
     """
 
     optimizer: Optimizer | None = None
@@ -96,6 +126,8 @@ class Run:
     loss: Callable[[], LossStep | None] = lambda: None
     has_trainer: bool = True
     releases_gradients: bool = False
+    held_outputs: HeldOutputs = NOTHING_HELD
+    earlier_outputs: int = 0
 
     @property
     def batches_held(self) -> int:

@@ -225,6 +225,12 @@ class TrainingForward:
             self._model.forward = self.before
 
     @property
+    def is_wrapped(self) -> bool:
+        """True where something has wrapped the patched forward, and may change its outputs."""
+        current = self._model.__dict__.get("forward")
+        return self.train is not None and getattr(current, "__func__", None) is not self.function
+
+    @property
     def is_in_place(self) -> bool:
         """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")

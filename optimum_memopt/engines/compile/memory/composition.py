@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from optimum_memopt.engines.api.predictions import RECOMPUTED, SAVED
+from optimum_memopt.engines.api.predictions import OUTPUTS, RECOMPUTED, SAVED
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldUntil
 from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
@@ -26,10 +27,14 @@ class StepEvents:
         events: of the forwards of all graphs, of what the caller drops and of the gradients that it hands back, and of
             the backwards.
         dropped_at: index of what the caller drops.
+        outputs: bytes of the forward's results that its caller holds behind the backward.
+        earlier_outputs: bytes of those of the step before, which it holds in the forward.
     """
 
     events: tuple[Event, ...]
     dropped_at: int
+    outputs: int = 0
+    earlier_outputs: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -65,7 +70,8 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
     pairs = list(zip(low.events, high.events, strict=True))
     if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
         return None
-    return StepEvents(tuple(itertools.starmap(event, pairs)), low.dropped_at)
+    outputs, earlier = size(low.outputs, high.outputs), size(low.earlier_outputs, high.earlier_outputs)
+    return StepEvents(tuple(itertools.starmap(event, pairs)), low.dropped_at, outputs, earlier)
 
 
 def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> StepEvents:
@@ -78,14 +84,17 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = Fal
     composition = _Composition(tape, runs, frees_gradients)
     count, collectives = len(tape.calls), composition.collectives
     forward = [event for index in range(count) for event in composition.forward(index)]
-    events = [*forward, *collectives.end_of_forward, composition.drop_results()]
+    dropped, forward = composition.hold_results(forward)
+    events = [*forward, *collectives.end_of_forward, composition.drop_results(dropped)]
     dropped_at = len(events) - 1
     given, *backward = composition.backward(count - 1)
     events += (given, *collectives.prefetched, *backward)
     for index in reversed(range(count - 1)):
         events += composition.backward(index)
-    events += (*composition.reduced(collectives.last), *collectives.end)
-    return StepEvents(tuple(events), dropped_at)
+    events += (*composition.reduced(collectives.last), *collectives.end, *composition.drop_held())
+    outputs = sum(storage.bytes for storage in composition.results)
+    earlier = outputs if tape.held_outputs.until == HeldUntil.NEXT_FORWARD else 0
+    return StepEvents(tuple(events), dropped_at, outputs, earlier)
 
 
 def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
@@ -128,6 +137,8 @@ class _Composition:
             for tensor in operator.saved:
                 self._readers.setdefault(_shared(tensor.storage), set()).add(reader)
         self._held: set[str] = set()
+        # What the caller holds until the backward is over.
+        self.results: tuple[Storage, ...] = ()
         # The caller's, until it drops them, in order.
         self._of_caller: dict[str, None] = {}
         # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
@@ -208,9 +219,49 @@ class _Composition:
         if new:
             yield Event("", allocates=new)
 
-    def drop_results(self) -> Event:
-        """The storages that the forward's caller drops: Trainer keeps the loss alone."""
-        return Event("", frees=self._dropped([*self._of_caller]))
+    def hold_results(self, forward: list[Event]) -> tuple[tuple[Storage, ...], list[Event]]:
+        """Have the caller hold the forward's results, or copies of them; Trainer keeps the loss alone.
+
+        Returns:
+            What it drops when the forward has returned: results of the step before, or copies; and the forward with
+            the allocation of these.
+        """
+        held = self._tape.held_outputs
+        if held == NOTHING_HELD:
+            return (), forward
+        returned = set(map(_shared, self._tape.results))
+        made = (storage for event in forward for storage in event.allocates if storage.name in returned)
+        if held.copies:
+            results = tuple(
+                each._replace(name=f"copy of {each.name}", bytes=round(held.copies * each.bytes), category=OUTPUTS)
+                for each in made
+            )
+            forward = [*forward, Event("", allocates=results)]
+        else:
+            results = tuple(made)
+            for storage in results:
+                self._readers.setdefault(storage.name, set()).add(len(self._calls))
+            outputs = {each.name: each._replace(category=OUTPUTS) for each in results if each.category != SAVED}
+            forward = [
+                event._replace(allocates=tuple(outputs.get(each.name, each) for each in event.allocates))
+                for event in forward
+            ]
+        if not held.until:
+            return results, forward
+        self.results = results
+        if held.until == HeldUntil.END_OF_STEP:
+            return (), forward
+        earlier = tuple(each._replace(name=f"earlier {each.name}", category=OUTPUTS) for each in results)
+        return earlier, [Event("", allocates=earlier), *forward]
+
+    def drop_results(self, others: Sequence[Storage]) -> Event:
+        """The storages that the forward's caller drops, and others that it has held until then."""
+        return Event("", frees=(*self._dropped([*self._of_caller]), *(storage.name for storage in others)))
+
+    def drop_held(self) -> Iterator[Event]:
+        """The results that the caller has held."""
+        if self.results:
+            yield Event("", frees=tuple(storage.name for storage in self.results))
 
     def backward(self, index: int) -> Iterator[Event]:
         """The events of a run's backward; before it gradients that no graph returns, behind it what is summed."""

@@ -15,6 +15,7 @@ from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
+    OUTPUTS,
     PARAMETERS,
     SAVED,
     TEMPORARY,
@@ -56,6 +57,7 @@ class Footprint:
             to come.
         gradients: of all parameters that get one, there in the optimizer's step.
         step: temporary tensors of the optimizer's step.
+        outputs: of the forward, which the loop still holds in the optimizer's step.
         constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the
             CPU the interpreter, libraries and compiled code.
         releases: the optimizer steps in the backward, so that `step` is held there, and `gradients` are none.
@@ -70,6 +72,7 @@ class Footprint:
     other_forwards: int = 0
     gradients: int = 0
     step: int = 0
+    outputs: int = 0
     constant: int = 0
     releases: bool = False
 
@@ -91,15 +94,19 @@ class Footprint:
     def peak(self) -> int:
         """The higher one of the forward with its backward, and the optimizer's step."""
         always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
-        return always + max(self._in_backward, self.gradients + self.step)
+        return always + max(self._in_backward, self._in_optimizer)
 
     def activations_within(self, budget: int) -> int:
         """The most that `activations` may be with `peak` within a budget; negative where the rest passes it alone."""
-        return budget - replace(self, activations=0, gradients=0, step=0).peak
+        return budget - replace(self, activations=0, gradients=0, step=0, outputs=0).peak
 
     @property
     def _in_backward(self) -> int:
         return self.accumulated + self.other_forwards + self.activations + self.step * self.releases
+
+    @property
+    def _in_optimizer(self) -> int:
+        return self.gradients + self.step + self.outputs
 
     def text(self, weights: str, batches: int = 1) -> str:
         """The parts, in MiB.
@@ -108,7 +115,7 @@ class Footprint:
             weights: says of which type the parameters are.
             batches: micro-batches that are held at once.
         """
-        is_in_backward = self._in_backward >= self.gradients + self.step
+        is_in_backward = self._in_backward >= self._in_optimizer
         moment, size = "gradients and the optimizer's step", self.gradients + self.step
         if is_in_backward:
             moment, size = "activations and gradients", self.activations
@@ -118,6 +125,7 @@ class Footprint:
             "optimizer": self.optimizer,
             "accumulated gradients": self.accumulated,
             "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
+            "outputs": 0 if is_in_backward else self.outputs,
             "batch" if batches == 1 else f"{batches} micro-batches": self.batch,
             "other": self.constant,
         }
@@ -138,6 +146,7 @@ def footprint_of(
     untrained: Collection[str] = (),
     trained: Collection[str] = (),
     releases_gradients: bool = False,
+    outputs: int = 0,
 ) -> Footprint:
     """A step of a model.
 
@@ -145,6 +154,7 @@ def footprint_of(
         optimizer: None before there is one: AdamW.
         trained: names of parameters that certainly get a gradient.
         releases_gradients: see `Run`; what is temporary then is at most that of the largest parameter.
+        outputs: see `StepEvents`.
     """
     trainable = trainable_of(model, untrained)
     # ZeRO 3 updates its flat tensors one after the other.
@@ -160,6 +170,7 @@ def footprint_of(
         other_forwards=other_forwards,
         gradients=local_bytes(updated),
         step=step_bytes(optimizer, updated),
+        outputs=outputs,
         constant=constant,
     )
     if not releases_gradients:
@@ -303,7 +314,7 @@ def blocks_around(
         [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
         step.events,
         state_sizes(optimizer, trainable_of(model, untrained)),
-        temporary=around.step,
+        temporary=around.step + around.outputs,
         later=(later or step).events if around.accumulated else (),
     )
 
@@ -351,7 +362,7 @@ def step_timeline(
         predictions.BATCH: around.batch,
     }
     in_graphs = {**always, GRADIENTS: around.accumulated, SAVED: around.other_forwards}
-    in_optimizer = {**always, GRADIENTS: around.gradients, TEMPORARY: around.step}
+    in_optimizer = {**always, GRADIENTS: around.gradients, OUTPUTS: around.outputs, TEMPORARY: around.step}
     in_backward = {
         **in_graphs,
         GRADIENTS: around.accumulated + gradients,
@@ -373,9 +384,10 @@ def step_timeline(
     base = in_optimizer if at == len(operators) else in_graphs if operators[at] <= first else in_backward
     held_at_peak = held_during(step.events, operators[at]) if at < len(operators) else ()
     alive = [*_parts(base, tensors), *groups(held_at_peak)]
-    before, count = sum(in_graphs.values()), sum(index < first for index in operators)
+    alone, count = sum(in_graphs.values()), sum(index < first for index in operators)
+    before = alone + step.earlier_outputs
     # Gradients are added to those of earlier micro-batches, whose memory is theirs.
-    after = before - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS]
+    after = alone - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS] + around.outputs
     forward, given = totals[first] if first else before, totals[first + 1] - gradients
     in_forward, later = peaks[:count], peaks[count:-1]
     return StepTimeline(
@@ -484,7 +496,7 @@ def step_around(
     batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
-        held = held_bytes(device) - states_held(run.optimizer)
+        held = held_bytes(device) - states_held(run.optimizer) - run.earlier_outputs
         room = room_to_grow(device, held)
     held += room
     constant = constant_of(model, batch, held)

@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from optimum_memopt.engines.api.predictions import TEMPORARY
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.around_runs import Collectives, GraphRun, Sharding, Unsharded
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
@@ -116,6 +117,7 @@ class Tape:
         outside: what runs outside of all graphs, in the order of the backward.
         sharding: of the model.
         loss: that is computed outside of the forward; None: it is the forward's own.
+        held_outputs: of `results`, what the forward's caller holds.
     """
 
     calls: tuple[Call, ...]
@@ -123,6 +125,7 @@ class Tape:
     outside: tuple[Outside, ...] = ()
     sharding: Sharding = field(default_factory=Unsharded)
     loss: EagerLoss | None = None
+    held_outputs: HeldOutputs = NOTHING_HELD
 
     def collectives(self, gradients: Sequence[Iterable[int | None]]) -> Collectives:
         """The events around its calls; `gradients` as `GraphRun` has them, None for those of no argument."""
@@ -132,6 +135,12 @@ class Tape:
         ]
         collectives = self.sharding.collectives(runs)
         return collectives if self.loss is None else self.loss.around(collectives)
+
+    @property
+    def results(self) -> frozenset[int]:
+        """Storages that the forward returns."""
+        made = {number for call in self.calls for number in call.outputs.values()}
+        return frozenset(made - self.given).difference(*(call.released for call in self.calls))
 
     def saved_behind(self, call: int) -> dict[int, int]:
         """Bytes of the storages that operators outside of all graphs save behind a call, by number; -1: before all."""
@@ -204,13 +213,16 @@ class Tape:
         return gathered * others // ranks, reduced * others // ranks
 
     @classmethod
-    def of_one(cls, results: int = 0, loss: EagerLoss | None = None) -> "Tape":
+    def of_one(
+        cls, results: int = 0, loss: EagerLoss | None = None, held_outputs: HeldOutputs = NOTHING_HELD
+    ) -> "Tape":
         """One graph that is all of a forward.
 
         Args:
-            results: their number, where a loss is computed from them.
+            results: their number, where a loss is computed from them, or the caller holds them.
         """
-        return cls((Call(0, outputs={place: place for place in range(results)}),), loss=loss)
+        call = Call(0, outputs={place: place for place in range(results)})
+        return cls((call,), loss=loss, held_outputs=held_outputs)
 
     @property
     def runs(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldUntil
 from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
@@ -38,6 +39,7 @@ class TapeProblem:
         tape: whose calls the runs are.
         frees_gradients: see `compose`.
         places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
+        outputs: bytes of the forward's results that its caller holds behind the backward.
     """
 
     problem: Problem
@@ -45,6 +47,7 @@ class TapeProblem:
     tape: Tape
     places: tuple[tuple[int, int], ...]
     frees_gradients: bool = False
+    outputs: int = 0
 
     @property
     def graphs(self) -> tuple[int, ...]:
@@ -154,15 +157,19 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
         runs: the problem of each call, for its sizes.
         frees_gradients: see `compose`.
     """
-    if len(runs) == 1 and not tape.outside and (tape.loss is None or tape.loss.unknown):
+    is_alone = len(runs) == 1 and not tape.outside and tape.held_outputs == NOTHING_HELD
+    if is_alone and (tape.loss is None or tape.loss.unknown):
         places = tuple((0, node) for node in range(len(runs[0].names)))
         return TapeProblem(runs[0], (runs[0],), tape, places, frees_gradients)
     linked = _LinkedRuns(tape, runs, frees_gradients)
+    linked.begin()
     for run in range(len(runs)):
         linked.forward(run)
+    linked.hold_results()
     for run in reversed(range(len(runs))):
         linked.backward(run)
-    return TapeProblem(linked.problem(), tuple(runs), tape, tuple(linked.built.places), frees_gradients)
+    places, outputs = tuple(linked.built.places), sum(linked.results.values()) if tape.held_outputs.until else 0
+    return TapeProblem(linked.problem(), tuple(runs), tape, places, frees_gradients, outputs)
 
 
 class _LinkedRuns:
@@ -191,6 +198,42 @@ class _LinkedRuns:
         self._read: list[int] = []
         self._tangents: list[int] = []
         self._outputs: list[int] = []
+        # Bytes of results that the caller holds, or gets copies of, by storage; nodes of those that it holds in the
+        # backward, and of those of the step before.
+        self.results = {} if tape.held_outputs == NOTHING_HELD else self._result_bytes()
+        self._results: list[int] = []
+        self._earlier: list[int] = []
+
+    def _result_bytes(self) -> dict[int, int]:
+        results, copies, sizes = self._tape.results, self._tape.held_outputs.copies or 1, dict[int, int]()
+        for call, problem in zip(self._tape.calls, self._runs, strict=True):
+            for node, at in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
+                storage = None if at is None else call.outputs.get(at)
+                if storage in results and storage not in call.inputs.values() and problem.is_tensor[node]:
+                    sizes.setdefault(storage, round(copies * problem.bytes[problem.roots[node]]))
+        return sizes
+
+    def begin(self) -> None:
+        """Add the results of the step before that the caller still holds, before any forward."""
+        if self._tape.held_outputs.until == HeldUntil.NEXT_FORWARD:
+            self._earlier = [self._outside(0, size) for size in self.results.values()]
+
+    def hold_results(self) -> None:
+        """Add the forward's results that the caller holds in the backward, behind all forwards."""
+        last, held, nodes, dropped = len(self._runs) - 1, self._tape.held_outputs, [], self._earlier
+        for storage, size in self.results.items():
+            if held.copies:
+                nodes.append(self._outside(last, size))
+                continue
+            kept = {"roots": self.built.root(self._made[storage]), "is_kept": True}
+            nodes.append(self.built.between(last, _PASSED, (self._made[storage],), kept))
+        if held.until:
+            self._results = nodes
+            self._read += nodes
+        else:
+            dropped = nodes
+        if dropped:
+            self._held.append(self._end(last, dropped, _RETURNED))
 
     def forward(self, run: int) -> None:
         """Add the forward of a run. All forwards are added before any backward, in order."""
@@ -342,6 +385,8 @@ class _LinkedRuns:
         """All of it, when each run's forward and backward have been added."""
         self._reduce(0, self._collectives.last)
         self._outputs += self._moved.add(0, self._collectives.end, ())
+        if self._results:
+            self._outputs.append(self._end(0, self._results, _RELEASED, is_backward=True))
         self._outputs += [*self._gradients.values(), *self._moved.left]
         self._read += self._moved.held_in_backward
         released = {storage for call in self._tape.calls for storage in call.released}

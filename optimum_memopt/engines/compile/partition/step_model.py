@@ -81,7 +81,8 @@ class StepModel:
 
     def footprint(self, activations: int) -> Footprint:
         """The step with graphs that hold so many bytes."""
-        return self.context.footprint(activations)
+        footprint = self.context.footprint(activations)
+        return replace(footprint, outputs=self.problem.outputs) if self.forward.tape.held_outputs.until else footprint
 
     def peak(self, activations: int) -> int:
         """The step's peak with graphs that hold so many bytes."""

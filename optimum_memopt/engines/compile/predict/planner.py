@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from optimum_memopt.compat.torch import of_all_ranks, tensors_in
-from optimum_memopt.engines.api.run import LargestBatch, Run
+from optimum_memopt.engines.api.run import NOTHING_HELD, LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -281,6 +281,14 @@ class Planner:
         """True where the step that the plan was solved for is within the budget by this predictor, on all ranks."""
         return all(self._of_ranks(self.limit.excess(predictor) <= 0))
 
+    def has_room_for_less(self, predictor: StepMemoryPredictor) -> bool:
+        """True where the plan recomputes or offloads, and by this predictor leaves clearly more of the budget than it
+        did when it was solved."""
+        if self.solved is None or self.limit.bytes is None:
+            return False
+        is_cheapest = all(saved.is_by_torch for saved in self.solved.saved.values())
+        return not is_cheapest and -self.limit.excess(predictor) - self.solved.unused > _LESS_HELD * self.limit.bytes
+
     def _is_within_by_earlier(self, predictor: StepMemoryPredictor) -> bool:
         """True where the forward ran under the plan of an earlier start, which then is this one's."""
         if (earlier := self._earlier) is None:
@@ -415,10 +423,10 @@ class Planner:
 
     def _captured_alone(self, graph: AnalyzedGraph) -> CapturedForward:
         """A forward that is one graph."""
-        captured = (self._captured_graph(graph),)
-        if self.loss is None:
+        captured, held = (self._captured_graph(graph),), self.run.held_outputs
+        if self.loss is None and held == NOTHING_HELD:
             return CapturedForward(captured)
-        return CapturedForward(captured, Tape.of_one(graph.joint.num_fwd_outputs, self.loss))
+        return CapturedForward(captured, Tape.of_one(graph.joint.num_fwd_outputs, self.loss, held))
 
     def _captured(self, predictor: StepMemoryPredictor) -> CapturedForward:
         """The forward whose graphs ran."""

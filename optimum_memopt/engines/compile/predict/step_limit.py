@@ -116,7 +116,8 @@ class StepLimit:
             return self._resident
         if self._target is not None:
             return self._target.libraries
-        return held - states_held(self._run().optimizer)
+        run = self._run()
+        return held - states_held(run.optimizer) - run.earlier_outputs
 
     def excess(self, predictor: StepMemoryPredictor) -> int:
         """Bytes by which the step that the plan was solved for passes the limit; at most 0 where it does not."""

@@ -15,6 +15,7 @@ from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
 from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
@@ -260,15 +261,22 @@ class StepMemoryPredictor:
 
     def with_sharding(self, sharding: Sharding) -> "StepMemoryPredictor":
         """Predicts the same graphs with something else around them."""
+        return self._with_tapes(sharding=sharding)
+
+    def with_held_outputs(self, held: HeldOutputs) -> "StepMemoryPredictor":
+        """Predicts the same graphs in a loop that holds these outputs."""
+        return self._with_tapes(held_outputs=held)
+
+    def _with_tapes(self, **changes: Any) -> "StepMemoryPredictor":
         other = copy.copy(self)
-        tapes = {sizes: replace(tape, sharding=sharding) for sizes, tape in self._tapes.items()}
-        vars(other).update(tape=replace(self.tape, sharding=sharding), _tapes=tapes, _last={})
+        tapes = {sizes: replace(tape, **changes) for sizes, tape in self._tapes.items()}
+        vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={})
         return other
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
         tape, runs = self._runs(self._all_sizes(sizes), compiled=False)
-        return compose(replace(tape, loss=None), runs).saved_bytes
+        return compose(replace(tape, loss=None, held_outputs=NOTHING_HELD), runs).saved_bytes
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, frees_gradients: bool = False) -> int:
         """The peak of a forward and its backward, in bytes; see `compose`."""
@@ -306,17 +314,19 @@ class StepMemoryPredictor:
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
         releases = self.run.releases_gradients
+        step = self._step(wanted, accumulates or releases)
         return footprint_of(
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            activations=self.activations(wanted, weights if is_followed else 0, accumulates or releases),
+            activations=step.peak(weights if is_followed else 0),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
             untrained=self.untrained,
             trained=self.trained,
             releases_gradients=releases,
+            outputs=step.outputs,
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
@@ -436,6 +446,13 @@ class Predictors:
 
     def __iter__(self) -> Iterator[StepMemoryPredictor]:
         return iter(dict.fromkeys((self.first, *self._by_graphs.values())))
+
+    def hold_outputs(self, held: HeldOutputs) -> None:
+        """Predict as in a loop that holds these outputs."""
+        others = {each: each.with_held_outputs(held) for each in self}
+        self.first = others[self.first]
+        self._by_graphs = {graphs: others[each] for graphs, each in self._by_graphs.items()}
+        self._by_sizes = {sizes: others[each] for sizes, each in self._by_sizes.items()}
 
     def of(self, inputs: Mapping[str, object]) -> StepMemoryPredictor:
         """The one for a batch, as far as one of its sizes has run; else the first."""

@@ -108,6 +108,8 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
 def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> list[str]:
     footprint, run = predictor.footprint(), predictor.run
     caveat = predictor.caveat and f" ({predictor.caveat})"
+    outputs = f"{footprint.outputs / MIB:.1f} MiB"
+    held = "" if outputs == "0.0 MiB" else f", with {outputs} of outputs that the loop may hold"
     optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else planned_like(run.optimizer)
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
     accumulation += " and released gradients" if run.releases_gradients else ""
@@ -116,7 +118,7 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
     parts = footprint.text(", ".join(by_dtype if len(by_dtype) == 1 else sizes), run.batches_held)
     lines = [
         f"Predicted for the first batch: {predictor.saved() / MIB:.1f} MiB saved for backward, peak of "
-        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
+        f"activations and gradients {footprint.activations / MIB:.1f} MiB{held}{caveat}",
         f"Predicted peak of a step with {optimizer}{accumulation}: {footprint.peak / MIB:.1f} MiB = {parts}",
     ]
     if blocks := predictor.allocator_peak():

@@ -12,8 +12,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import bitsandbytes
 from optimum_memopt.compat.torch import tensors_in, world_size
+from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
+from optimum_memopt.engines.api.run import HeldUntil, LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
@@ -34,6 +35,7 @@ from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
+from optimum_memopt.engines.compile.train.outputs_watch import OutputsWatch
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
@@ -49,6 +51,21 @@ from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+
+_MAY_HOLD = (
+    "the training loop may hold the model's outputs, which count; where it reads the loss alone, "
+    'memory_opt_loss="chunked" returns no others'
+)
+
+
+def _tell(watch: Callable[[Any], None]) -> Callable[..., None]:
+    """A hook of a module's forward that passes on its outputs."""
+
+    def hook(module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        watch(outputs)
+
+    return hook
 
 
 class CompileEngine(in_place.InPlaceEngine):
@@ -92,6 +109,8 @@ class CompileEngine(in_place.InPlaceEngine):
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
+        # Of what tells of the outputs that something around the forward returns.
+        self._remove_hook: Callable[[], None] | None = None
         # A parameter that trained in the last forward.
         self._trained: Callable[[], torch.Tensor | None] = lambda: None
         # Gradients pass through the forward to what is neither a parameter nor a tensor among its arguments.
@@ -127,7 +146,14 @@ class CompileEngine(in_place.InPlaceEngine):
         else:
             host_masks.watch_masks()
 
+    def _watch_returned(self, outputs: Any) -> None:
+        if self._outputs is not None and torch.is_grad_enabled():
+            self._outputs.watch_returned(outputs)
+
     def _leave(self) -> None:
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
         if self._released is not None:
             self._released.stop()
             self._released = None
@@ -162,7 +188,14 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def _planned(self) -> PlannedForward | None:
-        return self._buckets.largest if self._buckets is not None else None
+        return forwards.largest if (forwards := self._forwards) is not None else None
+
+    @property
+    def _forwards(self) -> LengthBuckets | None:
+        """The compiled forwards, which count outputs as the loop holds them."""
+        if self._buckets is not None and self._outputs is not None:
+            self._buckets.hold_outputs(self._outputs.held)
+        return self._buckets
 
     def plans(self) -> PlanTable | None:
         return self._planned.table if self._planned is not None else None
@@ -177,13 +210,14 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        if self._buckets is None:
+        if (forwards := self._forwards) is None:
             return None
-        peak = self._buckets.predicted_peak(optimizer, gradient_accumulation)
+        peak = forwards.predicted_peak(optimizer, gradient_accumulation)
         return None if peak is None else peak / MIB
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        return self._buckets.timeline(optimizer, gradient_accumulation) if self._buckets is not None else None
+        forwards = self._forwards
+        return forwards.timeline(optimizer, gradient_accumulation) if forwards is not None else None
 
     def frontier(self) -> Frontier | None:
         return self._buckets.frontier() if self._buckets is not None else None
@@ -211,10 +245,13 @@ class CompileEngine(in_place.InPlaceEngine):
         config, self._loss = loss_mode(self._selection, self._loss_asked)
         self._producer = producer_for(replace(self._selection, config=config))
         self._buckets: LengthBuckets | None = None
+        self._outputs: OutputsWatch | None = None
         self._is_plain = False
         self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
         self._is_whole = False
+        # Nothing fits where the loop holds outputs.
+        self._drops_outputs = False
         self._keep_freed(False)
 
     def _keep_freed(self, keeps: bool) -> None:
@@ -242,22 +279,23 @@ class CompileEngine(in_place.InPlaceEngine):
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(most, weak_method(self._new_forward), may_rerun=not is_sharded)
         call = self._call(args, kwargs)
+        if self._outputs is None:
+            # A loop that gets logits may hold them.
+            may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
+            self._outputs = OutputsWatch(HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD)
+        is_wrapped = self.outputs_read_by is None and self._attached.training_forward.is_wrapped
+        # Of the call that adds the hook it does not tell.
+        is_told = not is_wrapped or self._remove_hook is not None
+        if not is_told:
+            self._remove_hook = add_hook(self._model, "forward", _tell(weak_method(self._watch_returned)))
+        self._outputs.begin()
+        self._buckets.hold_outputs(self._outputs.held)
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
         try:
             outputs = self._buckets(call)
         except DoesNotFitError as error:
-            is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
-            if not is_layered or self._is_sharded:
-                raise
-            get_logger().info(f"planning one graph for the whole forward, where more may be recomputed: {error}")
-            self._forget()
-            self._is_whole = True
-            try:
-                return self._train_forward(*args, **kwargs)
-            except DoesNotFitError as of_whole:
-                # On a CPU the process has grown since, often by more than is gained.
-                raise min(error, of_whole, key=lambda each: each.lowest) from None
+            return self._plan_otherwise(error, args, kwargs)
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest.gather_ahead)
         if is_first and self._is_on_cpu and not self._selection.name:
@@ -266,7 +304,44 @@ class CompileEngine(in_place.InPlaceEngine):
             peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
             # What malloc keeps of one step may be in no place that the next one can use.
             self._keep_freed(host_available() >= peak)
+        if is_told:
+            self._outputs.watch(outputs)
         return outputs
+
+    def _plan_otherwise(self, error: DoesNotFitError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of a forward that no plan fits: planned for a loop that drops them, then as one graph.
+
+        Raises:
+            DoesNotFitError: it does not fit then either.
+        """
+        assert self._buckets is not None and self._outputs is not None
+        if self._outputs.is_assumed and self._outputs.held.until:
+            if self._is_sharded:
+                raise DoesNotFitError(f"{error}; {_MAY_HOLD}", error.lowest) from None
+            get_logger().warning(
+                "planning as if the training loop dropped the model's outputs before the backward: nothing fits while "
+                "it holds them"
+            )
+            return self._start_again(args, kwargs, self._is_whole, True)
+        is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
+        if not is_layered or self._is_sharded:
+            raise error
+        get_logger().info(f"planning one graph for the whole forward, where more may be recomputed: {error}")
+        try:
+            return self._start_again(args, kwargs, True, self._drops_outputs)
+        except DoesNotFitError as of_whole:
+            # On a CPU the process has grown since, often by more than is gained.
+            raise min(error, of_whole, key=lambda each: each.lowest) from None
+
+    def _start_again(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_whole: bool, drops_outputs: bool
+    ) -> Any:
+        watch = self._outputs
+        self._forget()
+        self._is_whole, self._drops_outputs = is_whole, drops_outputs
+        if watch is not None and not watch.is_assumed:
+            self._outputs = watch
+        return self._train_forward(*args, **kwargs)
 
     def _has_gradients(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """True where a parameter, an argument or a tensor seen in an earlier forward requires a gradient."""
@@ -331,9 +406,10 @@ class CompileEngine(in_place.InPlaceEngine):
             is_sharded=self._is_sharded,
             loss=weak_method(self._loss_of_step),
         )
+        held = self._run_now().held_outputs
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
-            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True)
+            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True, held_outputs=held)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
@@ -358,7 +434,7 @@ class CompileEngine(in_place.InPlaceEngine):
         traced.measures_gradients = self._selection.budget is None
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
-        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
+        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose, held_outputs=held)
 
     def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:
         """Returns the loss that the run computes outside of the forward, which is given these inputs."""
@@ -379,4 +455,6 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _run_now(self) -> Run:
         run = self.run() if self.run is not None else Run(has_trainer=False)
+        if self._outputs is not None:
+            run = replace(run, held_outputs=self._outputs.held, earlier_outputs=self._outputs.bytes)
         return replace(run, releases_gradients=self._releases_gradients)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.api.run import HeldOutputs, LargestBatch
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.planner import Planner
@@ -89,11 +89,15 @@ class LengthBuckets:
         self._must_plan = False
         # The highest peak with other parameters than those that train.
         self._left_peak = 0
+        # For a cheaper plan: less is held than it was solved for.
+        self._has_room = False
 
     def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.note_batch(call.inputs)
         self._plan_for_kind(call)
+        if self._has_room:
+            self._use_room()
         forward = self._cheapest(call.inputs)
         is_first = not forward.is_compiled
         try:
@@ -116,6 +120,21 @@ class LengthBuckets:
             self._plan_shorter()
         self._must_plan = forward.last_runs is not None and self._may_plan
         return outputs
+
+    def hold_outputs(self, held: HeldOutputs) -> None:
+        """Count these outputs as held by the training loop, under all plans."""
+        plans = [(self.largest, self._shorter), *((each.largest, each.shorter) for each in self._by_batch_kind)]
+        for largest, shorter in plans:
+            for forward in (largest, *(bucket.forward for bucket in shorter)):
+                has_room = forward.hold_outputs(held)
+                self._has_room |= has_room and forward is self.largest
+
+    def _use_room(self) -> None:
+        """Solve again where the loop holds less than the plan was solved for."""
+        self._has_room = False
+        if self._may_rerun:
+            get_logger().info("the training loop drops the model's outputs: solving again with their memory")
+            self.largest, self._shorter = self._new_largest(self.largest, self.largest.planner.limit.largest), ()
 
     def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:
         """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, Run
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress, GraphChoices
@@ -111,6 +111,7 @@ class PlannedForward:
         traced: which it may share with those for other batches.
         purpose: see `GraphChoices`.
         is_later: another one has trained the model, so that what is asked for and is not in the graphs is no error.
+        held_outputs: what the training loop holds of its outputs.
 
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
@@ -125,8 +126,10 @@ class PlannedForward:
         planner: Planner,
         purpose: str = "",
         is_later: bool = False,
+        held_outputs: HeldOutputs = NOTHING_HELD,
     ) -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
+        self._held_outputs = held_outputs
         self._recompiles = Recompiles()
         self.is_plain = False
         self._is_strict = traced.spec.strict and not is_later
@@ -203,6 +206,20 @@ class PlannedForward:
                 lines = (self.planner.limit.exceeded_by_batch(predictor, inputs) for predictor in self.predictors)
                 line = next(filter(None, lines), "")
         return line
+
+    def hold_outputs(self, held: HeldOutputs) -> bool:
+        """Count these outputs as held by the training loop from now on; true where that leaves room for a
+        cheaper plan."""
+        if held == self._held_outputs:
+            return False
+        self._held_outputs = held
+        self.planner.limit.expect_more()
+        has_room = False
+        if self.predictors is not None:
+            self.predictors.hold_outputs(held)
+            with self.predicting():
+                has_room = self.planner.has_room_for_less(self.predictors.first)
+        return has_room
 
     def gather_ahead(self, elements: int) -> bool:
         """Count as if each module gathered so many elements ahead, where that is within the budget on all ranks."""
@@ -283,8 +300,9 @@ class PlannedForward:
                 traced = self._traced_call(call, records=True)
             if self.table is None:
                 self.planner.note_outputs(traced.outputs)
-            if (loss := self.planner.loss) is not None:
-                traced = replace(traced, tape=replace(traced.tape, loss=loss))
+            if (loss := self.planner.loss) is not None or self._held_outputs != NOTHING_HELD:
+                tape = replace(traced.tape, loss=loss, held_outputs=self._held_outputs)
+                traced = replace(traced, tape=tape)
         except Exception as error:
             refused = own_error(error)
             failed = error if refused is None else error.__context__
