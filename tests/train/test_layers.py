@@ -257,6 +257,27 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     engine.detach()
 
 
+class Indexed(Perceptrons):
+    """Its layers hold tensors in a dict, as PEFT's FourierFT its indices."""
+
+    class Block(Perceptrons.Block):
+        def __init__(self, width: int, dropout: float) -> None:
+            super().__init__(width, dropout)
+            self.indices = {"default": torch.randperm(width)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:, self.indices["default"]])
+
+
+def test_layers_may_hold_tensors_that_are_no_buffers() -> None:
+    model, batch = Indexed(), {"x": torch.randn(5, 32)}
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"))
+    assert_bitwise_same_step(model, plain, batch)
+    assert "compiled once for equal ones" in engine.plans().header[0]
+    engine.detach()
+
+
 class Narrowing(torch.nn.Module):
     """Two groups of layers with the same operators, the second one of which is smaller."""
 

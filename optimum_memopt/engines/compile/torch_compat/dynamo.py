@@ -378,11 +378,15 @@ class Trace:
 
         return list(map(fake, tensors))
 
-    def with_fake_states(self, layer: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones."""
+    @contextlib.contextmanager
+    def with_fake_states(self, layer: torch.nn.Module) -> Iterator[None]:
+        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones, and takes other
+        tensors that they hold as they are, as PEFT's FourierFT has its indices in a dict."""
         mode = self.context.fake_mode
         assert mode is not None
-        return with_attributes((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))
+        states = ((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))
+        with with_attributes(states), mock.patch.object(mode, "allow_non_fake_inputs", True):
+            yield
 
     @staticmethod
     def changes(objects: Iterable[object]) -> bool:
