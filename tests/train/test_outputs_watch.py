@@ -18,7 +18,7 @@ from optimum_memopt.errors import DoesNotFitError
 from tests.compiled import hold_still
 from tests.gradients import Batch
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines, make
 
 NAMES = ["llama", "roberta-mlm", "t5"]
@@ -85,7 +85,7 @@ def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-@pytest.mark.parametrize("held", HeldUntil)
+@pytest.mark.parametrize("held", nightly([*HeldUntil], but=[HeldUntil.NEXT_FORWARD]))
 def test_copies_that_a_wrapper_returns(held: HeldUntil) -> None:
     loop, engine = looped("llama", held, memory_opt_level=1)
     loop.model.forward = in_double(loop.model.forward)
@@ -112,6 +112,7 @@ def test_the_header_says_that_outputs_may_be_held() -> None:
     assert engine.predictor.footprint().outputs == 0
 
 
+@in_turn
 def test_hidden_states_that_a_backward_still_needs_are_not_held_by_the_loop() -> None:
     loop, engine = looped("llama", HeldUntil.BACKWARD, memory_opt_level=1)
     batch = {**ZOO["llama"].batch(4, 24), "output_hidden_states": True}
@@ -147,6 +148,7 @@ def test_a_budget_has_room_for_outputs_as_long_as_they_may_be_held(
     engine.detach()
 
 
+@in_turn
 @pytest.mark.parametrize("held", [HeldUntil.BACKWARD, HeldUntil.NEXT_FORWARD])
 def test_a_budget_that_only_fits_without_outputs(monkeypatch: pytest.MonkeyPatch, held: HeldUntil) -> None:
     hold_still(monkeypatch)
@@ -182,6 +184,7 @@ class HoldingTrainer(MemOptTrainer):
         return self.outputs.loss
 
 
+@in_turn
 @pytest.mark.parametrize("held", [HeldUntil.BACKWARD, HeldUntil.NEXT_FORWARD])
 def test_a_trainer_is_watched_too(tmp_path: Path, held: HeldUntil) -> None:
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
@@ -210,5 +213,15 @@ def forwards(watch: OutputsWatch, hold: Callable[[Any], object]) -> Iterator[Hel
 
 def test_what_a_loop_keeps_is_seen_when_its_next_forward_begins() -> None:
     assumed, until = HeldUntil.NEXT_FORWARD, HeldUntil.BACKWARD
-    assert [*forwards(OutputsWatch(assumed), lambda outputs: None)] == [assumed, until, until, until]
-    assert [*forwards(OutputsWatch(until), lambda outputs: outputs["logits"])] == [until, until, assumed, assumed]
+    assert [*forwards(OutputsWatch(torch.nn.Linear(1, 1), assumed), lambda outputs: None)] == [
+        assumed,
+        until,
+        until,
+        until,
+    ]
+    assert [*forwards(OutputsWatch(torch.nn.Linear(1, 1), until), lambda outputs: outputs["logits"])] == [
+        until,
+        until,
+        assumed,
+        assumed,
+    ]

@@ -380,8 +380,8 @@ class Trace:
 
     @contextlib.contextmanager
     def with_fake_states(self, layer: torch.nn.Module) -> Iterator[None]:
-        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones, and takes other
-        tensors that they hold as they are, as PEFT's FourierFT has its indices in a dict."""
+        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones. Other tensors
+        are taken as they are: PEFT's FourierFT has its indices in a dict."""
         mode = self.context.fake_mode
         assert mode is not None
         states = ((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))

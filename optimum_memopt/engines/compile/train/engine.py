@@ -12,7 +12,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import bitsandbytes
 from optimum_memopt.compat.torch import tensors_in, world_size
-from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import HeldUntil, LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
@@ -59,15 +58,6 @@ _MAY_HOLD = (
 )
 
 
-def _tell(watch: Callable[[Any], None]) -> Callable[..., None]:
-    """A hook of a module's forward that passes on its outputs."""
-
-    def hook(module: torch.nn.Module, args: Any, outputs: Any) -> None:
-        watch(outputs)
-
-    return hook
-
-
 class CompileEngine(in_place.InPlaceEngine):
     """The `compile` engine.
 
@@ -109,8 +99,7 @@ class CompileEngine(in_place.InPlaceEngine):
         # None where the model is not sharded by ZeRO 3.
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
-        # Of what tells of the outputs that something around the forward returns.
-        self._remove_hook: Callable[[], None] | None = None
+        self._outputs: OutputsWatch | None = None
         # A parameter that trained in the last forward.
         self._trained: Callable[[], torch.Tensor | None] = lambda: None
         # Gradients pass through the forward to what is neither a parameter nor a tensor among its arguments.
@@ -146,14 +135,9 @@ class CompileEngine(in_place.InPlaceEngine):
         else:
             host_masks.watch_masks()
 
-    def _watch_returned(self, outputs: Any) -> None:
-        if self._outputs is not None and torch.is_grad_enabled():
-            self._outputs.watch_returned(outputs)
-
     def _leave(self) -> None:
-        if self._remove_hook is not None:
-            self._remove_hook()
-            self._remove_hook = None
+        if self._outputs is not None:
+            self._outputs.stop()
         if self._released is not None:
             self._released.stop()
             self._released = None
@@ -245,7 +229,9 @@ class CompileEngine(in_place.InPlaceEngine):
         config, self._loss = loss_mode(self._selection, self._loss_asked)
         self._producer = producer_for(replace(self._selection, config=config))
         self._buckets: LengthBuckets | None = None
-        self._outputs: OutputsWatch | None = None
+        if self._outputs is not None:
+            self._outputs.stop()
+            self._outputs = None
         self._is_plain = False
         self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
@@ -282,13 +268,9 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._outputs is None:
             # A loop that gets logits may hold them.
             may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
-            self._outputs = OutputsWatch(HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD)
-        is_wrapped = self.outputs_read_by is None and self._attached.training_forward.is_wrapped
-        # Of the call that adds the hook it does not tell.
-        is_told = not is_wrapped or self._remove_hook is not None
-        if not is_told:
-            self._remove_hook = add_hook(self._model, "forward", _tell(weak_method(self._watch_returned)))
-        self._outputs.begin()
+            assumed = HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD
+            self._outputs = OutputsWatch(self._model, assumed)
+        self._outputs.begin(self.outputs_read_by is None and self._attached.training_forward.is_wrapped)
         self._buckets.hold_outputs(self._outputs.held)
         if self._is_plain:
             return self._buckets.largest.run_plainly(call)
@@ -304,8 +286,7 @@ class CompileEngine(in_place.InPlaceEngine):
             peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
             # What malloc keeps of one step may be in no place that the next one can use.
             self._keep_freed(host_available() >= peak)
-        if is_told:
-            self._outputs.watch(outputs)
+        self._outputs.watch(outputs)
         return outputs
 
     def _plan_otherwise(self, error: DoesNotFitError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -9,12 +9,13 @@ hold copies of what it has returned.
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
 
 
@@ -25,8 +26,9 @@ class OutputsWatch:
         assumed: until a step has shown it.
     """
 
-    def __init__(self, assumed: HeldUntil) -> None:
-        self._assumed = assumed
+    def __init__(self, model: torch.nn.Module, assumed: HeldUntil) -> None:
+        self._model, self._assumed = weakref.ref(model), assumed
+        self._remove_hook: Callable[[], None] | None = None
         self._seen: HeldUntil | None = None
         self._copies = 0.0
         # Of the last forward: its tensors, and what nothing else than the loop holds when the backward begins.
@@ -35,6 +37,7 @@ class OutputsWatch:
         # Bytes of what it has returned, by address.
         self._sizes: dict[int, int] = {}
         self._is_over = self._was_held = False
+        self._is_told = True
 
     @property
     def held(self) -> HeldOutputs:
@@ -51,18 +54,29 @@ class OutputsWatch:
         """Bytes of the last forward's outputs that are still held."""
         return sum(_sizes(tensor for ref in self._tensors if (tensor := ref()) is not None).values())
 
-    def begin(self) -> None:
-        """A forward is about to run."""
+    def begin(self, is_wrapped: bool = False) -> None:
+        """A forward is about to run, which something has wrapped that may return other outputs."""
         if self._is_over:
             until = HeldUntil.END_OF_STEP if self._was_held else HeldUntil.BACKWARD
             self._note(HeldUntil.NEXT_FORWARD if any(_alive(self._tensors)) else until)
         self._tensors, self._returned, self._sizes, self._is_over = [], [], {}, False
+        self._is_told = not is_wrapped or self._remove_hook is not None
+        model = self._model()
+        if not self._is_told and model is not None:
+            # It is called from the model's next call on.
+            self._remove_hook = add_hook(model, "forward", _hook(weakref.WeakMethod(self._watch_returned)))
+
+    def stop(self) -> None:
+        """Leave the model as it was."""
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
 
     def watch(self, outputs: Any) -> None:
         """Watch the outputs of the forward that has run."""
         tensors = list(tensors_in(outputs))
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if node is None or not any(tensor.dim() for tensor in tensors):
+        if not self._is_told or node is None or not any(tensor.dim() for tensor in tensors):
             return
         # Hidden states are saved for backwards to come; a graph saves its own results as other tensors.
         self._hold([tensor for tensor in tensors if tensor.dim()], outputs, node)
@@ -76,8 +90,8 @@ class OutputsWatch:
 
         node.register_hook(note_backward)
 
-    def watch_returned(self, outputs: Any) -> None:
-        """Watch what the loop has got for the outputs of the last forward."""
+    def _watch_returned(self, outputs: Any) -> None:
+        """Watch what the loop gets in the place of the outputs of the last forward."""
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.dim()]
         sizes = _sizes(tensors)
         if self._sizes and not sizes.keys() <= self._sizes.keys():
@@ -99,6 +113,16 @@ class OutputsWatch:
 
     def _note(self, until: HeldUntil) -> None:
         self._seen = until if self._seen is None else max(self._seen, until)
+
+
+def _hook(watch: Callable[[], Callable[[Any], None] | None]) -> Callable[..., None]:
+    """A hook of a module's forward that passes on its outputs."""
+
+    def hook(module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled() and (method := watch()) is not None:
+            method(outputs)
+
+    return hook
 
 
 def _alive(held: "Iterable[weakref.ref[Any]]") -> Iterator[bool]:
