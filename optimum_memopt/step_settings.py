@@ -105,8 +105,8 @@ class StepSpec:
     unit: str = AUTO
     keep_outputs: bool = flag(
         False,
-        "plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, as loops "
-        "of one's own often do. Trainer drops them.",
+        "The loop holds the model's outputs, logits and in plain PyTorch the key-value cache, during the backward, as "
+        "loops of one's own often do. Trainer drops them.",
     )
     fsdp: Annotated[int, Numbers(1, 2**20)] = flag(
         1,

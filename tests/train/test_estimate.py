@@ -1,6 +1,7 @@
 """A prediction without a run is what the first step is planned with."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,24 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     kept = ("activations", "parameters", "buffers", "batch", "optimizer", "gradients")
     assert {part: found.parts[part] for part in kept} == {part: getattr(footprint, part) for part in kept}
     assert found.attention == real.config._attn_implementation
+
+
+def test_a_loop_that_holds_outputs_is_planned_as_it_trains(tmp_path: Path) -> None:
+    workload = Workload(save(tmp_path, "llama"), "text-generation", 32, 40)
+    spec, level = StepSpec(compiler="aot_eager", keep_outputs=True), Selection(level=1)
+    found = estimate(workload, level, spec)
+    model, batch = workload.build()
+    batch["attention_mask"][-1, -1] = 0
+    engine = CompileEngine(level, "aot_eager")
+    engine.attach(model)
+    for _ in range(2):
+        out = model(**batch)
+        out.loss.backward()
+    assert out.logits.nbytes <= found.parts["outputs"] <= out.logits.nbytes + 64
+    for part in ("activations", "outputs"):
+        assert found.parts[part] == getattr(engine.predictor.footprint(), part)
+    dropped = estimate(workload, level, replace(spec, keep_outputs=False, loss="plain"))
+    assert found.parts["activations"] > dropped.parts["activations"]
 
 
 def check_fixed_sizes(found: PlanTable, expected: PlanTable) -> None:

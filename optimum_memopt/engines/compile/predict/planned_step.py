@@ -10,7 +10,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.api.predictions import PlannedDevice, Workload
-from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, HeldUntil, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
@@ -66,6 +66,10 @@ class TracedStep:
         if self.shown.predictor is None:
             raise MemOptError("; ".join(self.shown.table.header))
         return self.shown.predictor
+
+
+# A copy in float32 to a tensor of 16 bits.
+_IN_FLOAT32 = 2.0
 
 
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -140,6 +144,13 @@ class PlannedStep:
         return self.autocast_dtype if self.spec.fsdp == 1 else None
 
     @property
+    def held_outputs(self) -> HeldOutputs:
+        """What the loop holds of the forward's outputs; under autocast accelerate's copies in float32."""
+        if not self.spec.keep_outputs:
+            return NOTHING_HELD
+        return HeldOutputs(HeldUntil.NEXT_FORWARD, _IN_FLOAT32 if self.cast_to is not None else 0.0)
+
+    @property
     def capacity(self) -> Capacity:
         return planned_device(self.spec.device).memory
 
@@ -189,14 +200,16 @@ class PlannedStep:
                 self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
             )
             accumulates, releases = self.spec.gradient_accumulation_steps > 1, self.spec.release_gradients
-            run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases)
+            held = self.held_outputs
+            run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases, held_outputs=held)
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
-            capture = Capture(model, (), batch, spec, planner.choose)
+            capture = Capture(model, (), batch, spec, planner.choose, loss.reader(None) if held.until else "")
             if file is not None:
                 capture.keep_masks(KeptMasks.of(file))
 
             def attempt() -> Attempt[TracedStep]:
                 forward = capture.run(costs, compared, compresses or producer.compresses)
+                forward = replace(forward, tape=replace(forward.tape, held_outputs=held))
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
                 resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(
