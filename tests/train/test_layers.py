@@ -2,6 +2,7 @@
 models are in `test_matrix.py`."""
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -228,6 +230,21 @@ class Breaking(torch.nn.Module):
         for layer in self.layers:
             x = layer(x)
         return {"loss": x.square().mean()}
+
+
+def test_the_whole_is_traced_when_nothing_of_the_layers_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is being handled holds the tensors of all functions that it was raised through."""
+    handled: list[BaseException | None] = []
+    call = TracedForward._call
+
+    def noted(traced: TracedForward, *given: object) -> object:
+        handled.append(sys.exc_info()[1])
+        return call(traced, *given)
+
+    monkeypatch.setattr(TracedForward, "_call", noted)
+    engine, _ = attached_as_a_whole(Counted(same=False), torch.randn(4, 16))
+    assert handled == [None, None]
+    engine.detach()
 
 
 @pytest.mark.nightly

@@ -179,6 +179,7 @@ class TracedForward:
             OtherRunsError: they are known, and are others in this call: it is to run again, with `records`.
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
+        has_failed = False
         try:
             with one_at_a_time:
                 traced = self._call(call, choices, records)
@@ -202,6 +203,9 @@ class TracedForward:
             else:
                 self._say_whole(why)
                 self._regions = self._new_regions(())
+            has_failed = True
+        if has_failed:
+            # Not while the error is handled: what it was raised from holds tensors, too.
             self._forget_compiled()
             return self(call, choices)
         if traced is None:
