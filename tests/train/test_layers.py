@@ -262,7 +262,10 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     """The process may grow by more than is gained while the forward is planned as a whole."""
     errors = iter([DoesNotFitError("by layers", of_layers), DoesNotFitError("as a whole", of_whole)])
 
+    handled: list[BaseException | None] = []
+
     def plan(*given: object) -> None:
+        handled.append(sys.exc_info()[1])
         raise next(errors)
 
     monkeypatch.setattr(Planner, "plan", plan)
@@ -271,6 +274,7 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     engine.outputs_read_by = lambda: "a metric"
     with pytest.raises(DoesNotFitError, match="by layers" if of_layers < of_whole else "as a whole"):
         model(**ZOO["llama"].batch())
+    assert handled == [None, None]
     engine.detach()
 
 
