@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -50,6 +51,14 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
     while seen is not None:
         yield seen
         seen = seen.__cause__ or seen.__context__
+
+
+def forget_frames(error: BaseException) -> None:
+    """Free what the functions hold that an error and its causes were raised through, and those that called them, which
+    a traceback keeps until the garbage collector finds it."""
+    for each in with_causes(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
 
 
 def add_context(error: BaseException, earlier: BaseException) -> None:

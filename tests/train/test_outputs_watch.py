@@ -1,6 +1,7 @@
 """Loops hold the outputs of a forward until its backward, through the step, or through the next forward."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,37 @@ class Loop:
         self.outputs = self.model(**batch)
         return self.outputs.loss
 
+    @property
+    def earlier_bytes(self) -> int:
+        return 0 if self.outputs is None else sum(each.nbytes for each in self.outputs.values() if each.dim())
+
     def step(self, batch: Batch) -> int:
         """The most bytes held beside what was there when the step began."""
         self.model.zero_grad(set_to_none=True)
-        earlier = 0 if self.outputs is None else sum(each.nbytes for each in self.outputs.values() if each.dim())
+        earlier = self.earlier_bytes
         forward, saved, loss = allocated(lambda: self.forward(batch))
         backward, _, _ = allocated(loss.backward)
         if self._held == HeldUntil.END_OF_STEP:
             self.outputs = None
         return earlier + max(forward, saved + backward)
+
+
+class Keeping(Loop):
+    """Keeps something of its last forwards."""
+
+    def __init__(self, model: torch.nn.Module, keep: Callable[[Any], Any], count: int) -> None:
+        super().__init__(model, HeldUntil.NEXT_FORWARD)
+        self._keep, self._kept = keep, deque[Any](maxlen=count)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        outputs = self.model(**batch)
+        self._kept.append(self._keep(outputs))
+        return outputs.loss
+
+    @property
+    def earlier_bytes(self) -> int:
+        logits = (each if isinstance(each, torch.Tensor) else each.logits for each in self._kept)
+        return sum(each.nbytes for each in logits)
 
 
 def looped(name: str, held: HeldUntil, vocab_size: int | None = None, **options: Any) -> tuple[Loop, CompileEngine]:
@@ -72,6 +95,24 @@ def test_a_step_takes_what_is_predicted(name: str, unit: str, held: HeldUntil) -
     measured = loop.step(batch)
     assert engine.predictor.tape.held_outputs.until == held
     assert engine.predictor.activations() == pytest.approx(measured, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("keep", "count"),
+    nightly([(lambda outputs: outputs.logits.detach(), 1), (lambda outputs: outputs, 2)], but=[]),
+    ids=["a detached view", "the last two"],
+)
+def test_loops_that_keep_something_else(keep: Callable[[Any], Any], count: int) -> None:
+    loop, engine = looped("llama", HeldUntil.NEXT_FORWARD, memory_opt_level=1)
+    loop = Keeping(loop.model, keep, count)
+    batch = ZOO["llama"].batch(4, 24)
+    for _ in range(4):
+        loop.step(batch)
+    measured = loop.step(batch)
+    assert engine.predictor is not None
+    held = engine.predictor.tape.held_outputs
+    assert held.until == HeldUntil.NEXT_FORWARD
+    assert engine.predictor.activations() + held.more == pytest.approx(measured, rel=5e-3)
 
 
 def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:

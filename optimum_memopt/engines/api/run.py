@@ -90,13 +90,17 @@ class HeldOutputs:
     Attributes:
         copies: they are copies, as accelerate's in float32, so many times as large as the forward's results; 0: they
             are the results themselves.
+        more: bytes of forwards before the last one that it holds all the time.
     """
 
     until: HeldUntil = HeldUntil.BACKWARD
     copies: float = 0.0
+    more: int = 0
 
 
 NOTHING_HELD = HeldOutputs()
+# Size of accelerate's copies in float32 to outputs under autocast, of 16 bits.
+IN_FLOAT32 = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Run:
         has_trainer: False: a training loop, which may compute its loss from the outputs.
         releases_gradients: the optimizer steps in the backward, layer by layer, and frees the gradients.
         held_outputs: as far as forwards of the run have shown; until then as it is assumed.
-        earlier_outputs: bytes of outputs of the last forward that the loop still holds.
+        earlier_outputs: bytes of outputs of earlier forwards that the loop still holds.
     """
 
     optimizer: Optimizer | None = None

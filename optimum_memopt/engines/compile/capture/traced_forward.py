@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -59,7 +58,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, 
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.errors import UnsupportedModelError, is_out_of_memory
+from optimum_memopt.errors import UnsupportedModelError, forget_frames, is_out_of_memory
 from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
@@ -192,8 +191,8 @@ class TracedForward:
             why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            # They hold what the graphs that have run saved for the backward.
-            traceback.clear_frames(error.__traceback__)
+            # What it was raised through holds what the graphs that have run saved for the backward.
+            forget_frames(error)
             if self.spec.is_run and not is_changed and not self._regions.refusal:
                 # Layers are no cause of what plain PyTorch raises, too.
                 self.check_plain(call)

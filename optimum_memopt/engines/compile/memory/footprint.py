@@ -499,7 +499,7 @@ def step_around(
         held = held_bytes(device) - states_held(run.optimizer) - run.earlier_outputs
         room = room_to_grow(device, held)
     held += room
-    constant = constant_of(model, batch, held)
+    constant = constant_of(model, batch, held) + run.held_outputs.more
     fixed = footprint_of(
         model,
         run.optimizer,

@@ -168,8 +168,10 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
     linked.hold_results()
     for run in reversed(range(len(runs))):
         linked.backward(run)
-    places, outputs = tuple(linked.built.places), sum(linked.results.values()) if tape.held_outputs.until else 0
-    return TapeProblem(linked.problem(), tuple(runs), tape, places, frees_gradients, outputs)
+    # It adds the last nodes.
+    problem = linked.problem()
+    outputs = sum(linked.results.values()) if tape.held_outputs.until else 0
+    return TapeProblem(problem, tuple(runs), tape, tuple(linked.built.places), frees_gradients, outputs)
 
 
 class _LinkedRuns:

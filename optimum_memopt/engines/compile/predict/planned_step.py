@@ -10,7 +10,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.api.predictions import PlannedDevice, Workload
-from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, HeldUntil, Run, Selection
+from optimum_memopt.engines.api.run import IN_FLOAT32, NOTHING_HELD, HeldOutputs, HeldUntil, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
@@ -66,10 +66,6 @@ class TracedStep:
         if self.shown.predictor is None:
             raise MemOptError("; ".join(self.shown.table.header))
         return self.shown.predictor
-
-
-# A copy in float32 to a tensor of 16 bits.
-_IN_FLOAT32 = 2.0
 
 
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -148,7 +144,7 @@ class PlannedStep:
         """What the loop holds of the forward's outputs; under autocast accelerate's copies in float32."""
         if not self.spec.keep_outputs:
             return NOTHING_HELD
-        return HeldOutputs(HeldUntil.NEXT_FORWARD, _IN_FLOAT32 if self.cast_to is not None else 0.0)
+        return HeldOutputs(HeldUntil.NEXT_FORWARD, IN_FLOAT32 if self.cast_to is not None else 0.0)
 
     @property
     def capacity(self) -> Capacity:

@@ -314,19 +314,18 @@ class StepMemoryPredictor:
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
         releases = self.run.releases_gradients
-        step = self._step(wanted, accumulates or releases)
         return footprint_of(
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            activations=step.peak(weights if is_followed else 0),
+            activations=self.activations(wanted, weights if is_followed else 0, accumulates or releases),
             batch=round(self._batch * growth),
-            constant=self._constant,
+            constant=self._constant + self.tape.held_outputs.more,
             other_forwards=saved_before,
             untrained=self.untrained,
             trained=self.trained,
             releases_gradients=releases,
-            outputs=step.outputs,
+            outputs=self._step(wanted, accumulates or releases).outputs,
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +40,7 @@ from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.shared.released_gradients import ReleasedGradients
-from optimum_memopt.errors import DoesNotFitError, line_of, with_causes
+from optimum_memopt.errors import DoesNotFitError, forget_frames, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
 from optimum_memopt.memory.capacity import host_available
@@ -281,9 +280,8 @@ class CompileEngine(in_place.InPlaceEngine):
         except DoesNotFitError as error:
             failed = error
         if failed is not None:
-            # They hold what the graphs that have run saved for the backward.
-            for each in with_causes(failed):
-                traceback.clear_frames(each.__traceback__)
+            # What it was raised through holds what the graphs that have run saved for the backward.
+            forget_frames(failed)
             return self._plan_otherwise(failed, args, kwargs)
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest.gather_ahead)

@@ -9,14 +9,27 @@ hold copies of what it has returned.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.copies import add_hook
-from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
+from optimum_memopt.engines.api.run import IN_FLOAT32, HeldOutputs, HeldUntil
+from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
+
+
+class _Storage(NamedTuple):
+    """The storage of an output: a loop may keep a detached view of it alone."""
+
+    number: int
+    bytes: int
+    ref: StorageWeakRef
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ref.expired()
 
 
 class OutputsWatch:
@@ -30,19 +43,20 @@ class OutputsWatch:
         self._model, self._assumed = weakref.ref(model), assumed
         self._remove_hook: Callable[[], None] | None = None
         self._seen: HeldUntil | None = None
-        self._copies = 0.0
-        # Of the last forward: its tensors, and what nothing else than the loop holds when the backward begins.
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._copies, self._more = 0.0, 0
+        # Of the last forward: its outputs, what it has returned itself, and what nothing else than the loop holds when
+        # the backward begins. Of those before it, what is still alive.
+        self._outputs: list[_Storage] = []
+        self._results: list[_Storage] = []
         self._returned: list[weakref.ref[Any]] = []
-        # Bytes of what it has returned, by address.
-        self._sizes: dict[int, int] = {}
+        self._earlier: list[_Storage] = []
         self._is_over = self._was_held = False
         self._is_told = True
 
     @property
     def held(self) -> HeldOutputs:
         """What is held the longest that was seen; what is assumed where nothing was."""
-        return HeldOutputs(self._assumed if self._seen is None else self._seen, self._copies)
+        return HeldOutputs(self._assumed if self._seen is None else self._seen, self._copies, self._more)
 
     @property
     def is_assumed(self) -> bool:
@@ -51,20 +65,23 @@ class OutputsWatch:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the last forward's outputs that are still held."""
-        return sum(_sizes(tensor for ref in self._tensors if (tensor := ref()) is not None).values())
+        """Bytes of outputs of earlier forwards that are still held."""
+        return _alive_bytes([*self._earlier, *self._outputs])
 
     def begin(self, is_wrapped: bool = False) -> None:
         """A forward is about to run, which something has wrapped that may return other outputs."""
         if self._is_over:
             until = HeldUntil.END_OF_STEP if self._was_held else HeldUntil.BACKWARD
-            self._note(HeldUntil.NEXT_FORWARD if any(_alive(self._tensors)) else until)
-        self._tensors, self._returned, self._sizes, self._is_over = [], [], {}, False
+            self._note(HeldUntil.NEXT_FORWARD if _alive_bytes(self._outputs) else until)
+        self._earlier = [each for each in (*self._earlier, *self._outputs) if each.is_alive]
+        self._outputs, self._results, self._returned, self._is_over = [], [], [], False
         self._is_told = not is_wrapped or self._remove_hook is not None
         model = self._model()
         if not self._is_told and model is not None:
-            # It is called from the model's next call on.
+            # It is called from the model's next call on; under autocast it will most likely tell of copies.
             self._remove_hook = add_hook(model, "forward", _hook(weakref.WeakMethod(self._watch_returned)))
+            is_autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
+            self._copies = IN_FLOAT32 if is_autocast else 0.0
 
     def stop(self) -> None:
         """Leave the model as it was."""
@@ -76,11 +93,15 @@ class OutputsWatch:
         """Watch the outputs of the forward that has run."""
         tensors = list(tensors_in(outputs))
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if not self._is_told or node is None or not any(tensor.dim() for tensor in tensors):
+        if node is not None and not any(tensor.dim() for tensor in tensors):
+            # There is the loss alone.
+            self._note(HeldUntil.BACKWARD)
+            return
+        if not self._is_told or node is None:
             return
         # Hidden states are saved for backwards to come; a graph saves its own results as other tensors.
         self._hold([tensor for tensor in tensors if tensor.dim()], outputs, node)
-        self._sizes = _sizes(ref() for ref in self._tensors)
+        self._results = self._outputs
         held = weakref.WeakMethod(self._note_backward)
 
         def note_backward(*_: Any) -> None:
@@ -93,13 +114,17 @@ class OutputsWatch:
     def _watch_returned(self, outputs: Any) -> None:
         """Watch what the loop gets in the place of the outputs of the last forward."""
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.dim()]
-        sizes = _sizes(tensors)
-        if self._sizes and not sizes.keys() <= self._sizes.keys():
-            self._copies = max(self._copies, sum(sizes.values()) / max(1, sum(self._sizes.values())))
+        known = {each.number for each in self._results}
+        if not known:
+            return
+        copies = 0.0
+        if any(each.number not in known for each in _storages(tensors)):
             self._hold(tensors, outputs)
+            copies = _bytes(self._outputs) / max(1, _bytes(self._results))
+        self._copies = copies
 
     def _hold(self, tensors: Iterable[torch.Tensor], outputs: Any, node: Any = None) -> None:
-        self._tensors = list(map(weakref.ref, tensors))
+        self._outputs = _storages(tensors)
         self._returned = [weakref.ref(each) for each in tensors if node is None or each.grad_fn is node]
         # A tuple has no weak references.
         with contextlib.suppress(TypeError):
@@ -107,7 +132,8 @@ class OutputsWatch:
 
     def _note_backward(self) -> None:
         """Note what is held when the backward has run its first graph."""
-        self._is_over, self._was_held = True, any(_alive(self._returned))
+        self._is_over, self._was_held = True, any(ref() is not None for ref in self._returned)
+        self._more = max(self._more, _alive_bytes(self._earlier))
         if not self._was_held:
             self._note(HeldUntil.BACKWARD)
 
@@ -125,10 +151,15 @@ def _hook(watch: Callable[[], Callable[[Any], None] | None]) -> Callable[..., No
     return hook
 
 
-def _alive(held: "Iterable[weakref.ref[Any]]") -> Iterator[bool]:
-    return (ref() is not None for ref in held)
+def _storages(tensors: Iterable[torch.Tensor]) -> list[_Storage]:
+    """The storages of tensors, each once."""
+    found = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
+    return [_Storage(number, each.nbytes(), StorageWeakRef(each)) for number, each in found.items()]
 
 
-def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes of storages, by address."""
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+def _bytes(storages: Iterable[_Storage]) -> int:
+    return sum(each.bytes for each in storages)
+
+
+def _alive_bytes(storages: Iterable[_Storage]) -> int:
+    return _bytes(each for each in storages if each.is_alive)
