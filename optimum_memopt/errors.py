@@ -53,11 +53,16 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def forget_frames(error: BaseException) -> None:
-    """Free what the functions hold that an error and its causes were raised through, and those that called them, which
-    a traceback keeps until the garbage collector finds it."""
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames in the tracebacks of an error and its causes: they refer to tensors."""
     for each in with_causes(error):
         traceback.clear_frames(each.__traceback__)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clear these frames, and drop the tracebacks, which also keep the frames that called them."""
+    clear_frames(error)
+    for each in with_causes(error):
         each.__traceback__ = None
 
 

@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, predicting_factory
-from optimum_memopt.errors import is_out_of_memory, line_of, shortage, with_causes
+from optimum_memopt.errors import clear_frames, is_out_of_memory, line_of, shortage, with_causes
 from optimum_memopt.logs import get_logger, rank
 from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
@@ -108,9 +107,8 @@ def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Plac
 
 
 def free_step(error: BaseException) -> None:
-    """Release what a failed step holds: the frames of its traceback refer to its tensors."""
-    for seen in with_causes(error):
-        traceback.clear_frames(seen.__traceback__)
+    """Release what a failed step holds."""
+    clear_frames(error)
     gc.collect()
     process.trim()
     if torch.cuda.is_initialized():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu.steps import MODELS, Shape, batch_of, forward, outputs_of
+from gpu.steps import MODELS, Shape, batch_of, outputs_of
 
 import optimum_memopt
 
@@ -44,11 +44,11 @@ class Training:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = _requested("current")
+        outputs = outputs_of(self.model, self.batch, self.dtype)
+        loss = outputs.loss
         if self.holds_outputs:
-            self.outputs = outputs_of(self.model, self.batch, self.dtype)
-            loss = self.outputs.loss
-        else:
-            loss = forward(self.model, self.batch, self.dtype)
+            self.outputs = outputs
+        del outputs
         loss.backward()
         del loss
         activations = _requested("peak") - before

@@ -90,7 +90,7 @@ class HeldOutputs:
     Attributes:
         copies: they are copies, as accelerate's in float32, so many times as large as the forward's results; 0: they
             are the results themselves.
-        more: bytes of forwards before the last one that it holds all the time.
+        more: bytes of outputs of earlier forwards, held throughout the step.
     """
 
     until: HeldUntil = HeldUntil.BACKWARD

@@ -216,9 +216,8 @@ class TrainingForward:
         if self.train is None:
             return
         self.train = None
-        current = self._model.__dict__.get("forward")
-        if getattr(current, "__func__", None) is not self.function:
-            self._wrapped_by = current
+        if self.is_wrapped:
+            self._wrapped_by = self._model.__dict__.get("forward")
         elif self.before is None:
             del self._model.forward
         else:
@@ -226,9 +225,8 @@ class TrainingForward:
 
     @property
     def is_wrapped(self) -> bool:
-        """True where something has wrapped the patched forward, and may change its outputs."""
-        current = self._model.__dict__.get("forward")
-        return self.train is not None and getattr(current, "__func__", None) is not self.function
+        """True if another function calls the patched forward in the model's `forward`, and may change its outputs."""
+        return getattr(self._model.__dict__.get("forward"), "__func__", None) is not self.function
 
     @property
     def is_in_place(self) -> bool:

@@ -28,7 +28,7 @@ class StepEvents:
             the backwards.
         dropped_at: index of what the caller drops.
         outputs: bytes of the forward's results that its caller holds behind the backward.
-        earlier_outputs: bytes of those of the step before, which it holds in the forward.
+        earlier_outputs: bytes of the previous step's results, held until this forward has returned.
     """
 
     events: tuple[Event, ...]

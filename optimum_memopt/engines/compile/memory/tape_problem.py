@@ -200,8 +200,7 @@ class _LinkedRuns:
         self._read: list[int] = []
         self._tangents: list[int] = []
         self._outputs: list[int] = []
-        # Bytes of results that the caller holds, or gets copies of, by storage; nodes of those that it holds in the
-        # backward, and of those of the step before.
+        # Bytes of held or copied results, by storage; the nodes of held ones, and of the previous step's.
         self.results = {} if tape.held_outputs == NOTHING_HELD else self._result_bytes()
         self._results: list[int] = []
         self._earlier: list[int] = []

@@ -141,7 +141,7 @@ class PlannedStep:
 
     @property
     def held_outputs(self) -> HeldOutputs:
-        """What the loop holds of the forward's outputs; under autocast accelerate's copies in float32."""
+        """The outputs that `keep_outputs` holds; under autocast accelerate's float32 copies."""
         if not self.spec.keep_outputs:
             return NOTHING_HELD
         return HeldOutputs(HeldUntil.NEXT_FORWARD, IN_FLOAT32 if self.cast_to is not None else 0.0)

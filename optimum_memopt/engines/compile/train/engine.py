@@ -392,10 +392,9 @@ class CompileEngine(in_place.InPlaceEngine):
             is_sharded=self._is_sharded,
             loss=weak_method(self._loss_of_step),
         )
-        held = self._run_now().held_outputs
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
-            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True, held_outputs=held)
+            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
@@ -420,7 +419,7 @@ class CompileEngine(in_place.InPlaceEngine):
         traced.measures_gradients = self._selection.budget is None
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
-        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose, held_outputs=held)
+        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
 
     def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:
         """Returns the loss that the run computes outside of the forward, which is given these inputs."""

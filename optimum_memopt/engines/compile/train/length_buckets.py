@@ -16,14 +16,14 @@ then that forward runs again under a plan for them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import HeldOutputs, LargestBatch
+from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, LargestBatch
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.planner import Planner
@@ -82,6 +82,7 @@ class LengthBuckets:
         # From the cheapest to the dearest.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
+        self._held = NOTHING_HELD
         self.largest = self._new_largest(None, None)
         # The kind of the last batch, and the plans for others; of one kind there may be several, the last used last.
         self._kind: BatchKind | None = None
@@ -123,11 +124,18 @@ class LengthBuckets:
 
     def hold_outputs(self, held: HeldOutputs) -> None:
         """Count these outputs as held by the training loop, under all plans."""
-        plans = [(self.largest, self._shorter), *((each.largest, each.shorter) for each in self._by_batch_kind)]
-        for largest, shorter in plans:
-            for forward in (largest, *(bucket.forward for bucket in shorter)):
-                has_room = forward.hold_outputs(held)
-                self._has_room |= has_room and forward is self.largest
+        if held == self._held:
+            return
+        self._held = held
+        for forward in self._forwards(self._by_batch_kind):
+            has_room = forward.hold_outputs(held)
+            self._has_room |= has_room and forward is self.largest
+
+    def _forwards(self, kinds: Iterable[_KindPlans]) -> Iterator[PlannedForward]:
+        """Yields the forwards for batches of the current kind and of these, those for shorter batches first."""
+        for largest, shorter in ((self.largest, self._shorter), *((each.largest, each.shorter) for each in kinds)):
+            yield from (bucket.forward for bucket in shorter)
+            yield largest
 
     def _use_room(self) -> None:
         """Solve again where the loop holds less than the plan was solved for."""
@@ -166,9 +174,7 @@ class LengthBuckets:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
         trains = self.largest.traced.trains
-        others = [(each.largest, each.shorter) for each in self._by_batch_kind if each.kind.trains == trains]
-        plans = [(self.largest, self._shorter), *others]
-        for forward in (each for largest, shorter in plans for each in (*(one.forward for one in shorter), largest)):
+        for forward in self._forwards(each for each in self._by_batch_kind if each.kind.trains == trains):
             if forward.predictors is not None:
                 with forward.predicting():
                     for predictor in forward.predictors:
@@ -256,8 +262,14 @@ class LengthBuckets:
             self.largest, self._shorter = self._new_largest(former, former.planner.limit.largest), ()
 
     def _new_largest(self, former: PlannedForward | None, largest: LargestBatch | None) -> PlannedForward:
-        forward = self._new_forward(former, largest, "")
+        forward = self._made(former, largest, "")
         forward.planner.siblings = weak_method(self._planners)
+        return forward
+
+    def _made(self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str) -> PlannedForward:
+        """Returns a new forward, which counts the outputs that the loop holds; arguments as of `_NewForward`."""
+        forward = self._new_forward(former, largest, purpose)
+        forward.hold_outputs(self._held)
         return forward
 
     def _planners(self) -> list[Planner]:
@@ -285,7 +297,7 @@ class LengthBuckets:
 
     def _new_bucket(self, batch: LargestBatch, name: str) -> LengthBucket:
         purpose = f" for batches up to {name}={batch.length}"
-        forward = self._new_forward(self.largest, batch, purpose)
+        forward = self._made(self.largest, batch, purpose)
         return LengthBucket(forward, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:

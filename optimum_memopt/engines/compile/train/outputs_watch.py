@@ -55,7 +55,7 @@ class OutputsWatch:
 
     @property
     def held(self) -> HeldOutputs:
-        """What is held the longest that was seen; what is assumed where nothing was."""
+        """The held outputs, by the step that held them longest; by assumption before the first step."""
         return HeldOutputs(self._assumed if self._seen is None else self._seen, self._copies, self._more)
 
     @property

@@ -111,7 +111,6 @@ class PlannedForward:
         traced: which it may share with those for other batches.
         purpose: see `GraphChoices`.
         is_later: another one has trained the model, so that what is asked for and is not in the graphs is no error.
-        held_outputs: what the training loop holds of its outputs.
 
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
@@ -126,10 +125,9 @@ class PlannedForward:
         planner: Planner,
         purpose: str = "",
         is_later: bool = False,
-        held_outputs: HeldOutputs = NOTHING_HELD,
     ) -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
-        self._held_outputs = held_outputs
+        self._held_outputs = NOTHING_HELD
         self._recompiles = Recompiles()
         self.is_plain = False
         self._is_strict = traced.spec.strict and not is_later
@@ -213,9 +211,9 @@ class PlannedForward:
         if held == self._held_outputs:
             return False
         self._held_outputs = held
-        self.planner.limit.expect_more()
         has_room = False
         if self.predictors is not None:
+            self.planner.limit.expect_more()
             self.predictors.hold_outputs(held)
             with self.predicting():
                 has_room = self.planner.has_room_for_less(self.predictors.first)
