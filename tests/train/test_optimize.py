@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
+from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from tests.gradients import accumulate, assert_bitwise_same_step
@@ -147,8 +148,10 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)])
-def test_states_that_are_there_count_once(kind):
+def test_states_that_are_there_count_once(kind, monkeypatch):
     """Of an optimizer that has stepped before the engine came."""
+    # A process's own size changes between two readings.
+    monkeypatch.setattr(traced_forward, "held_bytes", lambda device: 2**30)
     model = torch.nn.Sequential(*(Layer() for _ in range(4)))
     optimizer, x = kind(model.parameters(), lr=1e-4), torch.randn(4, WIDTH)
 
@@ -168,8 +171,7 @@ def test_states_that_are_there_count_once(kind):
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert parts["told"].optimizer == pytest.approx(states, abs=100)
     assert parts["not told"].optimizer == pytest.approx(2 * weights, abs=100)
-    # Of 32 MiB of weights; the process grows by some MiB meanwhile.
-    assert parts["not told"].constant - parts["told"].constant == pytest.approx(states, abs=states / 2 + 2**24)
+    assert parts["not told"].constant - parts["told"].constant == states
     with pytest.raises(MemOptError, match=r"optimizer is a list; allowed is a torch\.optim\.Optimizer"):
         optimize(model, optimizer=[optimizer], **OPTIONS["compile"])
 
