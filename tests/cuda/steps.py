@@ -1,5 +1,7 @@
 """Training steps on a CUDA device, and what torch's allocator says of them."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ class Training:
     dtype: str
     holds_outputs: bool = False
     outputs: Any = None
+    loss_of: Callable[[Any], torch.Tensor] = operator.attrgetter("loss")
 
     def step(self) -> Held:
         """One step, with nothing left of its loss."""
@@ -45,7 +48,7 @@ class Training:
         torch.cuda.reset_peak_memory_stats()
         before = _requested("current")
         outputs = outputs_of(self.model, self.batch, self.dtype)
-        loss = outputs.loss
+        loss = self.loss_of(outputs)
         if self.holds_outputs:
             self.outputs = outputs
         del outputs

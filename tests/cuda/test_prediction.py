@@ -2,6 +2,7 @@ import pytest
 import torch
 from gpu.steps import DTYPES, MODELS
 
+from optimum_memopt import optimize
 from optimum_memopt.memory.peak_monitor import MIB
 from tests.cuda.steps import Held, Training, training
 
@@ -88,3 +89,69 @@ def test_outputs_that_a_loop_holds(compiler: str) -> None:
     footprint = trained.engine.predictor.footprint(optimizer=trained.optimizer)
     assert footprint.outputs == pytest.approx(trained.outputs.logits.nbytes, rel=0.001)
     assert measured.requested == pytest.approx(footprint.peak, rel=0.005)
+
+
+class OwnLoss:
+    """A training loop's cross entropy, which may keep a copy of the logits."""
+
+    def __init__(self, keeps: bool) -> None:
+        self._keeps, self._kept = keeps, None
+
+    def __call__(self, outputs) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].float()
+        if self._keeps:
+            self._kept = logits
+        # The stand-in's kernels write no labels that are allowed.
+        return (logits.log_softmax(-1)[..., 0]).mean()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_loss_that_a_loop_computes(compiler: str, keeps: bool) -> None:
+    trained = training("llama", "bf16", memory_opt_level=1, memory_opt_compiler=compiler)
+    trained.engine.outputs_read_by = None
+    trained.holds_outputs, trained.loss_of = keeps, OwnLoss(keeps)
+    del trained.batch["labels"]
+    second_step(trained)
+    said = trained.engine.plans().header[1]
+    assert "as if its loss took 4 times the outputs" in said and "not counted" not in said
+    measured = trained.step()
+    footprint = trained.engine.predictor.footprint(optimizer=trained.optimizer)
+    assert measured.requested == pytest.approx(footprint.peak, rel=0.01)
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
+    trained = training("llama", "bf16", memory_opt_level=0)
+    trained.engine.outputs_read_by, trained.loss_of = None, OwnLoss(False)
+    del trained.batch["labels"]
+    second_step(trained)
+    most = trained.step().allocated
+    trained.engine.detach()
+    budget = most - 2**24
+    trained.engine = optimize(
+        trained.model,
+        optimizer=trained.optimizer,
+        memory_opt_engine="compile",
+        memory_opt_compiler="aot_eager",
+        memory_opt_budget=f"{budget // MIB}MiB",
+    )
+    # This loss takes more than is assumed before the first step.
+    trained.step()
+    peaks = [trained.step().allocated for _ in range(3)]
+    assert "time" in trained.engine.plans().header[0]
+    assert max(peaks) <= budget
+
+
+def test_a_history_of_the_user_stays() -> None:
+    trained = training("llama", "bf16", memory_opt_level=1)
+    trained.engine.outputs_read_by, trained.loss_of = None, OwnLoss(False)
+    del trained.batch["labels"]
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=10_000)
+    try:
+        second_step(trained)
+        assert torch._C._cuda_isHistoryEnabled()
+        entries = torch.cuda.memory._snapshot()["device_traces"][0]
+        assert len(entries) > 1000
+    finally:
+        torch.cuda.memory._record_memory_history(None)

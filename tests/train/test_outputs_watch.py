@@ -188,7 +188,7 @@ def test_a_budget_has_room_for_outputs_as_long_as_they_may_be_held(free: Footpri
     with log_lines() as lines:
         for _ in range(3):
             loop.step(batch)
-    solved_again = [line for line in lines if "drops the model's outputs: solving again" in line]
+    solved_again = [line for line in lines if "holds less than was assumed: solving again" in line]
     assert len(solved_again) == (held == HeldUntil.BACKWARD)
     assert engine.predictor is not None
     assert engine.predictor.tape.held_outputs.until == held

@@ -18,6 +18,9 @@ from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Sto
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
+# What a loop holds of what it has computed from the outputs.
+_LEFT = "left by the loop"
+
 
 @dataclass(frozen=True)
 class StepEvents:
@@ -92,8 +95,9 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = Fal
     for index in reversed(range(count - 1)):
         events += composition.backward(index)
     events += (*composition.reduced(collectives.last), *collectives.end, *composition.drop_held())
-    outputs = sum(storage.bytes for storage in composition.results)
-    earlier = outputs if tape.held_outputs.until == HeldUntil.NEXT_FORWARD else 0
+    until = tape.held_outputs.until
+    outputs = sum(storage.bytes for storage in composition.results) if until else 0
+    earlier = outputs if until == HeldUntil.NEXT_FORWARD else 0
     return StepEvents(tuple(events), dropped_at, outputs, earlier)
 
 
@@ -223,8 +227,8 @@ class _Composition:
         """Have the caller hold the forward's results, or copies of them; Trainer keeps the loss alone.
 
         Returns:
-            What it drops when the forward has returned: results of the step before, or copies; and the forward with
-            the allocation of these.
+            What it drops before the backward: copies; and the forward, with the allocation of these, the results of
+            the step before, and what the caller computes from its own.
         """
         held = self._tape.held_outputs
         if held == NOTHING_HELD:
@@ -236,30 +240,34 @@ class _Composition:
                 each._replace(name=f"copy of {each.name}", bytes=round(held.copies * each.bytes), category=OUTPUTS)
                 for each in made
             )
-            forward = [*forward, Event("", allocates=results)]
+            dropped = Event("", frees=self._dropped([*self._of_caller]))
+            forward = [*forward, Event("", allocates=results), dropped]
         else:
             results = tuple(made)
-            for storage in results:
+            for storage in results if held.until else ():
                 self._readers.setdefault(storage.name, set()).add(len(self._calls))
             outputs = {each.name: each._replace(category=OUTPUTS) for each in results if each.category != SAVED}
             forward = [
                 event._replace(allocates=tuple(outputs.get(each.name, each) for each in event.allocates))
                 for event in forward
             ]
-        if not held.until:
-            return results, forward
-        self.results = results
-        if held.until == HeldUntil.END_OF_STEP:
-            return (), forward
-        earlier = tuple(each._replace(name=f"earlier {each.name}", category=OUTPUTS) for each in results)
-        return earlier, [Event("", allocates=earlier), *forward]
+        size = sum(each.bytes for each in results)
+        left = (Storage(_LEFT, round(held.left * size), OUTPUTS),) if held.left else ()
+        self.results = (*results, *left) if held.until else left
+        if held.until == HeldUntil.NEXT_FORWARD:
+            earlier = tuple(each._replace(name=f"earlier {each.name}", category=OUTPUTS) for each in self.results)
+            dropped = Event("", frees=tuple(each.name for each in earlier))
+            forward = [Event("", allocates=earlier), *forward, dropped]
+        if held.loss:
+            forward = [*forward, Event("", "loss", workspace=round(held.loss * size)), Event("", allocates=left)]
+        return results if held.copies and not held.until else (), forward
 
     def drop_results(self, others: Sequence[Storage]) -> Event:
         """The storages that the forward's caller drops, and others that it has held until then."""
         return Event("", frees=(*self._dropped([*self._of_caller]), *(storage.name for storage in others)))
 
     def drop_held(self) -> Iterator[Event]:
-        """The results that the caller has held."""
+        """The results that the caller has held, and what it has computed from them."""
         if self.results:
             yield Event("", frees=tuple(storage.name for storage in self.results))
 

@@ -170,8 +170,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
         linked.backward(run)
     # It adds the last nodes.
     problem = linked.problem()
-    outputs = sum(linked.results.values()) if tape.held_outputs.until else 0
-    return TapeProblem(problem, tuple(runs), tape, tuple(linked.built.places), frees_gradients, outputs)
+    return TapeProblem(problem, tuple(runs), tape, tuple(linked.built.places), frees_gradients, linked.outputs)
 
 
 class _LinkedRuns:
@@ -200,10 +199,18 @@ class _LinkedRuns:
         self._read: list[int] = []
         self._tangents: list[int] = []
         self._outputs: list[int] = []
-        # Bytes of held or copied results, by storage; the nodes of held ones, and of the previous step's.
-        self.results = {} if tape.held_outputs == NOTHING_HELD else self._result_bytes()
+        # Bytes of held or copied results, by storage, and of what the loop computes from them; nodes of what is held
+        # until the backward is over, and of the previous step's.
+        self._result_sizes = {} if tape.held_outputs == NOTHING_HELD else self._result_bytes()
+        size = sum(self._result_sizes.values())
+        self._loss, self._left = round(tape.held_outputs.loss * size), round(tape.held_outputs.left * size)
         self._results: list[int] = []
         self._earlier: list[int] = []
+
+    @property
+    def outputs(self) -> int:
+        """Bytes that the forward's caller holds behind the backward."""
+        return sum(self._result_sizes.values()) + self._left if self._tape.held_outputs.until else 0
 
     def _result_bytes(self) -> dict[int, int]:
         results, copies, sizes = self._tape.results, self._tape.held_outputs.copies or 1, dict[int, int]()
@@ -217,24 +224,31 @@ class _LinkedRuns:
     def begin(self) -> None:
         """Add the results of the step before that the caller still holds, before any forward."""
         if self._tape.held_outputs.until == HeldUntil.NEXT_FORWARD:
-            self._earlier = [self._outside(0, size) for size in self.results.values()]
+            sizes = [*self._result_sizes.values(), *([self._left] if self._left else [])]
+            self._earlier = [self._outside(0, size) for size in sizes]
 
     def hold_results(self) -> None:
-        """Add the forward's results that the caller holds in the backward, behind all forwards."""
-        last, held, nodes, dropped = len(self._runs) - 1, self._tape.held_outputs, [], self._earlier
-        for storage, size in self.results.items():
+        """Add the forward's results that the caller holds in the backward, behind all forwards, and what it computes
+        from them."""
+        last, held, nodes = len(self._runs) - 1, self._tape.held_outputs, list[int]()
+        for storage, size in self._result_sizes.items():
             if held.copies:
-                nodes.append(self._outside(last, size))
-                continue
-            kept = {"roots": self.built.root(self._made[storage]), "is_kept": True}
-            nodes.append(self.built.between(last, _PASSED, (self._made[storage],), kept))
+                nodes.append(self._outside(last, size, source=self._made[storage]))
+            elif held.until:
+                kept = {"roots": self.built.root(self._made[storage]), "is_kept": True}
+                nodes.append(self.built.between(last, _PASSED, (self._made[storage],), kept))
+        if self._earlier:
+            self._held.append(self._end(last, self._earlier, _RETURNED))
+        if self._loss:
+            self._held += self._moved.add(last, [Event("", "loss", workspace=self._loss)])
+        left = [self._outside(last, self._left)] if self._left else []
         if held.until:
-            self._results = nodes
-            self._read += nodes
+            self._results = [*nodes, *left]
         else:
-            dropped = nodes
-        if dropped:
-            self._held.append(self._end(last, dropped, _RETURNED))
+            self._results = left
+            if nodes:
+                self._held.append(self._end(last, nodes, _RETURNED))
+        self._read += self._results
 
     def forward(self, run: int) -> None:
         """Add the forward of a run. All forwards are added before any backward, in order."""
@@ -391,6 +405,8 @@ class _LinkedRuns:
         self._outputs += [*self._gradients.values(), *self._moved.left]
         self._read += self._moved.held_in_backward
         released = {storage for call in self._tape.calls for storage in call.released}
+        if self._tape.held_outputs.copies:
+            released |= self._result_sizes.keys()
         last = [node for storage, node in self._made.items() if storage not in released]
 
         def all_of(nodes_of: Callable[[Problem], Iterable[int]]) -> Iterator[int]:
@@ -415,10 +431,12 @@ class _LinkedRuns:
             },
         )
 
-    def _outside(self, run: int, size: int, layer: str = "", *, is_backward: bool = False) -> int:
-        """A storage that no graph has allocated."""
+    def _outside(
+        self, run: int, size: int, layer: str = "", *, source: int | None = None, is_backward: bool = False
+    ) -> int:
+        """A storage that no graph has allocated; of what was computed from `source`."""
         own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
-        return self.built.between(run, _OUTSIDE, (), own, layer)
+        return self.built.between(run, _OUTSIDE, () if source is None else (source,), own, layer)
 
     def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
         """An operator that reads nodes which are held until then."""

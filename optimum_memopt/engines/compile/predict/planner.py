@@ -266,7 +266,9 @@ class Planner:
 
     def note_outputs(self, outputs: Any) -> None:
         """Note the outputs of the first forward, from which a training loop may compute its loss."""
-        if self.loss is None and not self._spec.run().has_trainer and not _has_loss(outputs):
+        run = self._spec.run()
+        is_counted = run.has_trainer or run.held_outputs.loss > 0
+        if self.loss is None and not is_counted and not _has_loss(outputs):
             self.loss = EagerLoss("the loss", unknown="the training loop computes it from the outputs")
             self._warn_of_loss()
 

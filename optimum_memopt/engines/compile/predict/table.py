@@ -110,6 +110,8 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
     caveat = predictor.caveat and f" ({predictor.caveat})"
     outputs = f"{footprint.outputs / MIB:.1f} MiB"
     held = "" if outputs == "0.0 MiB" else f", with {outputs} of outputs that the loop may hold"
+    if loss := predictor.tape.held_outputs.loss:
+        held += f", and as if its loss took {loss:.3g} times the outputs"
     optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else planned_like(run.optimizer)
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
     accumulation += " and released gradients" if run.releases_gradients else ""

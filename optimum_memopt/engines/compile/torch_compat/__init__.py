@@ -7,6 +7,7 @@ kernels          which kernels run, and what they hold
 autograd         operators outside of graphs
 autocast         autocast of a device that is not there
 fake_tensors     Python on tensors without data
+allocation_history  what CUDA's allocator records
 recompiles       why torch compiles again
 fully_shard      FSDP2
 zero3            DeepSpeed's ZeRO 3

@@ -34,6 +34,7 @@ from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
+from optimum_memopt.engines.compile.train.loss_watch import LossWatch, assumed_loss
 from optimum_memopt.engines.compile.train.outputs_watch import OutputsWatch
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.shared import in_place, released_gradients
@@ -269,7 +270,7 @@ class CompileEngine(in_place.InPlaceEngine):
             # A loop that gets logits may hold them.
             may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
             assumed = HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD
-            self._outputs = OutputsWatch(self._model, assumed)
+            self._outputs = OutputsWatch(self._model, assumed, self._loss_watch(call.inputs))
         self._outputs.begin(self.outputs_read_by is None and self._attached.training_forward.is_wrapped)
         self._buckets.hold_outputs(self._outputs.held)
         if self._is_plain:
@@ -293,6 +294,13 @@ class CompileEngine(in_place.InPlaceEngine):
             self._keep_freed(host_available() >= peak)
         self._outputs.watch(outputs)
         return outputs
+
+    def _loss_watch(self, inputs: Mapping[str, object]) -> LossWatch | None:
+        """Returns the watch of what a training loop computes from outputs of a forward with these inputs; None for a
+        Trainer, and where ranks gather parameters in between."""
+        if self.outputs_read_by is not None or self._is_sharded:
+            return None
+        return LossWatch(0.0 if self._drops_outputs else assumed_loss(self._model, inputs))
 
     def _plan_otherwise(self, error: DoesNotFitError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the outputs of a forward that no plan fits: planned for a loop that drops them, then as one graph.

@@ -141,7 +141,7 @@ class LengthBuckets:
         """Solve again where the loop holds less than the plan was solved for."""
         self._has_room = False
         if self._may_rerun:
-            get_logger().info("the training loop drops the model's outputs: solving again with their memory")
+            get_logger().info("the training loop holds less than was assumed: solving again with that memory")
             self.largest, self._shorter = self._new_largest(self.largest, self.largest.planner.limit.largest), ()
 
     def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:

@@ -10,26 +10,14 @@ hold copies of what it has returned.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.run import IN_FLOAT32, HeldOutputs, HeldUntil
-from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
-
-
-class _Storage(NamedTuple):
-    """The storage of an output: a loop may keep a detached view of it alone."""
-
-    number: int
-    bytes: int
-    ref: StorageWeakRef
-
-    @property
-    def is_alive(self) -> bool:
-        return not self.ref.expired()
+from optimum_memopt.engines.compile.train.loss_watch import LossWatch, WatchedStorage, storages_of
 
 
 class OutputsWatch:
@@ -37,26 +25,31 @@ class OutputsWatch:
 
     Args:
         assumed: until a step has shown it.
+        loss: what the loop computes from them; None: it is not watched.
     """
 
-    def __init__(self, model: torch.nn.Module, assumed: HeldUntil) -> None:
-        self._model, self._assumed = weakref.ref(model), assumed
+    def __init__(self, model: torch.nn.Module, assumed: HeldUntil, loss: LossWatch | None = None) -> None:
+        self._model, self._assumed, self._loss = weakref.ref(model), assumed, loss
         self._remove_hook: Callable[[], None] | None = None
         self._seen: HeldUntil | None = None
         self._copies, self._more = 0.0, 0
         # Of the last forward: its outputs, what it has returned itself, and what nothing else than the loop holds when
         # the backward begins. Of those before it, what is still alive.
-        self._outputs: list[_Storage] = []
-        self._results: list[_Storage] = []
+        self._outputs: list[WatchedStorage] = []
+        self._results: list[WatchedStorage] = []
         self._returned: list[weakref.ref[Any]] = []
-        self._earlier: list[_Storage] = []
+        self._earlier: list[WatchedStorage] = []
+        # Bytes of the last one's.
+        self._last = 0
         self._is_over = self._was_held = False
         self._is_told = True
 
     @property
     def held(self) -> HeldOutputs:
         """The held outputs, by the step that held them longest; by assumption before the first step."""
-        return HeldOutputs(self._assumed if self._seen is None else self._seen, self._copies, self._more)
+        until = self._assumed if self._seen is None else self._seen
+        loss = (0.0, 0.0) if self._loss is None else (self._loss.most, self._loss.left)
+        return HeldOutputs(until, self._copies, self._more, *loss)
 
     @property
     def is_assumed(self) -> bool:
@@ -65,11 +58,14 @@ class OutputsWatch:
 
     @property
     def bytes(self) -> int:
-        """Bytes of outputs of earlier forwards that are still held."""
-        return _alive_bytes([*self._earlier, *self._outputs])
+        """Bytes of outputs of earlier forwards that are still held, and of what the loop holds with the last ones."""
+        alive = _alive_bytes([*self._earlier, *self._outputs])
+        return alive + round(self.held.left * min(alive, self._last))
 
     def begin(self, is_wrapped: bool = False) -> None:
         """A forward is about to run, which something has wrapped that may return other outputs."""
+        if self._loss is not None:
+            self._loss.cancel()
         if self._is_over:
             until = HeldUntil.END_OF_STEP if self._was_held else HeldUntil.BACKWARD
             self._note(HeldUntil.NEXT_FORWARD if _alive_bytes(self._outputs) else until)
@@ -85,6 +81,8 @@ class OutputsWatch:
 
     def stop(self) -> None:
         """Leave the model as it was."""
+        if self._loss is not None:
+            self._loss.cancel()
         if self._remove_hook is not None:
             self._remove_hook()
             self._remove_hook = None
@@ -110,6 +108,8 @@ class OutputsWatch:
                 note()
 
         node.register_hook(note_backward)
+        if (loss := self._loss) is not None and not loss.is_read:
+            node.register_prehook(lambda gradients: loss.end([each for each in gradients if each is not None]))
 
     def _watch_returned(self, outputs: Any) -> None:
         """Watch what the loop gets in the place of the outputs of the last forward."""
@@ -118,17 +118,20 @@ class OutputsWatch:
         if not known:
             return
         copies = 0.0
-        if any(each.number not in known for each in _storages(tensors)):
+        if any(each.number not in known for each in storages_of(tensors)):
             self._hold(tensors, outputs)
             copies = _bytes(self._outputs) / max(1, _bytes(self._results))
         self._copies = copies
 
     def _hold(self, tensors: Iterable[torch.Tensor], outputs: Any, node: Any = None) -> None:
-        self._outputs = _storages(tensors)
+        self._outputs = storages_of(list(tensors))
+        self._last = _bytes(self._outputs)
         self._returned = [weakref.ref(each) for each in tensors if node is None or each.grad_fn is node]
         # A tuple has no weak references.
         with contextlib.suppress(TypeError):
             self._returned.append(weakref.ref(outputs))
+        if self._loss is not None:
+            self._loss.begin(self._outputs)
 
     def _note_backward(self) -> None:
         """Note what is held when the backward has run its first graph."""
@@ -151,15 +154,9 @@ def _hook(watch: Callable[[], Callable[[Any], None] | None]) -> Callable[..., No
     return hook
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[_Storage]:
-    """The storages of tensors, each once."""
-    found = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
-    return [_Storage(number, each.nbytes(), StorageWeakRef(each)) for number, each in found.items()]
-
-
-def _bytes(storages: Iterable[_Storage]) -> int:
+def _bytes(storages: Iterable[WatchedStorage]) -> int:
     return sum(each.bytes for each in storages)
 
 
-def _alive_bytes(storages: Iterable[_Storage]) -> int:
+def _alive_bytes(storages: Iterable[WatchedStorage]) -> int:
     return _bytes(each for each in storages if each.is_alive)
