@@ -13,8 +13,7 @@ from torch._functorch import config as functorch_config
 from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.compile.capture.capture import Capture
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
-from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress, TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import MODEL
@@ -107,8 +107,8 @@ def recorded() -> Iterator[list[Split]]:
         found.append(Split(known, *copies, graph.joint.num_fwd_outputs))
         return known, modules
 
-    original = traced_forward.partitioned
-    with mock.patch.object(traced_forward, "partitioned", partitioned):
+    original = variants.partitioned
+    with mock.patch.object(variants, "partitioned", partitioned):
         yield found
 
 

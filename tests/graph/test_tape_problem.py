@@ -11,7 +11,7 @@ from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.standins import planned_ranks
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.options import LAYER

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from optimum_memopt import MemOptTrainer
 from optimum_memopt.engines.api.run import Run, Selection
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -123,7 +123,7 @@ LARGE = tower_batch(64, 60)
 def steady_process() -> Iterator[None]:
     """The process itself grows and shrinks by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (footprint, traced_forward):
+        for module in (footprint, variants):
             patch.setattr(module, "held_bytes", lambda device: 2**29)
         patch.setattr(footprint, "_GROWTH", 0)
         patch.setattr(footprint, "_GROWTH_SHARE", 0)

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from tests.gradients import accumulate, assert_bitwise_same_step
@@ -151,7 +151,7 @@ class Layer(torch.nn.Module):
 def test_states_that_are_there_count_once(kind, monkeypatch):
     """Of an optimizer that has stepped before the engine came."""
     # A process's own size changes between two readings.
-    monkeypatch.setattr(traced_forward, "held_bytes", lambda device: 2**30)
+    monkeypatch.setattr(variants, "held_bytes", lambda device: 2**30)
     model = torch.nn.Sequential(*(Layer() for _ in range(4)))
     optimizer, x = kind(model.parameters(), lr=1e-4), torch.randn(4, WIDTH)
 

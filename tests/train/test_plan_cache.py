@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.costs.times import known_costs
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import LAYER
@@ -59,7 +59,7 @@ class Starts:
     def __post_init__(self) -> None:
         self.patch.setenv("XDG_CACHE_HOME", str(self.cache))
         self.patch.setenv(SWITCH, "1")
-        for module in (footprint, traced_forward):
+        for module in (footprint, variants):
             self.patch.setattr(module, "held_bytes", lambda device: self.held)
         self.patch.setattr(footprint, "room_to_grow", lambda *given: 2**16)
         if self.unit not in PLAIN:

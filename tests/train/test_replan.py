@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.memory import footprint
 from tests.limited_memory import RunsOut
 from tests.rotation import in_turn, nightly
@@ -22,7 +22,7 @@ REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
 @pytest.fixture(autouse=True)
 def steady_process(monkeypatch):
     """The process itself takes a thousand times what such a small model does."""
-    for module in (footprint, traced_forward):
+    for module in (footprint, variants):
         monkeypatch.setattr(module, "held_bytes", lambda device: 0)
     monkeypatch.setattr(footprint, "_GROWTH", 0)
 

@@ -12,7 +12,7 @@ from transformers import default_data_collator
 
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch, Selection
-from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
@@ -49,7 +49,7 @@ def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    for module in (footprint, traced_forward):
+    for module in (footprint, variants):
         monkeypatch.setattr(module, "held_bytes", lambda device: held)
 
 

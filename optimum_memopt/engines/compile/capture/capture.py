@@ -9,13 +9,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optimum_memopt.compat.accelerate import fsdp_version, parallelisms
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
-from optimum_memopt.engines.compile.capture.traced_forward import (
-    TracedCall,
-    TracedForward,
-    TraceSpec,
-    no_training_graph,
-)
-from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices
+from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
+from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices, TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
 from optimum_memopt.engines.compile.graph.candidates import compressions

@@ -7,7 +7,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch import fx
 
 from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.capture.backend import compile_graph
-from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, errors_line
+from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
-from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
+from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
 from optimum_memopt.engines.compile.capture.regions import (
@@ -31,64 +30,40 @@ from optimum_memopt.engines.compile.capture.regions import (
     opened_modules,
     regions_of,
 )
-from optimum_memopt.engines.compile.capture.traced_graph import ForwardRun, GraphChoices, TracedGraph, Variant
-from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, sources_of
-from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
-from optimum_memopt.engines.compile.graph.symbols import input_sizes
+from optimum_memopt.engines.compile.capture.traced_graph import (
+    ForwardRun,
+    GraphChoices,
+    TracedGraph,
+    TraceSpec,
+    Variant,
+)
+from optimum_memopt.engines.compile.capture.variants import Variants
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import (
     LossDecision,
-    LossMode,
     decide_losses,
     with_detached_outputs,
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.around_runs import Sharding
-from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, described
-from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder, sizes_of
-from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
+from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
+from optimum_memopt.engines.compile.options import LAYER
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
 from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
-from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.engines.shared.label_smoothing import cross_entropy
 from optimum_memopt.errors import UnsupportedModelError, forget_frames, is_out_of_memory
 from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import Progress, announced, get_logger, watched
 from optimum_memopt.memory import process
-from optimum_memopt.memory.peak_monitor import held_bytes
 
 # Retrace limit for forwards that keep adding hooks or changing layer outputs.
 _MOST_TRACES = 3
-
-
-@dataclass(frozen=True)
-class TraceSpec:
-    """How a forward is traced.
-
-    Attributes:
-        strict: what is asked for and is not in the graphs is an error.
-        target: the device that it is planned for; None: where the model lies.
-        is_run: programs are compiled and run; False: the graphs are only looked at.
-        unit: what is compiled as one, of `options.UNITS`.
-        only_layers: what is outside of layers runs as in plain PyTorch, since hooks there gather what it reads.
-    """
-
-    compiler: str
-    dynamic: bool = True
-    loss: LossMode = field(default_factory=LossMode)
-    strict: bool = True
-    smoothing: LabelSmoothing | None = None
-    target: Device | None = None
-    is_run: bool = True
-    unit: str = MODEL
-    only_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,8 +94,7 @@ class TracedForward:
 
     Attributes:
         spec: how.
-        held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
-            same forward.
+        variants: of its graphs.
         is_first: the last call was the first with its kind of arguments, or with its choices.
     """
 
@@ -148,10 +122,6 @@ class TracedForward:
         self._running: ForwardRun | None = None
         # Of a call that is to run again.
         self._watch: dynamo.Watch | None = None
-        # The graph that was partitioned last.
-        self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
-        self._probe: ErrorProbe | None = None
-        self._gradient_probe: GradientProbe | None = None
         self._said: set[str] = set()
         self._state = StateWatch(weak_method(self._name_of))
         # Functions that Python runs, and the places where arguments' sizes became constants of a graph.
@@ -160,12 +130,8 @@ class TracedForward:
         # By the masks of batches.
         self._shardings: dict[KeptMasks, Sharding] = {}
         self._has_run = False
-        self.held = self.held_after = 0
         self.is_first = True
-        # Not within a budget, whose bytes that might pass.
-        self.measures_gradients = True
-        # Of the graphs whose backwards are compiled without them.
-        self._output_gradients: list[OutputGradients] = []
+        self.variants = Variants(model, spec, self._state, self.shared.is_shared, weak_method(self.say))
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
         """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
@@ -283,7 +249,7 @@ class TracedForward:
         drops_logits = self.spec.loss.drops_logits(call.reader)
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
-        reads_outputs, hooks = not call.loss_only and self._reads_outputs, dynamo.global_hooks()
+        reads_outputs, hooks = not call.loss_only and self.variants.read_outputs, dynamo.global_hooks()
         kind = CallKind(call.loss_only, drops_logits, self.masks, hooks, has_regions, reads_outputs, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
@@ -553,7 +519,8 @@ class TracedForward:
             trace,
         )
         # Not only as they were traced: a forward may have set what a tensor is.
-        self._compile_variant(graph, [given.get(node.name, dynamo.traced_value(node)) for node in placeholders])
+        values = [given.get(node.name, dynamo.traced_value(node)) for node in placeholders]
+        self.variants.compile(graph, self._run, self._regions, values)
         if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph(self._run.watch)):
             raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
@@ -571,7 +538,7 @@ class TracedForward:
         key = graph, layer, call_index
         variant = variants.get(key)
         if variant is None:
-            variant = variants[key] = self._variant(graph, args)
+            variant = variants[key] = self.variants.chosen(graph, args, run, self._regions)
         if variant.probe is not None and not run.choices.has_run:
             run.errors.extend(variant.probe.errors(args, layer))
         probe = None if run.choices.has_run else variant.gradient_probe
@@ -610,119 +577,10 @@ class TracedForward:
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         return next((name for name, each in named if each is tensor), "")
 
-    def _variant(self, graph: TracedGraph, args: Sequence[Any]) -> Variant:
-        (*_, latest), analyzed, run, layer = graph.variants.values(), graph.analyzed, self._run, self._regions.layer
-        choices = run.choices
-        if analyzed is None or latest.partitioned is None or graph.chosen_at == run.place(layer):
-            return latest
-        is_asked = graph.chosen_at is not None and graph.chosen_at[0] is choices
-        if is_asked and latest.partitioned.choice.is_for_all_runs:
-            return latest
-        partitioned = latest.partitioned
-        if graph not in choices.sizes:
-            now = partitioned.timeline.values(sizes_of(args)) if partitioned.timeline is not None else {}
-            choices.sizes[graph] = {**analyzed.size_hints, **now}
-        analyzed = replace(analyzed, size_hints=choices.sizes[graph])
-        # Where the forward runs on fake tensors, they are of another mode than the graph's.
-        with without_modes():
-            choice = run.choose(graph, analyzed, partitioned.gradients, layer)
-            own = choices.partitions.get((graph, choice.key))
-            if own is not None:
-                return replace(own, inputs=choice.inputs)
-            same = graph.variants.get(choice.key)
-            if same is None or same.partitioned is None:
-                return self._compile_variant(graph)
-            chosen = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
-            own = replace(same, partitioned=chosen.with_sizes(analyzed.size_hints), analyzed=analyzed)
-            choices.partitions[graph, choice.key] = own
-            return replace(own, inputs=choice.inputs)
-
     @property
     def _run(self) -> ForwardRun:
         assert self._running is not None
         return self._running
-
-    @property
-    def _reads_outputs(self) -> bool:
-        """True if a training loop has computed the gradient of an output beside the loss."""
-        return any(gradients.are_read for gradients in self._output_gradients)
-
-    def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
-        self._partitioned, self._probe, self._gradient_probe = None, None, None
-        programs = InductorPrograms()
-        gradients = OutputGradients()
-        partition = functools.partial(weak_method(self._partition), graph, gradients)
-        with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
-            saw = programs.add if self.spec.is_run else None
-            given = given or graph.inputs
-            run = compile_graph(self.spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self.say)
-        if gradients.are_left_out:
-            self._output_gradients.append(gradients)
-        variant, key = Variant(run, programs, None, None), ""
-        if self._partitioned is not None:
-            analyzed, partitioned = self._partitioned
-            key = partitioned.choice.key
-            inputs = partitioned.choice.inputs
-            known, probes = replace(partitioned, programs=programs), (self._probe, self._gradient_probe)
-            variant = Variant(run, programs, known, analyzed, inputs, *probes)
-        graph.chosen_at, graph.variants[key] = self._run.place(self._regions.layer), variant
-        self._run.choices.partitions[graph, key] = variant
-        return variant
-
-    def _partition(
-        self,
-        traced: TracedGraph,
-        of_outputs: OutputGradients,
-        module: fx.GraphModule,
-        inputs: Any,
-        num_fwd_outputs: int,
-        options: dict[str, Any],
-    ) -> tuple[Choice, Modules]:
-        spec, running = self.spec, self._run
-        number = len(running.ran) + 1
-        running.progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
-        add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
-        gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
-        sources = sources_of(module.graph, num_fwd_outputs)
-        cuda = spec.target.cuda if spec.target is not None else None
-        state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
-        fuses = spec.compiler == "inductor"
-        # Operators draw other random numbers than inductor; what a layer returns has gradients.
-        may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
-        given = of_outputs if may_run and not self._reads_outputs else None
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
-        graph = replace(graph, layers_at_once=self._regions.layers_at_once)
-        if traced.analyzed is None:
-            traced.analyzed = graph
-        # Names were found by the sizes of the batch that it was traced with.
-        sizes = running.choices.sizes.setdefault(traced, graph.size_hints)
-        graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
-        choice = running.choose(traced, graph, gradients, self._regions.layer)
-        partitioned_graph, modules = partitioned(
-            graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
-        )
-        self._partitioned = (
-            graph,
-            replace(
-                partitioned_graph,
-                is_all_of_forward=traced.is_all,
-                losses=traced.losses,
-                gradients=gradients,
-                sources=sources,
-                takes_none=of_outputs.are_left_out,
-            ),
-        )
-        of_outputs.keep(modules[1])
-        if spec.is_run:
-            self._probe = ErrorProbe.of(modules[0], graph, choice)
-        if spec.is_run and self.measures_gradients and not self.shared.is_shared:
-            is_eager = spec.compiler != "inductor"
-            self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
-        self.held = held_bytes(next(self._model.parameters()).device)
-        self.held_after = len(running.chosen)
-        if spec.is_run:
-            running.progress.stage = f"compiling graph {number}"
-        return choice, modules
 
     def _announced(self, is_first: bool, purpose: str) -> contextlib.AbstractContextManager[Progress]:
         if not is_first:

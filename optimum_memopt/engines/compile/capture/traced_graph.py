@@ -13,18 +13,44 @@ from torch import fx
 from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, RelativeError
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
+from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.loss.decide import LossDecision
+from optimum_memopt.engines.compile.loss.decide import LossDecision, LossMode
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.known_tapes import KnownTapes, TapePlayer
 from optimum_memopt.engines.compile.memory.tape import TapeRecorder
+from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.logs import Progress
+
+
+@dataclass(frozen=True)
+class TraceSpec:
+    """How a forward is traced.
+
+    Attributes:
+        strict: what is asked for and is not in the graphs is an error.
+        target: the device that it is planned for; None: where the model lies.
+        is_run: programs are compiled and run; False: the graphs are only looked at.
+        unit: what is compiled as one, of `options.UNITS`.
+        only_layers: what is outside of layers runs as in plain PyTorch, since hooks there gather what it reads.
+    """
+
+    compiler: str
+    dynamic: bool = True
+    loss: LossMode = field(default_factory=LossMode)
+    strict: bool = True
+    smoothing: LabelSmoothing | None = None
+    target: Device | None = None
+    is_run: bool = True
+    unit: str = MODEL
+    only_layers: bool = False
 
 
 @dataclass(frozen=True, eq=False)

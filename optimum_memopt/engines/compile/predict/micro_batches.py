@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.capture.standins import (
     shard,
     traced_for,
 )
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
 from optimum_memopt.engines.compile.costs.devices import Device

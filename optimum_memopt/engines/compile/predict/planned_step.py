@@ -14,7 +14,7 @@ from optimum_memopt.engines.api.run import IN_FLOAT32, NOTHING_HELD, HeldOutputs
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device, device_at, device_of
 from optimum_memopt.engines.compile.costs.times import costs_of

@@ -14,7 +14,7 @@ from optimum_memopt.engines.api.predictions import CATEGORIES, EagerSettings
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph

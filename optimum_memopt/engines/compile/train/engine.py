@@ -18,7 +18,8 @@ from optimum_memopt.engines.compile.capture.backend import check_compiler, defau
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.regions import layer_groups
-from optimum_memopt.engines.compile.capture.traced_forward import TracedForward, TraceSpec
+from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
+from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
@@ -424,7 +425,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 options = f"{options} {self._selection.compress}"
             wanted = replace(wanted, options=options)
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
-        traced.measures_gradients = self._selection.budget is None
+        traced.variants.measures_gradients = self._selection.budget is None
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)

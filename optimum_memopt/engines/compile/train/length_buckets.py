@@ -126,6 +126,11 @@ class LengthBuckets:
         """Count these outputs as held by the training loop, under all plans."""
         if held == self._held:
             return
+        if held.loss > self._held.loss and self.largest.is_compiled and self.largest.planner.solves:
+            get_logger().info(
+                f"between forward and backward the training loop takes {held.loss:.3g} times the model's outputs, for "
+                f"which the plan left {self._held.loss:.3g}"
+            )
         self._held = held
         for forward in self._forwards(self._by_batch_kind):
             has_room = forward.hold_outputs(held)

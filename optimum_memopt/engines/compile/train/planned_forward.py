@@ -382,8 +382,8 @@ class PlannedForward:
             for remark in matched_in(producer, traced.ran).remarks:
                 self.traced.say(f"in the new graph: {remark}")
             return
-        resident = self.planner.limit.resident(self.traced.held)
-        earlier = self.traced.held_after if resident == self.traced.held else -1
+        resident = self.planner.limit.resident(self.traced.variants.held)
+        earlier = self.traced.variants.held_after if resident == self.traced.variants.held else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks
         now = self.planner.run

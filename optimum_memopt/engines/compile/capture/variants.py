@@ -1,0 +1,176 @@
+"""Partitions and compiles the graphs of a forward, each once for a choice."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.compat.torch import without_modes
+from optimum_memopt.engines.compile.capture.backend import compile_graph
+from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe
+from optimum_memopt.engines.compile.capture.gradient_probe import GradientProbe
+from optimum_memopt.engines.compile.capture.moved_state import StateWatch
+from optimum_memopt.engines.compile.capture.regions import Regions
+from optimum_memopt.engines.compile.capture.traced_graph import ForwardRun, TracedGraph, TraceSpec, Variant
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, sources_of
+from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
+from optimum_memopt.engines.compile.graph.symbols import input_sizes
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import sizes_of
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.memory.peak_monitor import held_bytes
+
+
+class Variants:
+    """Partitions and compiles the graphs of a forward, each once for a choice.
+
+    Args:
+        state: state that changes between forwards and backwards.
+        is_shared: ranks gather parameters together.
+        say: logs a line once.
+
+    Attributes:
+        held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
+            same forward.
+        measures_gradients: their error is measured; not within a budget, whose bytes that might pass.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, spec: TraceSpec, state: StateWatch, is_shared: bool, say: Callable[[str], None]
+    ) -> None:
+        self._model, self._spec, self._state, self._is_shared, self._say = model, spec, state, is_shared, say
+        self.held = self.held_after = 0
+        self.measures_gradients = True
+        # The graph that was partitioned last.
+        self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
+        self._probe: ErrorProbe | None = None
+        self._gradient_probe: GradientProbe | None = None
+        # Of the graphs whose backwards are compiled without them.
+        self._output_gradients: list[OutputGradients] = []
+
+    @property
+    def read_outputs(self) -> bool:
+        """True if a training loop has computed the gradient of an output beside the loss."""
+        return any(gradients.are_read for gradients in self._output_gradients)
+
+    def chosen(self, graph: TracedGraph, args: Sequence[Any], run: ForwardRun, regions: Regions) -> Variant:
+        """Returns the variant of the choice for a graph that is about to run with these arguments."""
+        (*_, latest), analyzed, layer = graph.variants.values(), graph.analyzed, regions.layer
+        choices = run.choices
+        if analyzed is None or latest.partitioned is None or graph.chosen_at == run.place(layer):
+            return latest
+        is_asked = graph.chosen_at is not None and graph.chosen_at[0] is choices
+        if is_asked and latest.partitioned.choice.is_for_all_runs:
+            return latest
+        partitioned = latest.partitioned
+        if graph not in choices.sizes:
+            now = partitioned.timeline.values(sizes_of(args)) if partitioned.timeline is not None else {}
+            choices.sizes[graph] = {**analyzed.size_hints, **now}
+        analyzed = replace(analyzed, size_hints=choices.sizes[graph])
+        # Where the forward runs on fake tensors, they are of another mode than the graph's.
+        with without_modes():
+            choice = run.choose(graph, analyzed, partitioned.gradients, layer)
+            own = choices.partitions.get((graph, choice.key))
+            if own is not None:
+                return replace(own, inputs=choice.inputs)
+            same = graph.variants.get(choice.key)
+            if same is None or same.partitioned is None:
+                return self.compile(graph, run, regions)
+            chosen = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
+            own = replace(same, partitioned=chosen.with_sizes(analyzed.size_hints), analyzed=analyzed)
+            choices.partitions[graph, choice.key] = own
+            return replace(own, inputs=choice.inputs)
+
+    def compile(self, graph: TracedGraph, run: ForwardRun, regions: Regions, given: Sequence[Any] = ()) -> Variant:
+        """Compiles a graph with these inputs, or those that it was traced with, for the choice that is made for it.
+
+        Raises:
+            Exception: torch's, and what choosing raises.
+        """
+        self._partitioned, self._probe, self._gradient_probe = None, None, None
+        programs = InductorPrograms()
+        gradients = OutputGradients()
+        partition = functools.partial(weak_method(self._partition), graph, gradients, run, regions)
+        with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
+            saw = programs.add if self._spec.is_run else None
+            given = given or graph.inputs
+            compiled = compile_graph(
+                self._spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self._say
+            )
+        if gradients.are_left_out:
+            self._output_gradients.append(gradients)
+        variant, key = Variant(compiled, programs, None, None), ""
+        if self._partitioned is not None:
+            analyzed, partitioned = self._partitioned
+            key = partitioned.choice.key
+            inputs = partitioned.choice.inputs
+            known, probes = replace(partitioned, programs=programs), (self._probe, self._gradient_probe)
+            variant = Variant(compiled, programs, known, analyzed, inputs, *probes)
+        graph.chosen_at, graph.variants[key] = run.place(regions.layer), variant
+        run.choices.partitions[graph, key] = variant
+        return variant
+
+    def _partition(
+        self,
+        traced: TracedGraph,
+        of_outputs: OutputGradients,
+        running: ForwardRun,
+        regions: Regions,
+        module: fx.GraphModule,
+        inputs: Any,
+        num_fwd_outputs: int,
+        options: dict[str, Any],
+    ) -> tuple[Choice, Modules]:
+        spec = self._spec
+        number = len(running.ran) + 1
+        running.progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
+        add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
+        gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
+        sources = sources_of(module.graph, num_fwd_outputs)
+        cuda = spec.target.cuda if spec.target is not None else None
+        state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
+        fuses = spec.compiler == "inductor"
+        # Operators draw other random numbers than inductor; what a layer returns has gradients.
+        may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
+        given = of_outputs if may_run and not self.read_outputs else None
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
+        graph = replace(graph, layers_at_once=regions.layers_at_once)
+        if traced.analyzed is None:
+            traced.analyzed = graph
+        # Names were found by the sizes of the batch that it was traced with.
+        sizes = running.choices.sizes.setdefault(traced, graph.size_hints)
+        graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
+        choice = running.choose(traced, graph, gradients, regions.layer)
+        partitioned_graph, modules = partitioned(
+            graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
+        )
+        self._partitioned = (
+            graph,
+            replace(
+                partitioned_graph,
+                is_all_of_forward=traced.is_all,
+                losses=traced.losses,
+                gradients=gradients,
+                sources=sources,
+                takes_none=of_outputs.are_left_out,
+            ),
+        )
+        of_outputs.keep(modules[1])
+        if spec.is_run:
+            self._probe = ErrorProbe.of(modules[0], graph, choice)
+        if spec.is_run and self.measures_gradients and not self._is_shared:
+            is_eager = spec.compiler != "inductor"
+            self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
+        self.held = held_bytes(next(self._model.parameters()).device)
+        self.held_after = len(running.chosen)
+        if spec.is_run:
+            running.progress.stage = f"compiling graph {number}"
+        return choice, modules
