@@ -64,6 +64,10 @@ def forget_frames(error: BaseException) -> None:
     clear_frames(error)
     for each in with_causes(error):
         each.__traceback__ = None
+        # An error of torch's compiler keeps one of them, in a circle with itself (`ShortenTraceback` in
+        # `torch/_dynamo/exc.py`, 2.9 to 2.15), and so the caller's variables until the garbage collector runs.
+        if getattr(each, "first_useful_frame", None) is not None:
+            vars(each)["first_useful_frame"] = None
 
 
 def add_context(error: BaseException, earlier: BaseException) -> None:

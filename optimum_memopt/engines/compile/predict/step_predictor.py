@@ -97,14 +97,15 @@ class Pending:
         return iter(tuple(self._forwards.values()))
 
     def add(self, forward: "_Noted", outputs: Any) -> None:
-        """Count a forward until its backward has run, or nothing refers to its autograd graph any more."""
+        """Count a forward until its backward runs, or nothing refers to its autograd graph any more."""
         tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
             number = next(self._numbers)
             self._forwards[number] = forward
             release = _Release(self._forwards, number)
             for node in nodes:
-                node.register_hook(release)
+                # Not behind it: for such a hook autograd holds what the backward is given until it is done.
+                node.register_prehook(release)
 
 
 class _Release:

@@ -1,6 +1,7 @@
 """The history that CUDA's caching allocator records (torch 2.9 to 2.15: `torch.cuda.memory._record_memory_history`).
 
-It is one for the process: where the user records it, or where torch has another allocator, none is recorded here.
+It is one for the process: where the user records it, or where torch has another allocator, none is recorded here. One
+that the user has started meanwhile is told by its frames, and goes on.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -37,12 +38,18 @@ def start_history(device: torch.device) -> bool:
 
 
 def stop_history(device: torch.device, given: Collection[int]) -> Taken | None:
-    """Stop the history; None where not all of it was kept. Arguments as of `taken`."""
+    """Stop the history; None where not all of it was kept, or where the user has stopped it, or started another one.
+    Arguments as of `taken`."""
+    if not torch._C._cuda_isHistoryEnabled():
+        return None
+    is_own = True
     try:
         entries = torch.cuda.memory._snapshot()["device_traces"][device.index]
+        is_own = not any(entry.get("frames") for entry in entries)
     finally:
-        torch.cuda.memory._record_memory_history(None)
-    return None if len(entries) >= _MOST_ENTRIES else taken(entries, given)
+        if is_own:
+            torch.cuda.memory._record_memory_history(None)
+    return taken(entries, given) if is_own and len(entries) < _MOST_ENTRIES else None
 
 
 def taken(entries: Iterable[Mapping[str, Any]], given: Collection[int]) -> Taken:

@@ -2,7 +2,8 @@
 
 A loss that is computed from logits may take several times as much as these. On CUDA the allocator's history of the
 first steps tells, which no step waits for. Before the first one, a loop whose model is given no labels is taken to
-compute a cross entropy: log-probabilities and their gradient, in float32.
+compute a cross entropy: log-probabilities and their gradient, in float32. Of several forwards before one backward, what
+the losses of the earlier ones leave is held throughout the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat.allocation_history import start_history, stop_history
+from optimum_memopt.engines.compile.torch_compat.allocation_history import Taken, start_history, stop_history
 from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
 from optimum_memopt.logs import best_effort
 
-# Steps whose history is recorded: what the first one allocates once does not count from the second on.
-_MOST_READINGS = 2
+# Backwards whose history is read; and histories that are started, of which some come to no backward.
+_MOST_READINGS, _MOST_STARTS = 2, 12
 # As a share of the outputs; what is less is no loss.
 _LEAST = 0.01
 _FLOAT32 = 4
@@ -27,8 +28,6 @@ class WatchedStorage(NamedTuple):
 
     number: int
     bytes: int
-    address: int
-    device: torch.device
     ref: StorageWeakRef
 
     @property
@@ -45,47 +44,62 @@ class LossWatch:
     Attributes:
         most: at once, in multiples of the outputs' bytes.
         left: when the model's backward begins, beside the gradients that it is given; in the same unit.
+        earlier: bytes that losses of earlier forwards of a step leave.
+        is_assumed: no step has shown it yet.
     """
 
     def __init__(self, assumed: float = 0.0) -> None:
-        self.most, self.left = assumed, 0.0
-        self._readings = 0
-        # Of the forward whose history is recorded.
+        self.most, self.left, self.earlier, self.is_assumed = assumed, 0.0, 0, True
+        self._readings = self._starts = 0
+        # Of the forward whose history is recorded, and their addresses; and what losses before it have left.
         self._outputs: list[WatchedStorage] = []
+        self._addresses: frozenset[int] = frozenset()
+        self._device: torch.device | None = None
+        self._earlier = 0
 
     @property
     def is_read(self) -> bool:
         """True where no further step is watched."""
-        return self._readings >= _MOST_READINGS
+        return self._readings >= _MOST_READINGS or self._starts >= _MOST_STARTS
 
-    def begin(self, outputs: list[WatchedStorage]) -> None:
+    def begin(self, outputs: Sequence[torch.Tensor]) -> None:
         """The loop has got these outputs."""
-        self.cancel()
+        self.stop()
         if outputs and not self.is_read:
             with best_effort(_WHAT):
-                self._outputs = outputs if start_history(outputs[0].device) else []
+                if start_history(outputs[0].device):
+                    self._device, self._starts = outputs[0].device, self._starts + 1
+                    self._outputs = storages_of(outputs)
+                    self._addresses = frozenset(each.untyped_storage().data_ptr() for each in outputs)
+
+    def pass_on(self) -> None:
+        """Another forward begins before the backward."""
+        outputs = self._outputs
+        if (taken := self.stop()) is not None:
+            self._earlier += max(0, taken.left + _dropped(outputs))
 
     def end(self, gradients: Sequence[torch.Tensor]) -> None:
         """The model's backward begins with these."""
-        outputs, self._outputs = self._outputs, []
-        if not outputs:
+        outputs, earlier = self._outputs, self._earlier
+        self._earlier = 0
+        if (taken := self.stop()) is None:
             return
         self._readings += 1
-        with best_effort(_WHAT):
-            taken = stop_history(outputs[0].device, {each.address for each in outputs})
-            if taken is not None:
-                size = sum(each.bytes for each in outputs)
-                dropped = sum(each.bytes for each in outputs if not each.is_alive)
-                given = sum(each.bytes for each in storages_of(gradients))
-                self.most = _share(taken.most, size)
-                self.left = _share(taken.left + dropped - given, size)
+        size = sum(each.bytes for each in outputs)
+        given = sum(each.bytes for each in storages_of(gradients))
+        most, left = _share(taken.most, size), _share(taken.left + _dropped(outputs) - given, size)
+        if not self.is_assumed:
+            most, left, earlier = max(most, self.most), max(left, self.left), max(earlier, self.earlier)
+        self.most, self.left, self.earlier, self.is_assumed = most, left, earlier, False
 
-    def cancel(self) -> None:
-        """The backward did not follow the forward."""
-        if self._outputs:
-            device, self._outputs = self._outputs[0].device, []
+    def stop(self) -> Taken | None:
+        """Stop the history; returns what it says, None where none was recorded, or not all."""
+        device, self._device, self._outputs = self._device, None, []
+        taken = None
+        if device is not None:
             with best_effort(_WHAT):
-                stop_history(device, ())
+                taken = stop_history(device, self._addresses)
+        return taken
 
 
 def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
@@ -101,10 +115,12 @@ def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[WatchedStorage]:
     """Returns the storages of tensors, each once."""
     found = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
-    return [
-        WatchedStorage(number, each.nbytes(), each.data_ptr(), each.device, StorageWeakRef(each))
-        for number, each in found.items()
-    ]
+    return [WatchedStorage(number, each.nbytes(), StorageWeakRef(each)) for number, each in found.items()]
+
+
+def _dropped(outputs: Sequence[WatchedStorage]) -> int:
+    """Bytes of outputs that nothing holds any more."""
+    return sum(each.bytes for each in outputs if not each.is_alive)
 
 
 def _share(size: int, whole: int) -> float:

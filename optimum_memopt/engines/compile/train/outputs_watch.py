@@ -9,7 +9,7 @@ hold copies of what it has returned.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,11 @@ class OutputsWatch:
     def held(self) -> HeldOutputs:
         """The held outputs, by the step that held them longest; by assumption before the first step."""
         until = self._assumed if self._seen is None else self._seen
-        loss = (0.0, 0.0) if self._loss is None else (self._loss.most, self._loss.left)
-        return HeldOutputs(until, self._copies, self._more, *loss)
+        if (loss := self._loss) is None:
+            return HeldOutputs(until, self._copies, self._more)
+        # Assumed as a multiple of the forward's results, of which the loop may get larger copies.
+        most = loss.most / self._copies if loss.is_assumed and self._copies else loss.most
+        return HeldOutputs(until, self._copies, self._more + loss.earlier, most, loss.left)
 
     @property
     def is_assumed(self) -> bool:
@@ -65,7 +68,7 @@ class OutputsWatch:
     def begin(self, is_wrapped: bool = False) -> None:
         """A forward is about to run, which something has wrapped that may return other outputs."""
         if self._loss is not None:
-            self._loss.cancel()
+            self._loss.pass_on()
         if self._is_over:
             until = HeldUntil.END_OF_STEP if self._was_held else HeldUntil.BACKWARD
             self._note(HeldUntil.NEXT_FORWARD if _alive_bytes(self._outputs) else until)
@@ -82,7 +85,7 @@ class OutputsWatch:
     def stop(self) -> None:
         """Leave the model as it was."""
         if self._loss is not None:
-            self._loss.cancel()
+            self._loss.stop()
         if self._remove_hook is not None:
             self._remove_hook()
             self._remove_hook = None
@@ -107,9 +110,12 @@ class OutputsWatch:
             if (note := held()) is not None:
                 note()
 
-        node.register_hook(note_backward)
+        # Not behind it: for such a hook autograd holds what the backward is given until it is done.
+        node.register_prehook(note_backward)
         if (loss := self._loss) is not None and not loss.is_read:
-            node.register_prehook(lambda gradients: loss.end([each for each in gradients if each is not None]))
+            nodes = {each.grad_fn for each in tensors if each.grad_fn is not None}
+            for each in nodes:
+                each.register_prehook(lambda gradients: loss.end([one for one in gradients if one is not None]))
 
     def _watch_returned(self, outputs: Any) -> None:
         """Watch what the loop gets in the place of the outputs of the last forward."""
@@ -123,15 +129,15 @@ class OutputsWatch:
             copies = _bytes(self._outputs) / max(1, _bytes(self._results))
         self._copies = copies
 
-    def _hold(self, tensors: Iterable[torch.Tensor], outputs: Any, node: Any = None) -> None:
-        self._outputs = storages_of(list(tensors))
+    def _hold(self, tensors: Sequence[torch.Tensor], outputs: Any, node: Any = None) -> None:
+        self._outputs = storages_of(tensors)
         self._last = _bytes(self._outputs)
         self._returned = [weakref.ref(each) for each in tensors if node is None or each.grad_fn is node]
         # A tuple has no weak references.
         with contextlib.suppress(TypeError):
             self._returned.append(weakref.ref(outputs))
         if self._loss is not None:
-            self._loss.begin(self._outputs)
+            self._loss.begin(tensors)
 
     def _note_backward(self) -> None:
         """Note what is held when the backward has run its first graph."""
