@@ -1,6 +1,6 @@
 import pytest
 import torch
-from gpu.steps import DTYPES, MODELS
+from gpu.steps import DTYPES, MODELS, outputs_of
 
 from optimum_memopt import optimize
 from optimum_memopt.memory.peak_monitor import MIB
@@ -106,9 +106,9 @@ class OwnLoss:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_a_loss_that_a_loop_computes(compiler: str, keeps: bool) -> None:
-    trained = training("llama", "bf16", memory_opt_level=1, memory_opt_compiler=compiler)
+@pytest.mark.parametrize(("compiler", "unit"), [("aot_eager", "layer"), ("aot_eager", "model"), ("inductor", "layer")])
+def test_a_loss_that_a_loop_computes(compiler: str, unit: str, keeps: bool) -> None:
+    trained = training("llama", "bf16", memory_opt_level=1, memory_opt_compiler=compiler, memory_opt_unit=unit)
     trained.engine.outputs_read_by = None
     trained.holds_outputs, trained.loss_of = keeps, OwnLoss(keeps)
     del trained.batch["labels"]
@@ -143,15 +143,57 @@ def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
     assert max(peaks) <= budget
 
 
-def test_a_history_of_the_user_stays() -> None:
+def test_losses_of_several_forwards_before_one_backward() -> None:
+    """Each has its loss before the next forward, which leaves what its backward reads."""
     trained = training("llama", "bf16", memory_opt_level=1)
-    trained.engine.outputs_read_by, trained.loss_of = None, OwnLoss(False)
+    trained.engine.outputs_read_by, loss_of = None, OwnLoss(False)
     del trained.batch["labels"]
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=10_000)
+    peaks = []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        first, second = (loss_of(outputs_of(trained.model, trained.batch, "bf16")) for _ in range(2))
+        (first + second).backward()
+        del first, second
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+    predicted = trained.engine.predicted_peak_mib(trained.optimizer, gradient_accumulation=False) * MIB
+    assert peaks[2] == pytest.approx(predicted, rel=0.03)
+    held = trained.engine.predictor.tape.held_outputs
+    assert held.more > 2 * trained.batch["input_ids"].numel() * trained.model.config.vocab_size
+
+
+@pytest.mark.parametrize("is_meanwhile", [False, True])
+def test_a_history_of_the_user_stays(is_meanwhile: bool) -> None:
+    trained = training("llama", "bf16", memory_opt_level=1)
+    trained.engine.outputs_read_by, loss_of = None, OwnLoss(False)
+    del trained.batch["labels"]
+
+    def starting(outputs) -> torch.Tensor:
+        if is_meanwhile and not torch._C._cuda_isHistoryEnabled():
+            pytest.fail("the engine records none")
+        if is_meanwhile:
+            torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=10_000)
+        return loss_of(outputs)
+
+    if not is_meanwhile:
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=10_000)
+    trained.loss_of = starting
     try:
-        second_step(trained)
+        trained.step()
         assert torch._C._cuda_isHistoryEnabled()
-        entries = torch.cuda.memory._snapshot()["device_traces"][0]
-        assert len(entries) > 1000
+        trained.loss_of = loss_of
+        trained.step()
+        assert torch._C._cuda_isHistoryEnabled()
+        assert len(torch.cuda.memory._snapshot()["device_traces"][0]) > 500
     finally:
         torch.cuda.memory._record_memory_history(None)
+
+
+def test_a_forward_without_a_backward_leaves_no_history() -> None:
+    trained = training("llama", "bf16", memory_opt_level=1)
+    trained.engine.outputs_read_by = None
+    del trained.batch["labels"]
+    for _ in range(20):
+        outputs_of(trained.model, trained.batch, "bf16")
+    assert not torch._C._cuda_isHistoryEnabled()

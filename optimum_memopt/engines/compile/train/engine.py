@@ -314,8 +314,8 @@ class CompileEngine(in_place.InPlaceEngine):
             if self._is_sharded:
                 raise DoesNotFitError(f"{error}; {_MAY_HOLD}", error.lowest) from None
             get_logger().warning(
-                "planning as if the training loop dropped the model's outputs before the backward, and took nothing for "
-                "a loss of its own: nothing fits otherwise"
+                "planning as if the training loop dropped the model's outputs before the backward, and had no loss of "
+                "its own: nothing fits otherwise"
             )
             return self._start_again(args, kwargs, self._is_whole, True)
         is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions

@@ -2,8 +2,8 @@
 
 A loss that is computed from logits may take several times as much as these. On CUDA the allocator's history of the
 first steps tells, which no step waits for. Before the first one, a loop whose model is given no labels is taken to
-compute a cross entropy: log-probabilities and their gradient, in float32. Of several forwards before one backward, what
-the losses of the earlier ones leave is held throughout the step.
+compute a cross entropy: log-probabilities and their gradient, in float32. Of several forwards before one backward,
+what the losses of the earlier ones leave is held throughout the step.
 """
 
 from collections.abc import Mapping, Sequence
