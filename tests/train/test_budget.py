@@ -154,6 +154,20 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
     engine.detach()
 
 
+@pytest.mark.parametrize("forwards", [1, 3])
+def test_several_forwards_before_one_backward_that_pass_a_budget_are_said(free: Footprint, forwards: int) -> None:
+    """Once, and never of one forward, for which the plan is made."""
+    model = Tower()
+    engine = CompileEngine(Selection(budget=budget_of(free.peak - free.activations // 4)), "aot_eager")
+    engine.attach(model)
+    with log_lines() as lines:
+        for _ in range(2):
+            torch.stack([model(**LARGE).loss for _ in range(forwards)]).sum().backward()
+    said = [line for line in lines if line.startswith("NOT within the budget: several forwards before one backward")]
+    assert len(said) == (forwards > 1)
+    engine.detach()
+
+
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's size is read before operators are measured, and again when the plan is chosen."""
     room, model = 2**25, Tower()

@@ -177,6 +177,18 @@ class StepLimit:
             f"{gib_text(self.bytes)}: solving again for it"
         )
 
+    def exceeded_by_several(self, predictor: StepMemoryPredictor) -> str:
+        """A line about a step of several forwards before one backward that passes the limit, which plans are made for
+        one; empty where it does not."""
+        run = self._run()
+        peak = predictor.peak(run.optimizer, run.gradient_accumulation)
+        if self.bytes is None or peak <= self.bytes:
+            return ""
+        return (
+            f"several forwards before one backward take {gib_text(peak)}, {gib_text(peak - self.bytes)} over it; "
+            "plans are made for one: lower --memory_opt_budget, or run them as one batch"
+        )
+
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
         """True where a batch's step is within the limit."""
         return self._excess(predictor, predictor.sizes_of(inputs)) <= 0

@@ -225,11 +225,14 @@ class StepMemoryPredictor:
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
-    ) -> None:
+    ) -> bool:
         """Count a training forward among those of the run.
 
         Args:
             outputs: what it returned; its backward has run once their autograd graph has.
+
+        Returns:
+            True where others have run before the same backward, more than ever before.
         """
         sizes = self.sizes_of(inputs)
         key = frozenset(sizes.items())
@@ -241,11 +244,12 @@ class StepMemoryPredictor:
         earlier = list(self._pending)
         saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
         new = Forward(sizes, saved)
-        self.largest_shapes = largest_shapes(self.largest_shapes, new)
+        before, self.largest_shapes = self.largest_shapes, largest_shapes(self.largest_shapes, new)
         if earlier:
             last, forward = earlier[-1]
             last.largest_shapes = largest_shapes(last.largest_shapes, replace(forward, is_followed=True))
         self._pending.add(_Noted(self, new), outputs)
+        return saved > max((each.saved_before for each in before), default=0)
 
     def with_graphs(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object]
@@ -460,8 +464,8 @@ class Predictors:
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
-    ) -> None:
-        """Count a training forward among those of the run."""
+    ) -> bool:
+        """Count a training forward among those of the run; see `StepMemoryPredictor.note_forward`."""
         # How often a graph runs may differ at every step, as where layers are dropped.
         key = frozenset(graphs)
         if key not in self._by_graphs:
@@ -470,4 +474,4 @@ class Predictors:
         predictor = self._by_graphs[key]
         if predictor is not self.first:
             self._by_sizes[frozenset(input_sizes(inputs).items())] = predictor
-        predictor.note_forward(graphs, tape, inputs, outputs)
+        return predictor.note_forward(graphs, tape, inputs, outputs)

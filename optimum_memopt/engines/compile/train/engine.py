@@ -313,9 +313,10 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._outputs.is_assumed and self._outputs.held.until:
             if self._is_sharded:
                 raise DoesNotFitError(f"{error}; {_MAY_HOLD}", error.lowest) from None
+            also = ", and computed no loss of its own" if self._outputs.held.loss else ""
             get_logger().warning(
-                "planning as if the training loop dropped the model's outputs before the backward, and had no loss of "
-                "its own: nothing fits otherwise"
+                f"planning as if the training loop dropped the model's outputs before the backward{also}: "
+                "nothing fits while it holds them"
             )
             return self._start_again(args, kwargs, self._is_whole, True)
         is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions

@@ -132,7 +132,7 @@ class PlannedForward:
         self.is_plain = False
         self._is_strict = traced.spec.strict and not is_later
         self.last_runs: RunKeys | None = None
-        self._may_run_again = False
+        self._may_run_again = self._has_warned = False
         # The choices of the last call, where some are not those of the plan.
         self._others: GraphChoices | None = None
         self._reset()
@@ -323,8 +323,16 @@ class PlannedForward:
             return RUN_AGAIN
         if self.predictors is not None:
             with self.predicting():
-                self.predictors.note_forward(traced.ran, traced.tape, call.inputs, traced.outputs)
+                has_more = self.predictors.note_forward(traced.ran, traced.tape, call.inputs, traced.outputs)
+                if has_more and self.planner.solves:
+                    self._warn_of_several(self.predictors.of(call.inputs))
         return _refusing(traced.outputs, call)
+
+    def _warn_of_several(self, predictor: StepMemoryPredictor) -> None:
+        line = "" if self._has_warned else self.planner.limit.exceeded_by_several(predictor)
+        if line:
+            self._has_warned = True
+            get_logger().warning(f"NOT within the budget: {line}")
 
     def _traced_call(self, call: ForwardArgs, records: bool = False) -> TracedCall:
         self.planner.has_foreign = self.planner.has_unplanned = False
