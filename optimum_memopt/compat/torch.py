@@ -142,6 +142,11 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
+def current_autocast(device_type: str) -> torch.dtype | None:
+    """Returns the dtype that autocast casts to now; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Within it tensors are real, or on meta, and operators run as they are called (`torch/utils/_python_dispatch.py`,
     2.13)."""

@@ -91,9 +91,9 @@ class HeldOutputs:
         copies: they are copies, as accelerate's in float32, so many times as large as the forward's results; 0: they
             are the results themselves.
         more: bytes of outputs of earlier forwards, held throughout the step.
-        loss: the most that the loop allocates between a forward and its backward, as for a loss of its own, in
+        loss: the peak of the loop's own allocations between a forward and its backward (its loss, metrics), in
             multiples of the outputs' bytes.
-        left: what of that is still held in the backward, and as long as the outputs; in the same unit.
+        left: the part of these that is held in the backward, for as long as the outputs; in the same unit.
     """
 
     until: HeldUntil = HeldUntil.BACKWARD

@@ -1,4 +1,5 @@
-"""The graphs of a training forward as dynamo has traced them, the choices for each, and the forward while it runs."""
+"""How a training forward is traced, its graphs as dynamo has traced them, the choices for each, and the forward while
+it runs."""
 
 import copy
 import weakref

@@ -30,7 +30,7 @@ from optimum_memopt.memory.peak_monitor import held_bytes
 
 
 class Variants:
-    """Partitions and compiles the graphs of a forward, each once for a choice.
+    """The compiled variants of a forward's graphs.
 
     Args:
         state: state that changes between forwards and backwards.
@@ -90,7 +90,10 @@ class Variants:
             return replace(own, inputs=choice.inputs)
 
     def compile(self, graph: TracedGraph, run: ForwardRun, regions: Regions, given: Sequence[Any] = ()) -> Variant:
-        """Compiles a graph with these inputs, or those that it was traced with, for the choice that is made for it.
+        """Returns a new variant of a graph, for the choice that is made now.
+
+        Args:
+            given: inputs to compile it with; empty: those of its trace.
 
         Raises:
             Exception: torch's, and what choosing raises.

@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Sto
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# What a loop holds of what it has computed from the outputs.
+# Name of the tensors that a loop has computed from the outputs and still holds.
 _LEFT = "left by the loop"
 
 

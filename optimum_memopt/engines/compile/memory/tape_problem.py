@@ -230,7 +230,8 @@ class _LinkedRuns:
     def hold_results(self) -> None:
         """Add the forward's results that the caller holds in the backward, behind all forwards, and what it computes
         from them."""
-        last, held, nodes = len(self._runs) - 1, self._tape.held_outputs, list[int]()
+        nodes: list[int] = []
+        last, held = len(self._runs) - 1, self._tape.held_outputs
         for storage, size in self._result_sizes.items():
             if held.copies:
                 nodes.append(self._outside(last, size, source=self._made[storage]))

@@ -178,8 +178,8 @@ class StepLimit:
         )
 
     def exceeded_by_several(self, predictor: StepMemoryPredictor) -> str:
-        """A line about a step of several forwards before one backward that passes the limit, which plans are made for
-        one; empty where it does not."""
+        """Returns a line if the forwards before one backward take more than the limit together, since plans are made
+        for one forward; empty if they do not."""
         run = self._run()
         peak = predictor.peak(run.optimizer, run.gradient_accumulation)
         if self.bytes is None or peak <= self.bytes:

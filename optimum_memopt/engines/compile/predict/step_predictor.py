@@ -232,7 +232,7 @@ class StepMemoryPredictor:
             outputs: what it returned; its backward has run once their autograd graph has.
 
         Returns:
-            True where others have run before the same backward, more than ever before.
+            True if earlier forwards of the same backward hold more than in any step before.
         """
         sizes = self.sizes_of(inputs)
         key = frozenset(sizes.items())
@@ -465,7 +465,7 @@ class Predictors:
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
     ) -> bool:
-        """Count a training forward among those of the run; see `StepMemoryPredictor.note_forward`."""
+        """Adds a training forward to the run; arguments and result as of `StepMemoryPredictor.note_forward`."""
         # How often a graph runs may differ at every step, as where layers are dropped.
         key = frozenset(graphs)
         if key not in self._by_graphs:

@@ -1,7 +1,7 @@
 """The history that CUDA's caching allocator records (torch 2.9 to 2.15: `torch.cuda.memory._record_memory_history`).
 
-It is one for the process: where the user records it, or where torch has another allocator, none is recorded here. One
-that the user has started meanwhile is told by its frames, and goes on.
+A process has one history. None is recorded here while the user records it, or where torch uses another allocator.
+Entries with frames belong to a history that the user has started meanwhile, which is left running.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,7 +26,7 @@ class Taken(NamedTuple):
 
 
 def start_history(device: torch.device) -> bool:
-    """Record what is allocated from now on; False where that is not possible."""
+    """Start to record allocations. Returns False if that is not possible."""
     is_possible = (
         device.type == "cuda"
         and torch.cuda.get_allocator_backend() == "native"
@@ -38,8 +38,8 @@ def start_history(device: torch.device) -> bool:
 
 
 def stop_history(device: torch.device, given: Collection[int]) -> Taken | None:
-    """Stop the history; None where not all of it was kept, or where the user has stopped it, or started another one.
-    Arguments as of `taken`."""
+    """Stop the history. Returns the bytes taken in it; None if entries were lost, or the user has stopped the history
+    or started another one. Arguments as of `taken`."""
     if not torch._C._cuda_isHistoryEnabled():
         return None
     is_own = True
@@ -56,8 +56,7 @@ def taken(entries: Iterable[Mapping[str, Any]], given: Collection[int]) -> Taken
     """Returns what was taken in a history with these entries.
 
     Args:
-        given: addresses of memory that was there before, and counts as freed where it was. Other memory that was there
-            does not count.
+        given: addresses of earlier memory whose frees count. Frees of other earlier memory do not.
     """
     sizes: dict[int, int] = {}
     held = most = 0

@@ -19,7 +19,7 @@ from torch.amp import autocast_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from optimum_memopt.compat.torch import without_modes
+from optimum_memopt.compat.torch import current_autocast, without_modes
 
 LIBRARY = "optimum_memopt"
 # An `autograd.Function`, in what dynamo has traced.
@@ -374,7 +374,7 @@ def autocast_dtype(node: fx.Node, device_type: str) -> torch.dtype | None:
     Dynamo calls its backend in the state that the traced function was called in; what the function itself changes is
     in the graph (`torch/_dynamo/variables/ctx_manager.py`, `AutocastModeVariable`).
     """
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    dtype = current_autocast(device_type)
     inside: dict[fx.Node, torch.dtype | None] = {}
     for earlier in node.graph.nodes:
         if earlier is node:

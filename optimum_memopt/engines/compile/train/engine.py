@@ -11,7 +11,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import bitsandbytes
-from optimum_memopt.compat.torch import tensors_in, world_size
+from optimum_memopt.compat.torch import current_autocast, tensors_in, world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import HeldUntil, LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
@@ -367,8 +367,7 @@ class CompileEngine(in_place.InPlaceEngine):
             MemOptError: it cannot, or the run needs all gradients at once.
         """
         device = next(self._model.parameters()).device.type
-        is_float16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        count = world_size()
+        is_float16, count = current_autocast(device) == torch.float16, world_size()
         optimizer = released_gradients.check_run(
             self._run_now(),
             float16="autocast to float16" if is_float16 else "",
@@ -419,8 +418,7 @@ class CompileEngine(in_place.InPlaceEngine):
             only_layers=self._leafs is not None,
         )
         if not (with_curve or with_lengths or self._is_sharded):
-            is_autocast = torch.is_autocast_enabled(device := next(self._model.parameters()).device.type)
-            autocast = torch.get_autocast_dtype(device) if is_autocast else None
+            autocast = current_autocast(next(self._model.parameters()).device.type)
             options = f"{replace(spec, smoothing=None)} {self._smoothing is None} {autocast}"
             if self._selection.compress is not None:
                 options = f"{options} {self._selection.compress}"

@@ -6,11 +6,12 @@ compute a cross entropy: log-probabilities and their gradient, in float32. Of se
 what the losses of the earlier ones leave is held throughout the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from optimum_memopt.compat.torch import current_autocast
 from optimum_memopt.engines.compile.torch_compat.allocation_history import Taken, start_history, stop_history
 from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
 from optimum_memopt.logs import best_effort
@@ -19,7 +20,6 @@ from optimum_memopt.logs import best_effort
 _MOST_READINGS, _MOST_STARTS = 2, 12
 # As a share of the outputs; what is less is no loss.
 _LEAST = 0.01
-_FLOAT32 = 4
 _WHAT = "what the training loop takes between forward and backward"
 
 
@@ -35,8 +35,16 @@ class WatchedStorage(NamedTuple):
         return not self.ref.expired()
 
 
+class _Recording(NamedTuple):
+    """A forward whose history is recorded: its outputs, and the addresses of their memory."""
+
+    device: torch.device
+    outputs: list[WatchedStorage]
+    addresses: frozenset[int]
+
+
 class LossWatch:
-    """What a training loop allocates between forwards and backwards.
+    """The memory of a training loop between a forward and its backward, read from CUDA's allocator history.
 
     Args:
         assumed: `most`, until a step has shown it.
@@ -51,10 +59,8 @@ class LossWatch:
     def __init__(self, assumed: float = 0.0) -> None:
         self.most, self.left, self.earlier, self.is_assumed = assumed, 0.0, 0, True
         self._readings = self._starts = 0
-        # Of the forward whose history is recorded, and their addresses; and what losses before it have left.
-        self._outputs: list[WatchedStorage] = []
-        self._addresses: frozenset[int] = frozenset()
-        self._device: torch.device | None = None
+        self._recording: _Recording | None = None
+        # Bytes left by the losses of earlier forwards of the step that runs.
         self._earlier = 0
 
     @property
@@ -67,39 +73,41 @@ class LossWatch:
         self.stop()
         if outputs and not self.is_read:
             with best_effort(_WHAT):
-                if start_history(outputs[0].device):
-                    self._device, self._starts = outputs[0].device, self._starts + 1
-                    self._outputs = storages_of(outputs)
-                    self._addresses = frozenset(each.untyped_storage().data_ptr() for each in outputs)
+                if start_history(device := outputs[0].device):
+                    self._starts += 1
+                    addresses = frozenset(each.untyped_storage().data_ptr() for each in outputs)
+                    self._recording = _Recording(device, storages_of(outputs), addresses)
 
     def pass_on(self) -> None:
         """Another forward begins before the backward."""
-        outputs = self._outputs
         if (taken := self.stop()) is not None:
-            self._earlier += max(0, taken.left + _dropped(outputs))
+            self._earlier += max(0, taken.left)
 
     def end(self, gradients: Sequence[torch.Tensor]) -> None:
         """The model's backward begins with these."""
-        outputs, earlier = self._outputs, self._earlier
-        self._earlier = 0
-        if (taken := self.stop()) is None:
+        recording, earlier, self._earlier = self._recording, self._earlier, 0
+        if (taken := self.stop()) is None or recording is None:
             return
         self._readings += 1
-        size = sum(each.bytes for each in outputs)
-        given = sum(each.bytes for each in storages_of(gradients))
-        most, left = _share(taken.most, size), _share(taken.left + _dropped(outputs) - given, size)
+        size, given = bytes_of(recording.outputs), bytes_of(storages_of(gradients))
+        most, left = _share(taken.most, size), _share(taken.left - given, size)
         if not self.is_assumed:
             most, left, earlier = max(most, self.most), max(left, self.left), max(earlier, self.earlier)
         self.most, self.left, self.earlier, self.is_assumed = most, left, earlier, False
 
     def stop(self) -> Taken | None:
-        """Stop the history; returns what it says, None where none was recorded, or not all."""
-        device, self._device, self._outputs = self._device, None, []
+        """Stop the history. Returns what the loop has taken beside the outputs; None if no history, or only a part of
+        one, was recorded."""
+        recording, self._recording = self._recording, None
         taken = None
-        if device is not None:
+        if recording is not None:
             with best_effort(_WHAT):
-                taken = stop_history(device, self._addresses)
-        return taken
+                taken = stop_history(recording.device, recording.addresses)
+        if recording is None or taken is None:
+            return None
+        # Outputs that nothing holds any more are no gain of the loop's.
+        dropped = bytes_of(each for each in recording.outputs if not each.is_alive)
+        return taken._replace(left=taken.left + dropped)
 
 
 def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
@@ -107,9 +115,8 @@ def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
     parameter = next(model.parameters())
     if parameter.device.type != "cuda" or any("label" in name for name in inputs):
         return 0.0
-    is_autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if is_autocast else parameter.dtype
-    return 2 * _FLOAT32 / dtype.itemsize
+    dtype = current_autocast("cuda") or parameter.dtype
+    return 2 * torch.float32.itemsize / dtype.itemsize
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[WatchedStorage]:
@@ -118,9 +125,8 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[WatchedStorage]:
     return [WatchedStorage(number, each.nbytes(), StorageWeakRef(each)) for number, each in found.items()]
 
 
-def _dropped(outputs: Sequence[WatchedStorage]) -> int:
-    """Bytes of outputs that nothing holds any more."""
-    return sum(each.bytes for each in outputs if not each.is_alive)
+def bytes_of(storages: Iterable[WatchedStorage]) -> int:
+    return sum(each.bytes for each in storages)
 
 
 def _share(size: int, whole: int) -> float:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.compat.torch import current_autocast, tensors_in
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.run import IN_FLOAT32, HeldOutputs, HeldUntil
-from optimum_memopt.engines.compile.train.loss_watch import LossWatch, WatchedStorage, storages_of
+from optimum_memopt.engines.compile.train.loss_watch import LossWatch, WatchedStorage, bytes_of, storages_of
 
 
 class OutputsWatch:
@@ -79,8 +79,8 @@ class OutputsWatch:
         if not self._is_told and model is not None:
             # It is called from the model's next call on; under autocast it will most likely tell of copies.
             self._remove_hook = add_hook(model, "forward", _hook(weakref.WeakMethod(self._watch_returned)))
-            is_autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
-            self._copies = IN_FLOAT32 if is_autocast else 0.0
+            autocast = current_autocast(next(model.parameters()).device.type)
+            self._copies = IN_FLOAT32 if autocast is not None else 0.0
 
     def stop(self) -> None:
         """Leave the model as it was."""
@@ -126,12 +126,12 @@ class OutputsWatch:
         copies = 0.0
         if any(each.number not in known for each in storages_of(tensors)):
             self._hold(tensors, outputs)
-            copies = _bytes(self._outputs) / max(1, _bytes(self._results))
+            copies = bytes_of(self._outputs) / max(1, bytes_of(self._results))
         self._copies = copies
 
     def _hold(self, tensors: Sequence[torch.Tensor], outputs: Any, node: Any = None) -> None:
         self._outputs = storages_of(tensors)
-        self._last = _bytes(self._outputs)
+        self._last = bytes_of(self._outputs)
         self._returned = [weakref.ref(each) for each in tensors if node is None or each.grad_fn is node]
         # A tuple has no weak references.
         with contextlib.suppress(TypeError):
@@ -140,7 +140,7 @@ class OutputsWatch:
             self._loss.begin(tensors)
 
     def _note_backward(self) -> None:
-        """Note what is held when the backward has run its first graph."""
+        """Note what is held when the backward of the first graph begins."""
         self._is_over, self._was_held = True, any(ref() is not None for ref in self._returned)
         self._more = max(self._more, _alive_bytes(self._earlier))
         if not self._was_held:
@@ -160,9 +160,5 @@ def _hook(watch: Callable[[], Callable[[Any], None] | None]) -> Callable[..., No
     return hook
 
 
-def _bytes(storages: Iterable[WatchedStorage]) -> int:
-    return sum(each.bytes for each in storages)
-
-
 def _alive_bytes(storages: Iterable[WatchedStorage]) -> int:
-    return _bytes(each for each in storages if each.is_alive)
+    return bytes_of(each for each in storages if each.is_alive)
