@@ -5,6 +5,7 @@ from gpu.steps import DTYPES, MODELS, outputs_of
 from optimum_memopt import optimize
 from optimum_memopt.memory.peak_monitor import MIB
 from tests.cuda.steps import Held, Training, training
+from tests.trainer_runs import log_lines
 
 PLANS = {"no plan": {"memory_opt_level": 0}, "level 1": {"memory_opt_level": 1}}
 
@@ -161,6 +162,44 @@ def test_losses_of_several_forwards_before_one_backward() -> None:
     assert peaks[2] == pytest.approx(predicted, rel=0.03)
     held = trained.engine.predictor.tape.held_outputs
     assert held.more > 2 * trained.batch["input_ids"].numel() * trained.model.config.vocab_size
+
+
+@pytest.mark.parametrize("lengths", [(1.0, 1.0), (0.25, 1.0), (1.0, 0.5, 0.25)])
+def test_a_budget_for_several_forwards_before_one_backward(lengths: tuple[float, ...]) -> None:
+    """From the second step on, which is the first that all of it is known for."""
+    trained = training("llama", "bf16", memory_opt_level=0)
+
+    def step() -> tuple[int, int]:
+        torch.cuda.reset_peak_memory_stats()
+        losses = []
+        for share in lengths:
+            batch = {name: value[:, : int(share * value.shape[1])] for name, value in trained.batch.items()}
+            losses.append(outputs_of(trained.model, batch, "bf16").loss)
+        torch.stack(losses).sum().backward()
+        del losses
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.peak"]
+
+    peaks = [step()[0] for _ in range(3)]
+    trained.engine.detach()
+    saved = peaks[2] - torch.cuda.memory_allocated()
+    budget = peaks[2] - saved // 4
+    trained.engine = optimize(
+        trained.model,
+        optimizer=trained.optimizer,
+        memory_opt_engine="compile",
+        memory_opt_compiler="aot_eager",
+        memory_opt_budget=f"{budget // MIB}MiB",
+    )
+    step()
+    with log_lines() as lines:
+        allocated, requested = zip(*(step() for _ in range(3)), strict=True)
+    assert max(allocated) <= budget
+    assert not any("NOT within" in line for line in lines)
+    predicted = trained.engine.predicted_peak_mib(trained.optimizer, gradient_accumulation=False) * MIB
+    assert max(requested) == pytest.approx(predicted, rel=0.02)
+    assert "for other forwards that save" in trained.engine.plans().header[0]
 
 
 @pytest.mark.parametrize("is_meanwhile", [False, True])

@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +154,41 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("forwards", [1, 3])
-def test_several_forwards_before_one_backward_that_pass_a_budget_are_said(free: Footprint, forwards: int) -> None:
-    """Once, and never of one forward, for which the plan is made."""
-    model = Tower()
-    engine = CompileEngine(Selection(budget=budget_of(free.peak - free.activations // 4)), "aot_eager")
+@pytest.mark.parametrize("lengths", [(60,), (60, 60), (20, 60), (60, 20, 40)])
+def test_a_budget_is_for_all_forwards_before_one_backward(
+    free: Footprint, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is planned for again when the second comes, and the same plan serves all later steps."""
+    batches = [tower_batch(64, length) for length in lengths]
+    # Enough for one without a plan.
+    budget = budget_of(free.peak + free.activations // 8)
+    model, reference = Tower(), Tower()
+    reference.load_state_dict(model.state_dict())
+    plain = contrasted(reference, batches)
+    engine = CompileEngine(Selection(budget=budget), "aot_eager")
     engine.attach(model)
+    of_process = footprint.held_bytes
+    monkeypatch.setattr(footprint, "held_bytes", lambda device: of_process(device) + engine._pending.saved_bytes)
     with log_lines() as lines:
+        assert_bitwise_same(contrasted(model, batches), plain)
+        solved = engine.plans().header[0]
         for _ in range(2):
-            torch.stack([model(**LARGE).loss for _ in range(forwards)]).sum().backward()
-    said = [line for line in lines if line.startswith("NOT within the budget: several forwards before one backward")]
-    assert len(said) == (forwards > 1)
+            assert_bitwise_same(contrasted(model, batches), plain)
+    assert any("among several forwards before one backward" in line for line in lines) == (len(lengths) > 1)
+    assert not any(line.startswith("NOT within the budget") for line in lines)
+    assert engine.plans().header[0] == solved
+    assert ("for other forwards that save" in solved) == (len(lengths) > 1)
+    assert engine.predicted_peak_mib(None, False) * 2**20 <= budget.bytes
     engine.detach()
+
+
+def contrasted(model: torch.nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[Any, Any]:
+    """The losses of several forwards before one backward, and gradients."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    losses = torch.stack([model(**batch).loss for batch in batches])
+    losses.sum().backward()
+    return losses.detach(), {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:

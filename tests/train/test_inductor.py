@@ -1,6 +1,5 @@
 """Plans with inductor behind them, on the CPU. It compiles for many seconds, so transformers are left to `slow`."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -147,7 +146,7 @@ def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
     engine = CompileEngine(Selection(budget=parse_budget("100%")), "inductor", unit=MODEL)
     lowest = mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver.solver.plan(solver.solver.lowest))
     # Whatever this process has free.
-    not_by_torch = mock.patch.object(StepModel, "torchs_own_peak", return_value=math.inf)
+    not_by_torch = mock.patch.object(StepModel, "fits_by_torch", False)
     with recorded() as splits, lowest, not_by_torch:
         engine.attach(model)
         try:

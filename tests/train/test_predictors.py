@@ -10,7 +10,7 @@ from allocations import allocated
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols
-from optimum_memopt.engines.compile.predict.step_predictor import Forward, Pending, largest_shapes
+from optimum_memopt.engines.compile.predict.pending import Forward, Pending, largest_shapes
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.gradients import Batch

@@ -109,6 +109,25 @@ IN_FLOAT32 = 2.0
 
 
 @dataclass(frozen=True)
+class OtherForwards:
+    """The forwards that come before one backward with the largest of them: what they save is held, too.
+
+    Both numbers are multiples of what the largest one saves.
+
+    Attributes:
+        earlier: held while the last forward runs.
+        between: held by others while an earlier forward's backward runs, when gradients of the later ones are there.
+    """
+
+    earlier: float = 0.0
+    between: float = 0.0
+
+
+# A forward before each backward.
+ALONE = OtherForwards()
+
+
+@dataclass(frozen=True)
 class Run:
     """A training run beside its model.
 
@@ -124,7 +143,8 @@ class Run:
         has_trainer: False: a training loop, which may compute its loss from the outputs.
         releases_gradients: the optimizer steps in the backward, layer by layer, and frees the gradients.
         held_outputs: as far as forwards of the run have shown; until then as it is assumed.
-        earlier_outputs: bytes of outputs of earlier forwards that the loop still holds.
+        others: before one backward, as far as steps have shown.
+        earlier_forwards: bytes that they hold now: what they save for a backward to come, and outputs.
     """
 
     optimizer: Optimizer | None = None
@@ -136,7 +156,8 @@ class Run:
     has_trainer: bool = True
     releases_gradients: bool = False
     held_outputs: HeldOutputs = NOTHING_HELD
-    earlier_outputs: int = 0
+    others: OtherForwards = ALONE
+    earlier_forwards: int = 0
 
     @property
     def batches_held(self) -> int:

@@ -24,7 +24,7 @@ from optimum_memopt.engines.api.predictions import (
     StepTimeline,
     equal_layers,
 )
-from optimum_memopt.engines.api.run import LargestBatch, Run
+from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, Run
 from optimum_memopt.engines.compile.costs.devices import Device, device_at
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
@@ -311,7 +311,10 @@ def blocks_around(
     """
     tensors = [*map(fully_shard.local, parameters_of(model).values()), *buffers_of(model)]
     return allocator_peak(
-        [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+        [
+            *filter(None, (around.constant, around.batch, around.other_forwards)),
+            *(tensor.nbytes for tensor in tensors),
+        ],
         step.events,
         state_sizes(optimizer, trainable_of(model, untrained)),
         temporary=around.step + around.outputs,
@@ -445,6 +448,8 @@ class StepContext:
         limit: bytes that its peak must not pass.
         fixed: all that it holds beside the graphs' activations, with the first batch.
         margin: bytes that stay free, for what earlier plans took beyond their prediction.
+        others: see `Run`.
+        aside: bytes that stay free for what these save.
         largest: the run's largest batch, None where it is not known.
         rows: see `Run`.
         micro_batches: see `Run`.
@@ -458,6 +463,8 @@ class StepContext:
     limit: int
     fixed: Footprint
     margin: int = 0
+    others: OtherForwards = ALONE
+    aside: int = 0
     largest: LargestBatch | None = None
     rows: int = 0
     micro_batches: int = 0
@@ -470,7 +477,7 @@ class StepContext:
     @property
     def allowed(self) -> int:
         """Bytes that the graphs may hold; negative where the rest passes the limit alone."""
-        return self.fixed.activations_within(self.limit - self.margin)
+        return self.fixed.activations_within(self.limit - self.margin - self.aside)
 
     def footprint(self, activations: int) -> Footprint:
         """The step with graphs that hold so much."""
@@ -496,7 +503,7 @@ def step_around(
     batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
-        held = held_bytes(device) - states_held(run.optimizer) - run.earlier_outputs
+        held = held_bytes(device) - states_held(run.optimizer) - run.earlier_forwards
         room = room_to_grow(device, held)
     held += room
     constant = constant_of(model, batch, held) + run.held_outputs.more
@@ -517,6 +524,7 @@ def step_around(
         fixed,
         rows=run.rows,
         micro_batches=run.micro_batches,
+        others=run.others,
         resident=held,
         room=room,
         link=link,

@@ -161,6 +161,10 @@ class Tape:
         calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)
         return replace(self, calls=tuple(calls))
 
+    def without_caller(self) -> "Tape":
+        """The same without the outputs that the forward's caller holds, and the loss that it computes."""
+        return replace(self, loss=None, held_outputs=NOTHING_HELD)
+
     def under(self, sharding: Sharding) -> "Tape":
         """The same calls of a model that is sharded so."""
         if not sharding.tells_outside or not self.calls:

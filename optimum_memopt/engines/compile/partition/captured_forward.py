@@ -50,6 +50,10 @@ class CapturedForward:
         """See `Tape.run_keys`."""
         return self.tape.run_keys([graph.digest for graph in self.graphs])
 
+    def without_caller(self) -> "CapturedForward":
+        """See `Tape.without_caller`."""
+        return replace(self, tape=self.tape.without_caller())
+
     def planned_by(self, index: int) -> "CapturedForward":
         """The forward under one of the choices that were noted; what passes between layers is recomputed or offloaded
         by the first of them alone."""

@@ -12,12 +12,12 @@ computed here: for budgets and their curve, smaller batches, the ways that `plan
 What has been compiled is known better, from inductor's programs and CUDA's allocator: see `StepMemoryPredictor`.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, Frontier
+from optimum_memopt.engines.api.run import ALONE
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
 from optimum_memopt.engines.compile.memory.events import Schedule
@@ -88,6 +88,24 @@ class StepModel:
         """The step's peak with graphs that hold so many bytes."""
         return self.footprint(activations).peak
 
+    def among_others(self, events: Callable[[bool, bool], StepEvents], frees_gradients: bool) -> Footprint:
+        """The step under a plan, with other forwards before the same backward.
+
+        The higher of two moments counts: the last forward, for which all others hold what they save, and the backward
+        of an earlier one, whose gradients are added to those of the later ones.
+
+        Args:
+            events: returns those of the graphs under the plan; arguments as the last two of `events`.
+        """
+        last = self.footprint(events(frees_gradients, False).peak())
+        if (others := self.context.others) == ALONE:
+            return last
+        saved = events(False, True).saved_bytes
+        last = replace(last, other_forwards=round(others.earlier * saved))
+        earlier = self.footprint(events(True, False).peak(self.context.fixed.gradients))
+        earlier = replace(earlier, other_forwards=round(others.between * saved))
+        return max(last, earlier, key=lambda each: each.peak)
+
     @cached_property
     def problem(self) -> TapeProblem:
         """The graphs as one problem."""
@@ -118,15 +136,19 @@ class StepModel:
         allowed = {node for node, (run, local) in places if local in graphs[problem.graphs[run]].offloadable}
         return Host(self.context.link, self.context.host, frozenset(allowed | problem.passed))
 
-    def events(self, plans: Sequence[SavedNodes] = (), frees_gradients: bool | None = None) -> StepEvents:
+    def events(
+        self, plans: Sequence[SavedNodes] = (), frees_gradients: bool | None = None, without_caller: bool = False
+    ) -> StepEvents:
         """The events of the graphs.
 
         Args:
             plans: of each run, see `CapturedForward.events`; empty: those that were applied.
             frees_gradients: see `compose`; None: as in this step.
+            without_caller: see `Tape.without_caller`.
         """
         frees = self.context.fixed.frees_gradients if frees_gradients is None else frees_gradients
-        return self.forward.events(self.sizes, frees, plans)
+        forward = self.forward.without_caller() if without_caller else self.forward
+        return forward.events(self.sizes, frees, plans)
 
     def problem_for(self, plans: Sequence[SavedNodes]) -> TapeProblem:
         """The graphs as one problem, with conversions where one of these plans compresses."""
@@ -154,19 +176,26 @@ class StepModel:
         solver = self.solver.solver
         return solver.plan(solver.layers_recomputed)
 
-    def torchs_own_peak(self) -> float:
-        """Bytes that the graphs hold under torch's own partition, which does not look at them; infinite where that is
-        not known."""
+    @property
+    def fits_by_torch(self) -> bool:
+        """True where the step fits under torch's own partition, which does not look at bytes; False where that is not
+        known."""
         own: list[Schedule] = []
         for graph in self.forward.graphs:
             if fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
-                return math.inf
+                return False
             modules = torchs_choice(graph.analyzed).torchs_graphs
             assert modules is not None
             own.append(timeline_of(graph.analyzed, modules))
         tape, sizes = self.forward.sizes_of_runs(self.sizes)
         runs = [own[call.graph].at(values) for call, values in zip(tape.calls, sizes, strict=True)]
-        return compose(tape.with_all_held(), runs, self.context.fixed.frees_gradients).peak()
+        tape, context = tape.with_all_held(), self.context
+
+        def events(frees_gradients: bool, without_caller: bool) -> StepEvents:
+            return compose(tape.without_caller() if without_caller else tape, runs, frees_gradients)
+
+        step = self.among_others(events, context.fixed.frees_gradients)
+        return step.peak <= context.limit - context.margin
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the plan that was applied: of operators, recompute among them, and of waiting for copies."""

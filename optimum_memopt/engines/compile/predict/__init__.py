@@ -1,6 +1,7 @@
 """Steps predicted: before training, while it plans, after it ran out of memory.
 
 step_predictor   the steps of a model that trains or is planned
+pending          forwards whose backward is still to come
 loss_simulation  a loss outside of the forward, on fake tensors
 table            the plan table and the plan file
 planner          chooses, and chooses again until a step fits

@@ -103,7 +103,7 @@ def entry_path(
     """
     if budget.text == AUTO or os.environ.get(SWITCH) == "0":
         return None
-    optimizer = f"{type(run.optimizer).__name__} {run.releases_gradients} {run.held_outputs}"
+    optimizer = f"{type(run.optimizer).__name__} {run.releases_gradients} {run.held_outputs} {run.others}"
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     facts = [
         f"{budget} {largest} {optimizer} {run.gradient_accumulation} {options}",

@@ -225,7 +225,7 @@ class Planner:
                 if entry is not None and planned.plan_file is not None:
                     CachedPlan(planned.plan_file, self.limit.constant).write(entry)
                 break
-            if number == _MOST_COMPILES:
+            if number == _MOST_COMPILES or (line and self.limit.is_nearest):
                 if line:
                     get_logger().warning(f"NOT within the budget: {line}")
                 break
@@ -460,7 +460,9 @@ class Planner:
 
     @property
     def _why_larger(self) -> str:
-        """Why what was compiled may take more than the solver knows; empty where it may not."""
+        """Why what was compiled may take more than the budget; empty where it may not."""
+        if self.limit.is_nearest:
+            return "; with the other forwards of its step no plan takes less"
         reasons = ["a compiler orders operators by itself"] if self._spec.fused else []
         reasons += ["CUDA's allocator gives tensors larger blocks"] if self.limit.is_on_cuda else []
         return f", since {', and '.join(reasons)}" if reasons else ""

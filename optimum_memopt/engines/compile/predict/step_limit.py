@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from optimum_memopt.engines.api.run import LargestBatch, Run
+from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, Run
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.memory.footprint import StepContext, blocks_
 from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import Budget, gib_text
@@ -58,6 +59,7 @@ class StepLimit:
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
         constant: what the process held when the last plan was made.
         bytes: the limit; None until a context was made.
+        is_nearest: no plan is within the limit with all forwards before one backward, of which each fits alone.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StepLimit:
         self.solved_for: Mapping[str, int] = {}
         self.constant = 0
         self.bytes: int | None = None
+        self.is_nearest = False
         self._margin = 0
         self._resident: int | None = None
         # Before the run's first plan was made.
@@ -117,39 +120,57 @@ class StepLimit:
         if self._target is not None:
             return self._target.libraries
         run = self._run()
-        return held - states_held(run.optimizer) - run.earlier_outputs
+        return held - states_held(run.optimizer) - run.earlier_forwards
 
     def excess(self, predictor: StepMemoryPredictor) -> int:
         """Bytes by which the step that the plan was solved for passes the limit; at most 0 where it does not."""
         return self._excess(predictor, self.solved_for)
 
     def excess_of_plan(self, step: StepModel, solved: SolvedForward) -> int:
-        """Bytes by which a plan that is not compiled passes the limit, since its tensors lie in CUDA's blocks; at most
-        0 where it does not, and 0 elsewhere, where the solver counts all that there is."""
+        """Bytes by which a plan that is not compiled passes the limit, since its tensors lie in CUDA's blocks, and
+        other forwards of the step save as much; at most 0 where it does not, and where the solver counts all that
+        there is."""
         plans, fixed = tuple(solved.saved.values()), step.context.fixed
-        if self.bytes is None or not self.is_on_cuda or any(each.is_by_torch or each.compressed for each in plans):
+        counts_all = not self.is_on_cuda and step.context.others == ALONE
+        if self.bytes is None or counts_all or any(each.is_by_torch or each.compressed for each in plans):
             return 0
         events = step.events(plans, fixed.releases)
         later = step.events(plans, frees_gradients=True) if fixed.accumulated else None
-        around, optimizer = step.footprint((later or events).peak()), self._run().optimizer
-        blocks = blocks_around(self._model, optimizer, step.forward.untrained, around, events, later)
+        around = step.among_others(lambda frees, alone: step.events(plans, frees, alone), fixed.frees_gradients)
+        if not self.is_on_cuda:
+            return around.peak - self.bytes
+        optimizer, untrained = self._run().optimizer, step.forward.untrained
+        blocks = blocks_around(self._model, optimizer, untrained, around, events, later)
         return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
 
     def solve(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
-        """Returns a plan whose CUDA blocks are within the limit: widens the margin and solves again until they are.
+        """Returns a plan within the limit, in CUDA's blocks and with all forwards before one backward: leaves more
+        bytes free and solves again until it is.
 
         Compiling a plan first, and rejecting it then, takes minutes.
         """
-        solved = solve(step)
-        for _ in range(_MOST_SOLVES):
+        solved, aside, others = solve(step), 0, step.context.others
+        for number in range(_MOST_SOLVES * (1 if others == ALONE else 2)):
             excess = 0
             with best_effort("what a plan takes in CUDA's blocks"):
-                excess = self.excess_of_plan(step, solved)
+                excess = self.excess_of_plan(step, solved) + (0 if others == ALONE else self._margin)
             if excess <= 0:
                 break
-            self.widen_margin(solved.unused + excess)
-            step = step.around(replace(step.context, margin=self._margin))
-            solved = solve(step)
+            if others == ALONE:
+                self.widen_margin(solved.unused + excess)
+            else:
+                # What one forward saves less, the others save less, too; not all of a plan's peak is saved.
+                share = 1 + others.earlier if number < _MOST_SOLVES else 1
+                aside += solved.unused + math.ceil(excess / share)
+            step = step.around(replace(step.context, margin=self._margin, aside=aside))
+            try:
+                solved = solve(step)
+            except DoesNotFitError:
+                if others == ALONE:
+                    raise
+                # It is as near as plans come. That the largest forward runs last is assumed, and may not be so.
+                self.is_nearest = True
+                break
         return solved
 
     def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
@@ -165,28 +186,33 @@ class StepLimit:
 
     def exceeded_by_batch(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the limit; empty where it does not."""
-        sizes = predictor.sizes_of(inputs)
+        sizes, run = predictor.sizes_of(inputs), self._run()
+        if run.others != ALONE:
+            # They count beside the largest forward of a step.
+            sizes = {name: max(size, self.solved_for.get(name, 0)) for name, size in sizes.items()}
         if self.bytes is None or self.is_solved_for(sizes):
             return ""
         if (excess := self._excess(predictor, sizes)) <= 0:
             self._is_stale &= self._excess(predictor, self.largest_sizes(predictor)) > 0
             return ""
         shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
+        among = ", among several forwards before one backward," if run.others != ALONE else ""
+        alone = "; those before it in this step were planned for alone" if run.earlier_forwards and among else ""
         return (
-            f"a batch with {shown} would take {gib_text(self.bytes + excess)}, over the budget of "
-            f"{gib_text(self.bytes)}: solving again for it"
+            f"a batch with {shown}{among} would take {gib_text(self.bytes + excess)}, over the budget of "
+            f"{gib_text(self.bytes)}: solving again for it{alone}"
         )
 
     def exceeded_by_several(self, predictor: StepMemoryPredictor) -> str:
-        """Returns a line if the forwards before one backward take more than the limit together, since plans are made
-        for one forward; empty if they do not."""
+        """Returns a line if the forwards before one backward took more than the limit together, as where the first was
+        planned for alone; empty if they did not."""
         run = self._run()
         peak = predictor.peak(run.optimizer, run.gradient_accumulation)
         if self.bytes is None or peak <= self.bytes:
             return ""
         return (
-            f"several forwards before one backward take {gib_text(peak)}, {gib_text(peak - self.bytes)} over it; "
-            "plans are made for one: lower --memory_opt_budget, or run them as one batch"
+            f"several forwards before one backward take {gib_text(peak)} in this step, {gib_text(peak - self.bytes)} "
+            "over it"
         )
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
@@ -231,7 +257,7 @@ class StepLimit:
         key = predictor, frozenset(sizes.items())
         if key not in self._peaks:
             run = self._run()
-            peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
+            peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation, run.others)
             self._peaks[key] = _with_blocks(peak) if self.is_on_cuda else peak
         return self._peaks[key] - self.bytes
 
@@ -246,13 +272,22 @@ def bounded_bytes(
     sizes: Mapping[str, int] | None = None,
     optimizer: Optimizer | None = None,
     gradient_accumulation: bool | None = None,
+    others: OtherForwards = ALONE,
     *,
     batch_size: int | None = None,
 ) -> int:
-    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks; arguments as in `footprint`."""
+    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks.
+
+    Args:
+        others: see `Run`; further arguments as in `footprint`.
+    """
     step = sizes, optimizer, gradient_accumulation
-    blocks = predictor.allocator_peak(*step, batch_size=batch_size)
-    peak = predictor.footprint(*step, batch_size=batch_size).peak
+    saved = 0 if others == ALONE else predictor.saved(sizes)
+    before = round(others.earlier * saved)
+    blocks = predictor.allocator_peak(*step, before, batch_size=batch_size)
+    peak = predictor.footprint(*step, before, batch_size=batch_size).peak
+    if others != ALONE:
+        peak = max(peak, predictor.footprint(*step, round(others.between * saved), is_followed=True).peak)
     return max(peak, blocks.allocated if blocks is not None else 0)
 
 

@@ -1,12 +1,11 @@
 """Predictions of a model's training steps, and why one is not exact, in words."""
 
 import copy
-import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import sympy
 import torch
@@ -15,7 +14,7 @@ from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
 from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
-from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs
+from optimum_memopt.engines.api.run import HeldOutputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
@@ -35,46 +34,19 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.predict.pending import (
+    BatchSizes,
+    Forward,
+    Pending,
+    PendingForward,
+    elements_of,
+    largest_shapes,
+)
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 
-# Of a batch, by the plan table's names.
-BatchSizes = Mapping[str, int]
 # Batches of different sizes whose tapes are kept.
 _MOST_TAPES = 256
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A training forward among those of the same step.
-
-    Attributes:
-        saved_before: bytes that earlier forwards have saved and still hold when it runs.
-        is_followed: another forward ran before its backward. That one's backward comes first, so that the gradients
-            of all parameters are there when its own begins.
-    """
-
-    sizes: BatchSizes
-    saved_before: int = 0
-    is_followed: bool = False
-
-    def covers(self, other: "Forward") -> bool:
-        """True where it needs at least the memory of `other`, which grows with every size."""
-        return (
-            self.sizes.keys() == other.sizes.keys()
-            and all(self.sizes[name] >= size for name, size in other.sizes.items())
-            and self.saved_before >= other.saved_before
-            and self.is_followed >= other.is_followed
-        )
-
-
-def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
-    """`seen` and `new` without those that another one covers."""
-    seen = tuple(seen)
-    if any(forward.covers(new) for forward in seen):
-        return seen
-    return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
 def _trained(graph: PartitionedGraph, layers: Collection[str]) -> Iterator[str]:
@@ -82,46 +54,6 @@ def _trained(graph: PartitionedGraph, layers: Collection[str]) -> Iterator[str]:
     for name in with_gradient([graph.gradients]):
         first = next((layer for layer in layers if layer and name.startswith(f"{layer}.")), "")
         yield from (f"{layer}{name.removeprefix(first)}" for layer in (layers if first else ("",)))
-
-
-class Pending:
-    """The forwards of one model whose backward is still to come, oldest first: several where a step runs several
-    before one backward, as contrastive losses do."""
-
-    def __init__(self) -> None:
-        self._forwards: dict[int, _Noted] = {}
-        self._numbers = itertools.count()
-
-    def __iter__(self) -> Iterator["_Noted"]:
-        # A copy, since the garbage collector may drop a graph at any time.
-        return iter(tuple(self._forwards.values()))
-
-    def add(self, forward: "_Noted", outputs: Any) -> None:
-        """Count a forward until its backward runs, or nothing refers to its autograd graph any more."""
-        tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-        if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
-            number = next(self._numbers)
-            self._forwards[number] = forward
-            release = _Release(self._forwards, number)
-            for node in nodes:
-                # Not behind it: for such a hook autograd holds what the backward is given until it is done.
-                node.register_prehook(release)
-
-
-class _Release:
-    """Hook of autograd nodes. Nothing else refers to it, so it is deleted with the last of them."""
-
-    def __init__(self, forwards: dict[int, Any], number: int) -> None:
-        self._release = weakref.finalize(self, forwards.pop, number, None)
-        self._release.atexit = False
-
-    def __call__(self, *gradients: Any) -> None:
-        self._release()
-
-
-class _Noted(NamedTuple):
-    predictor: "StepMemoryPredictor"
-    forward: Forward
 
 
 class StepMemoryPredictor:
@@ -166,6 +98,7 @@ class StepMemoryPredictor:
         self.tape = tape or Tape(tuple(map(Call, range(len(self.graphs)))))
         # Of batches that have run: in several graphs not all sizes follow from those of the first.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
+        self._saved: dict[frozenset[tuple[str, int]], int] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
         runs = {(call.graph, call.layer) for call in self.tape.calls}
         self.trained = frozenset(
@@ -241,14 +174,16 @@ class StepMemoryPredictor:
             if places.keys() == set(graphs):
                 calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
                 self._tapes[key] = replace(tape, calls=calls)
+                self._saved.pop(key, None)
         earlier = list(self._pending)
-        saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
+        saved = self._pending.saved_in_steps(self) if earlier else 0
         new = Forward(sizes, saved)
         before, self.largest_shapes = self.largest_shapes, largest_shapes(self.largest_shapes, new)
         if earlier:
-            last, forward = earlier[-1]
-            last.largest_shapes = largest_shapes(last.largest_shapes, replace(forward, is_followed=True))
-        self._pending.add(_Noted(self, new), outputs)
+            last = earlier[-1]
+            followed = replace(last.forward, is_followed=True)
+            last.predictor.largest_shapes = largest_shapes(last.predictor.largest_shapes, followed)
+        self._pending.add(PendingForward(self, new, elements_of(inputs)), outputs)
         return saved > max((each.saved_before for each in before), default=0)
 
     def with_graphs(
@@ -275,13 +210,18 @@ class StepMemoryPredictor:
     def _with_tapes(self, **changes: Any) -> "StepMemoryPredictor":
         other = copy.copy(self)
         tapes = {sizes: replace(tape, **changes) for sizes, tape in self._tapes.items()}
-        vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={})
+        vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={}, _saved={})
         return other
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
-        tape, runs = self._runs(self._all_sizes(sizes), compiled=False)
-        return compose(replace(tape, loss=None, held_outputs=NOTHING_HELD), runs).saved_bytes
+        wanted = self._all_sizes(sizes)
+        key = frozenset(wanted.items())
+        if key not in self._saved:
+            tape, runs = self._runs(wanted, compiled=False)
+            # Of several forwards before one backward this is asked in every step.
+            self._saved = {**self._saved, key: compose(tape.without_caller(), runs).saved_bytes}
+        return self._saved[key]
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, frees_gradients: bool = False) -> int:
         """The peak of a forward and its backward, in bytes; see `compose`."""
@@ -323,7 +263,8 @@ class StepMemoryPredictor:
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            activations=self.activations(wanted, weights if is_followed else 0, accumulates or releases),
+            # Gradients are added to those of the forwards behind it.
+            activations=self.activations(wanted, weights * is_followed, accumulates or releases or is_followed),
             batch=round(self._batch * growth),
             constant=self._constant + self.tape.held_outputs.more,
             other_forwards=saved_before,
@@ -341,7 +282,7 @@ class StepMemoryPredictor:
         """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        step = self._step(sizes, around.frees_gradients)
+        step = self._step(sizes, around.frees_gradients or forward.is_followed)
         gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(graph.programs.both for graph in self.graphs) and not self._programs_caveat
         counts = "allocations" if is_compiled else "operators"
@@ -360,6 +301,7 @@ class StepMemoryPredictor:
         sizes: BatchSizes | None = None,
         optimizer: Optimizer | None = None,
         gradient_accumulation: bool | None = None,
+        saved_before: int = 0,
         *,
         batch_size: int | None = None,
         seq_len: int | None = None,
@@ -369,7 +311,7 @@ class StepMemoryPredictor:
         None elsewhere. Arguments as in `footprint`.
         """
         wanted = self._all_sizes(sizes, batch_size, seq_len)
-        around = self.footprint(wanted, optimizer, gradient_accumulation)
+        around = self.footprint(wanted, optimizer, gradient_accumulation, saved_before)
         later = self._step(wanted, True) if around.accumulated and self._is_on_cuda else None
         return self.blocks_of(self._step(wanted, around.releases), around, optimizer, later)
 

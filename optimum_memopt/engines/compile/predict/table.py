@@ -26,6 +26,7 @@ from optimum_memopt.engines.compile.partition.partitioned_graph import Partition
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
+from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.torch_compat import releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
@@ -106,7 +107,9 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
 
 
 def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> list[str]:
-    footprint, run = predictor.footprint(), predictor.run
+    run = predictor.run
+    before = round(run.others.earlier * predictor.saved())
+    footprint = predictor.footprint(saved_before=before)
     caveat = predictor.caveat and f" ({predictor.caveat})"
     outputs = f"{footprint.outputs / MIB:.1f} MiB"
     held = "" if outputs == "0.0 MiB" else f", with {outputs} of outputs that the loop may hold"
@@ -123,7 +126,7 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{held}{caveat}",
         f"Predicted peak of a step with {optimizer}{accumulation}: {footprint.peak / MIB:.1f} MiB = {parts}",
     ]
-    if blocks := predictor.allocator_peak():
+    if blocks := predictor.allocator_peak(saved_before=before):
         allocated, reserved = (
             f"{size / MIB:.1f} MiB {name} ({size / footprint.peak - 1:+.1%})"
             for name, size in (("allocated", blocks.allocated), ("reserved", blocks.reserved))
@@ -333,6 +336,7 @@ def show(
     masks: KeptMasks,
     run: Run | None = None,
     runs_before: int = 0,
+    pending: Pending | None = None,
 ) -> ShownPlan:
     """The plan of a forward's graphs.
 
@@ -341,6 +345,7 @@ def show(
         resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
         masks: that are made for the batch.
         run: that is planned, or one that trains without its optimizer, which must not be kept.
+        pending: forwards of the model whose backward is still to come.
 
     Raises:
         ConfigError: the user asks for what none of the graphs has.
@@ -356,7 +361,9 @@ def show(
     lines, predictor, footprint = [plan_line(model, spec.compiler, graphs, tape, spec.target)], None, None
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
-            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape, runs_before=runs_before)
+            made = StepMemoryPredictor(
+                model, graphs, inputs, resident, names, run, tape=tape, runs_before=runs_before, pending=pending
+            )
             shown, footprint = prediction_lines(made, model), made.footprint()
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from optimum_memopt.compat import bitsandbytes
 from optimum_memopt.compat.torch import current_autocast, tensors_in, world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import HeldUntil, LargestBatch, Run, Selection
+from optimum_memopt.engines.api.run import ALONE, HeldUntil, LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
@@ -26,6 +26,7 @@ from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.loss_simulation import eager_loss
+from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
@@ -234,6 +235,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._outputs is not None:
             self._outputs.stop()
             self._outputs = None
+        self._pending = Pending()
         self._is_plain = False
         self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
@@ -265,7 +267,9 @@ class CompileEngine(in_place.InPlaceEngine):
                     "--memory_opt_variants ignored: under FSDP2 and ZeRO 3 all ranks must use the same plan"
                 )
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
-            self._buckets = LengthBuckets(most, weak_method(self._new_forward), may_rerun=not is_sharded)
+            self._buckets = LengthBuckets(
+                most, weak_method(self._new_forward), self._pending, may_rerun=not is_sharded
+            )
         call = self._call(args, kwargs)
         if self._outputs is None:
             # A loop that gets logits may hold them.
@@ -332,9 +336,9 @@ class CompileEngine(in_place.InPlaceEngine):
     def _start_again(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_whole: bool, drops_outputs: bool
     ) -> Any:
-        watch = self._outputs
+        watch, pending = self._outputs, self._pending
         self._forget()
-        self._is_whole, self._drops_outputs = is_whole, drops_outputs
+        self._is_whole, self._drops_outputs, self._pending = is_whole, drops_outputs, pending
         if watch is not None and not watch.is_assumed:
             self._outputs = watch
         return self._train_forward(*args, **kwargs)
@@ -403,7 +407,7 @@ class CompileEngine(in_place.InPlaceEngine):
         )
         if former is not None:
             planner = former.planner.for_another(largest, wanted)
-            return PlannedForward(self._model, former.traced, planner, purpose, is_later=True)
+            return PlannedForward(self._model, former.traced, planner, self._pending, purpose, is_later=True)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
@@ -427,7 +431,7 @@ class CompileEngine(in_place.InPlaceEngine):
         traced.variants.measures_gradients = self._selection.budget is None
         if plan is not None:
             traced.keep_masks(KeptMasks.of(plan))
-        return PlannedForward(self._model, traced, Planner(self._model, wanted), purpose)
+        return PlannedForward(self._model, traced, Planner(self._model, wanted), self._pending, purpose)
 
     def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:
         """Returns the loss that the run computes outside of the forward, which is given these inputs."""
@@ -449,5 +453,8 @@ class CompileEngine(in_place.InPlaceEngine):
     def _run_now(self) -> Run:
         run = self.run() if self.run is not None else Run(has_trainer=False)
         if self._outputs is not None:
-            run = replace(run, held_outputs=self._outputs.held, earlier_outputs=self._outputs.bytes)
+            run = replace(run, held_outputs=self._outputs.held, earlier_forwards=self._outputs.bytes)
+        if (others := self._pending.most) != ALONE:
+            earlier = run.earlier_forwards + self._pending.saved_bytes
+            run = replace(run, others=others, earlier_forwards=earlier)
         return replace(run, releases_gradients=self._releases_gradients)

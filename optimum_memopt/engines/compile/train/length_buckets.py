@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, LargestBatch
+from optimum_memopt.engines.api.run import ALONE, NOTHING_HELD, HeldOutputs, LargestBatch
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
+from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
@@ -75,10 +76,12 @@ class LengthBuckets:
 
     Args:
         may_rerun: this rank may run a forward again on its own; False where ranks gather parameters together.
+        pending: forwards of the model whose backward is still to come.
     """
 
-    def __init__(self, most: int, new_forward: _NewForward, may_rerun: bool = True) -> None:
+    def __init__(self, most: int, new_forward: _NewForward, pending: Pending, may_rerun: bool = True) -> None:
         self._most, self._new_forward, self._may_rerun, self._is_over = most, new_forward, may_rerun, False
+        self._pending = pending
         # From the cheapest to the dearest.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
@@ -97,6 +100,8 @@ class LengthBuckets:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.note_batch(call.inputs)
         self._plan_for_kind(call)
+        if self.largest.planner.solves and self._pending.count(call.inputs):
+            self._expect_more()
         if self._has_room:
             self._use_room()
         forward = self._cheapest(call.inputs)
@@ -136,6 +141,11 @@ class LengthBuckets:
             has_room = forward.hold_outputs(held)
             self._has_room |= has_room and forward is self.largest
 
+    def _expect_more(self) -> None:
+        """Check all plans anew."""
+        for forward in self._forwards(self._by_batch_kind):
+            forward.planner.limit.expect_more()
+
     def _forwards(self, kinds: Iterable[_KindPlans]) -> Iterator[PlannedForward]:
         """Yields the forwards for batches of the current kind and of these, those for shorter batches first."""
         for largest, shorter in ((self.largest, self._shorter), *((each.largest, each.shorter) for each in kinds)):
@@ -147,7 +157,15 @@ class LengthBuckets:
         self._has_room = False
         if self._may_rerun:
             get_logger().info("the training loop holds less than was assumed: solving again with that memory")
-            self.largest, self._shorter = self._new_largest(self.largest, self.largest.planner.limit.largest), ()
+            self.largest, self._shorter = self._new_largest(self.largest, self._known_largest), ()
+
+    @property
+    def _known_largest(self) -> LargestBatch | None:
+        """The largest batch that a plan is made for; None where that is the one at hand."""
+        limit = self.largest.planner.limit
+        # Another forward of the step may be larger than the one at hand.
+        seen = largest_of(limit.solved_for) if self._pending.most != ALONE else None
+        return limit.largest or seen
 
     def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:
         """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""
@@ -187,7 +205,8 @@ class LengthBuckets:
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
-        if self._shorter and (predictor := self.largest.predictor) is not None:
+        # A cheaper plan for a shorter batch saves more than others beside it leave room for.
+        if self._shorter and self._pending.most == ALONE and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
                 forward = bucket.forward
@@ -207,7 +226,8 @@ class LengthBuckets:
         if self._most > 1 and (solved := largest_of(planner.limit.solved_for)) is not None:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
-        self.largest = self._new_largest(former, planner.limit.largest)
+        self._pending.replace_plan()
+        self.largest = self._new_largest(former, self._known_largest)
 
     @property
     def _may_plan(self) -> bool:

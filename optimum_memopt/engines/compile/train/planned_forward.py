@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
+from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
@@ -109,6 +110,7 @@ class PlannedForward:
 
     Args:
         traced: which it may share with those for other batches.
+        pending: forwards of the model whose backward is still to come, under any plan.
         purpose: see `GraphChoices`.
         is_later: another one has trained the model, so that what is asked for and is not in the graphs is no error.
 
@@ -123,10 +125,12 @@ class PlannedForward:
         model: torch.nn.Module,
         traced: TracedForward,
         planner: Planner,
+        pending: Pending,
         purpose: str = "",
         is_later: bool = False,
     ) -> None:
         self._model, self.traced, self.planner, self._purpose = model, traced, planner, purpose
+        self._pending = pending
         self._held_outputs = NOTHING_HELD
         self._recompiles = Recompiles()
         self.is_plain = False
@@ -399,8 +403,11 @@ class PlannedForward:
             gradient_accumulation=now.gradient_accumulation,
             micro_batches=now.micro_batches,
             releases_gradients=now.releases_gradients,
+            others=now.others,
         )
-        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, run, earlier)
+        shown = show(
+            self._model, graphs, traced.tape, inputs, resident, producer, spec, masks, run, earlier, self._pending
+        )
         self._remarks = shown.remarks
         if traced.graph_breaks:
             reasons = "; ".join(traced.graph_breaks)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.api.run import ALONE, LargestBatch
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import is_length
@@ -48,7 +48,7 @@ class FromBudget(Producer):
         try:
             plan, solved = cheapest(step)
         except Infeasible as infeasible:
-            lowest = step.peak(infeasible.peak) + context.margin
+            lowest = step.peak(infeasible.peak) + context.margin + context.aside
             raise self._does_not_fit(context, lowest, dict(infeasible.holds), _suggestion(step, lowest)) from None
         frontier = step.frontier(plan, context.limit) if with_curve else None
         return replace(solved, frontier=frontier, by_length=_by_length(step, plan) if with_lengths else None)
@@ -70,11 +70,12 @@ class FromBudget(Producer):
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
         held = f"largest: {named}; " if named else ""
         batch = f" (batch {step.largest}, {_longest(step.largest)})" if step.largest is not None else ""
+        among = " among several forwards before one backward" if step.others != ALONE else ""
         kinds = ("full recompute", True), ("offload", step.link), ("fp8", self.compresses)
         allowed = " and ".join(name for name, is_on in kinds if is_on)
         return DoesNotFitError(
             f"--memory_opt_budget {self.bound.text}: infeasible: even with {allowed} the step peaks at "
-            f"{gib_text(peak)}{batch}, over {gib_text(step.limit)}; {held}{suggestion}",
+            f"{gib_text(peak)}{batch}{among}, over {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )
 
@@ -100,8 +101,10 @@ def _chosen(step: StepModel, plan: Plan) -> tuple[str, dict[tuple[str, str, int]
     forward, context, solver = step.forward, step.context, step.solver
     sizes = f" for batches up to {context.largest}" if list(step.sizes) != forward.first else ""
     margin = f" less a margin of {gib_text(context.margin)}" if context.margin else ""
-    why = f"budget {gib_text(context.limit)}{margin}{sizes}"
-    if not plan.segments and solver.everything <= context.allowed and step.torchs_own_peak() <= context.allowed:
+    others = context.others.earlier
+    among = f", and for other forwards that save {others:.3g} times as much" if others else ""
+    why = f"budget {gib_text(context.limit)}{margin}{sizes}{among}"
+    if not plan.segments and solver.everything <= context.allowed and step.fits_by_torch:
         own = dict.fromkeys(forward.run_keys, SavedNodes((), is_by_torch=True))
         return f"{why}: fits without a plan, torch's own partition", own
     nodes = saved_nodes(solver.forward, plan)
@@ -170,7 +173,8 @@ def smaller_batch(step: StepModel) -> tuple[int, int] | None:
     while whole % times == 0:
         # Trainer holds as many rows, in more micro-batches.
         batch = context.fixed.batch if context.micro_batches else context.fixed.batch // times
-        micro = replace(step, context=replace(context, fixed=replace(context.fixed, batch=batch))).part(times)
+        smaller = replace(context, fixed=replace(context.fixed, batch=batch), aside=context.aside // times)
+        micro = replace(step, context=smaller).part(times)
         if micro.solver.fits(micro.context.allowed):
             return whole // times, times
         times *= 2
