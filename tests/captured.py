@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, traced_sizes
 from tests.compiled import selection
 
 
@@ -163,7 +163,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     def record(
         module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        names = symbol_names(dynamo.symbol_sources(), {}, {})
+        names = symbol_names(traced_sizes.symbol_sources(), {}, {})
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
         modules = fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)

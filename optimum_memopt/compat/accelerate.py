@@ -49,10 +49,3 @@ def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     find = getattr(importlib.import_module("accelerate.utils.fsdp_utils"), "_find_final_norm", None)
     norm: torch.nn.Module | None = None if find is None else find(model)
     return norm
-
-
-def in_float32(outputs: Any) -> Any:
-    """A model's outputs as accelerate returns them under autocast (`ConvertOutputsToFp32`, 1.15)."""
-    from accelerate.utils.operations import convert_to_fp32
-
-    return convert_to_fp32(outputs)

@@ -263,6 +263,6 @@ _COPIED_FROM = 2
 _NO_FLAG = "it fits with no flag of Trainer"
 # Bytes of the host that are worth a word.
 _SHOWN = 2**20
-# Phases of the training step that take less with fewer rows.
 EVALUATION, GENERATION, NO_GRAD = "evaluation", "generation", "no-grad"
+# Phases of the training step that take less with fewer rows.
 OF_ROWS = ("forward", NO_GRAD, "backward", "optimizer")

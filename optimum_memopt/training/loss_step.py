@@ -186,7 +186,8 @@ def _prepared(held: Callable[[], Any], forwards: _Forwards) -> Iterator[None]:
     owners += [each for each in named if isinstance(each, list | dict | deque) and len(each) <= MOST_ITEMS]
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_as_it_is(trainer, owners))
-        stack.callback(_restore, attributes)
+        for attribute in attributes:
+            stack.callback(attribute.restore)
         stack.enter_context(forwards.in_place())
         stack.enter_context(compat_dry_run.alone())
         stack.enter_context(compat_dry_run.longest_generation(contextlib.nullcontext))
@@ -202,8 +203,3 @@ _STATELESS = types.FunctionType | types.MethodType | types.ModuleType | type | t
 
 def _has_state(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, _STATELESS)
-
-
-def _restore(attributes: list[Attribute]) -> None:
-    for attribute in attributes:
-        attribute.restore()

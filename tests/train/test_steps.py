@@ -73,9 +73,9 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
 def test_without_a_plan_no_product_is_computed_twice(steps):
     """As torch's own partition has it, which saves views."""
     for graph in steps.graphs.values():
-        problem, found = graph._batch(24, False).problem, graph._simulation("no plan", 24, False)
+        problem, found = graph._batch(24, False, False).problem, graph._simulation("no plan", 24, False)
         assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
-        assert found.peak <= graph._batch(24, False).step.solver.everything
+        assert found.peak <= graph._batch(24, False, False).step.solver.everything
 
 
 def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
@@ -210,7 +210,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
     graph = steps.graphs[False]
-    recomputed = graph._batch(rows, False).step.solver.solver.layers_recomputed.peak
+    recomputed = graph._batch(rows, False, False).step.solver.solver.layers_recomputed.peak
     floor = graph._footprint("budget", rows, False, recomputed).peak
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")

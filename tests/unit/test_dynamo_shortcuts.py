@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree
 from transformers.modeling_outputs import BaseModelOutput
 
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, traced_sizes
 
 Pair = namedtuple("Pair", ["one", "other"])
 A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
@@ -36,12 +36,12 @@ def test_leaves_are_those_of_torch(values: object) -> None:
 @pytest.mark.parametrize("dims", [(), (0,), (1, 2)])
 def test_marks_are_those_of_torch(dims: tuple[int, ...]) -> None:
     ours, others, theirs = (torch.ones(2, 3, 4) for _ in range(3))
-    dynamo.mark_static(ours, dims)
-    dynamo.mark_static(others, dims)
+    traced_sizes.mark_static(ours, dims)
+    traced_sizes.mark_static(others, dims)
     torch._dynamo.mark_static(theirs, list(dims))
     assert vars(ours) == vars(others) == vars(theirs)
     # Each has its own.
-    dynamo.mark_static(ours, [0])
+    traced_sizes.mark_static(ours, [0])
     torch._dynamo.mark_static(theirs, [0])
     assert vars(ours) == vars(theirs)
     if dims and dims != (0,):

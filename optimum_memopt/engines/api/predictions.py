@@ -38,7 +38,7 @@ CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, OUTPUTS, REC
     "temporaries",
 )
 # Borders of a step's phases, as `--log_memory_phases` names them.
-PHASES = PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
+PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
     "pre_forward",
     "post_forward",
     "pre_backward",

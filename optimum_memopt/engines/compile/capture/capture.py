@@ -20,7 +20,6 @@ from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -142,16 +141,8 @@ class Capture:
         self._model, self._args, self._inputs, self._reader = model, args, inputs, reader
         self._place = training_forward(model)
         self._traced = TracedForward(model, self._place.plain_forward, replace(spec, is_run=False))
+        self.masks = self._traced.masks
         self._choices = GraphChoices(choose)
-
-    @property
-    def masks(self) -> KeptMasks:
-        """The attention masks that were made in the last run."""
-        return self._traced.masks
-
-    def keep_masks(self, masks: KeptMasks) -> None:
-        """Make these in all runs to come."""
-        self._traced.keep_masks(masks)
 
     def choose_again(self) -> None:
         """Ask in the next run what is chosen for each graph; none is traced again."""
@@ -198,7 +189,7 @@ class Capture:
 
         def train(*args: Any, **kwargs: Any) -> Any:
             given = ForwardArgs.of(self._model, args, kwargs, not self._reader, self._reader)
-            self._traced.note_batch(given.inputs)
+            self.masks.note(given.inputs)
             calls.append(self._traced(given, self._choices))
             return calls[-1].outputs
 

@@ -30,7 +30,7 @@ from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.torch import hooks_around_call, hooks_around_forward, writes_to
 from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes, traced_sizes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
@@ -300,11 +300,11 @@ class Regions:
         numbers = []
         for value, constants in zip(values, layer.region.constants, strict=False):
             if isinstance(value, torch.Tensor):
-                dynamo.mark_static(value, [dim for dim, size in enumerate(constants) if size is not None])
+                traced_sizes.mark_static(value, [dim for dim, size in enumerate(constants) if size is not None])
             elif type(value) is int:
                 numbers.append(next(iter(constants), None))
         try:
-            with dynamo.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
+            with traced_sizes.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
                 if (checkpoint := autograd.checkpoint()) is not None and checkpoint is not self._checkpoint:
@@ -351,7 +351,7 @@ class Regions:
         """The model's outputs behind the hooks of its open modules; within `in_place`."""
         for held, _ in self._opened:
             if (module := held()) is not None and module in self._taken:
-                outputs = self._hooked(module, (False, True), functools.partial(_same, outputs), (), {})
+                outputs = self._hooked(module, (False, True), lambda outputs=outputs: outputs, (), {})
         return outputs
 
     def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
@@ -468,10 +468,6 @@ class Regions:
         return results
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 # How many of the kinds of `hooks_around_call` are taken.
 _AROUND_FORWARD, _ALL = 2, 4
 
@@ -526,7 +522,7 @@ def _held(function: Any) -> Iterator[object]:
 
 def _constants(value: Any) -> list[int | None]:
     """The sizes of a tensor, or a number; None for each that is a symbol where dynamo traces what is around layers."""
-    return list(map(dynamo.constant, [value] if isinstance(value, int | torch.SymInt) else _sizes(value)))
+    return list(map(traced_sizes.constant, [value] if isinstance(value, int | torch.SymInt) else _sizes(value)))
 
 
 def _common(one: list[int | None], other: list[int | None]) -> list[int | None]:
@@ -564,7 +560,7 @@ class _TracedResults:
                 arguments.setdefault(str(size), (at, dim))
 
         def traced(size: "int | torch.SymInt") -> int | tuple[int, int] | None:
-            return arguments.get(str(size)) if (constant := dynamo.constant(size)) is None else constant
+            return arguments.get(str(size)) if (constant := traced_sizes.constant(size)) is None else constant
 
         return cls(tuple(map(_kind, results)), tuple(tuple(map(traced, _sizes(value))) for value in results))
 

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_parameters, without_modes
-from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
@@ -51,9 +50,9 @@ from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.sharding.model import shared_model
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph, traced_sizes
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
-from optimum_memopt.engines.compile.torch_compat.dynamo import line_with_place, own_error
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import cross_entropy
@@ -94,6 +93,7 @@ class TracedForward:
 
     Attributes:
         spec: how.
+        masks: of attention, that are made for batches.
         variants: of its graphs.
         is_first: the last call was the first with its kind of arguments, or with its choices.
     """
@@ -103,7 +103,7 @@ class TracedForward:
         self._name = type(model).__name__
         compiles = None if spec.only_layers else weak_method(self._compile_alone)
         self._trace_fixes = TraceFixes(model, compiles, spec.loss.may_chunk)
-        self._masks = AttentionMasks(model, forward)
+        self.masks = AttentionMasks(model, forward)
         self._compiled: dict[CallKind, Callable[..., Any]] = {}
         self._traced_again = 0
         # What torch traces: those, and the layers' own; not the functions, which hold the model.
@@ -250,7 +250,7 @@ class TracedForward:
         # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
         reads_outputs, hooks = not call.loss_only and self.variants.read_outputs, dynamo.global_hooks()
-        kind = CallKind(call.loss_only, drops_logits, self.masks, hooks, has_regions, reads_outputs, trains)
+        kind = CallKind(call.loss_only, drops_logits, self.masks.kept, hooks, has_regions, reads_outputs, trains)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
         player = None if is_first or records else choices.tapes.player(like)
@@ -259,7 +259,7 @@ class TracedForward:
         before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
         next_hook = next_hook_id()
         outputs = None
-        masks = self._masks.replacements(call.args, call.inputs, call.drops_cache)
+        masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
         noting = self._recorder(call) if player is None else player
         run = self._running = ForwardRun(choices, call.inputs, call.reader, noting, self._watch or dynamo.Watch())
         self._watch = None
@@ -323,7 +323,8 @@ class TracedForward:
     def _may_play(self, run: ForwardRun) -> bool:
         """True where a forward that turns out not to run as this one did may run again: it has written nothing, and
         no other rank and no hook has taken part in it."""
-        has_written = run.has_written and not (run.tape.count == 1 and all(map(_is_all_of_forward, run.ran)))
+        is_one = run.tape.count == 1 and all(graph.is_all_of_forward for graph in run.ran)
+        has_written = run.has_written and not is_one
         return self.spec.is_run and not (has_written or self.shared.is_shared or self._regions.has_run_others)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
@@ -348,16 +349,11 @@ class TracedForward:
     @property
     def sharding(self) -> Sharding | None:
         """The model's sharding, as batches like the last one run; None before one has."""
-        return self._shardings.get(self.masks)
+        return self._shardings.get(self.masks.kept)
 
     @sharding.setter
     def sharding(self, sharding: Sharding) -> None:
-        self._shardings[self.masks] = sharding
-
-    @property
-    def masks(self) -> KeptMasks:
-        """The attention masks that are made for the batch that was noted last."""
-        return self._masks.kept
+        self._shardings[self.masks.kept] = sharding
 
     @property
     def trains(self) -> tuple[bool, ...]:
@@ -371,22 +367,6 @@ class TracedForward:
         if run.buffers is None and not run.has_written:
             with without_modes():
                 run.buffers = ForwardState.of(self._model, with_buffers=True)
-
-    def note_batch(self, inputs: Mapping[str, Any]) -> None:
-        """Find the masks that the batch of the next call needs."""
-        self._masks.note(inputs)
-
-    def agree_on_masks(self) -> None:
-        """Make the same attention masks on all ranks; see `AttentionMasks.agree`."""
-        self._masks.agree()
-
-    def keep_masks(self, masks: KeptMasks) -> None:
-        """Make these attention masks for all batches to come."""
-        self._masks.keep(masks)
-
-    def expect(self, largest: LargestBatch) -> None:
-        """Make the attention masks that the run's largest batch needs for all batches to come."""
-        self._masks.keep(self._masks.needed(largest.has_padding, largest.length))
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -456,7 +436,7 @@ class TracedForward:
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
-        self._constant_sizes.update(dynamo.constant_sizes())
+        self._constant_sizes.update(traced_sizes.constant_sizes())
         fx_graph.drop_unread_results(module)
         fused_lm_head.with_labels(module)
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
@@ -599,10 +579,6 @@ class TracedForward:
 def _trains(parameters: Sequence[Mapping[str, torch.nn.Parameter | None]]) -> tuple[bool, ...]:
     # In a list, which takes half the time: each step asks.
     return tuple([each.requires_grad for of_module in parameters for each in of_module.values() if each is not None])
-
-
-def _is_all_of_forward(graph: PartitionedGraph) -> bool:
-    return graph.is_all_of_forward
 
 
 def no_training_graph(traced: TracedCall) -> str:

@@ -1,4 +1,5 @@
-"""Names for the operators of a forward that are the same in every process that traces the model. Pure."""
+"""A joint graph with its saved activations, candidates and sizes; its operators have names that are the same in
+every process. Pure."""
 
 import hashlib
 from collections import Counter

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, traced_sizes
 from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 
@@ -69,7 +69,7 @@ def loss_and_gradient(
         # A number would be compiled in, and is another one in each batch; as are the offsets of parts of a batch.
         factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
         own = logits.view_as(logits)
-        dynamo.mark_static(own, [1])
+        traced_sizes.mark_static(own, [1])
         return _compiled(of)(own, targets.clone(), factor), logits
 
 

@@ -100,14 +100,9 @@ class LossDecision:
         return sympy.sympify(self.shape.saving)
 
     @property
-    def first_saving(self) -> int:
-        """Bytes, in the first batch."""
-        return self.first.saving
-
-    @property
     def pays(self) -> bool:
         """True where it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
-        return self.shape.vocabulary > self.shape.hidden_size and self.first_saving > 0
+        return self.shape.vocabulary > self.shape.hidden_size and self.first.saving > 0
 
     @property
     def note(self) -> str:

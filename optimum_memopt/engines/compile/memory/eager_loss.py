@@ -65,11 +65,6 @@ class EagerLoss:
     def events(self) -> LossEvents:
         return self.events_at(self.sizes)
 
-    @property
-    def resident(self) -> int:
-        """Bytes that the process holds of it when the first forward runs."""
-        return self.events.resident
-
     def around(self, collectives: Collectives) -> Collectives:
         """Returns the events around the calls of a tape, with those of the loss."""
         if self.unknown:

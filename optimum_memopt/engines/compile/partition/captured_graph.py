@@ -57,7 +57,7 @@ class CapturedGraph:
         return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
 
     def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> dict[sympy.Symbol, int]:
-        """Its sizes for its batch; see `CapturedForward.solver`."""
+        """Its sizes for its batch, or for an n-th of its rows; see `CapturedForward.sizes_for`."""
         sizes = larger_sizes(self.sizes, self.names, largest)
         return {**sizes, **{symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}}
 

@@ -127,8 +127,8 @@ _NO = {
     **dict.fromkeys(("is_input", "is_number", "is_kept", "is_statistic"), False),
 }
 _COLUMNS = (
-    "names", "kinds", "reads", "roots", "bytes", "workspaces", "seconds", "layers", "modules", "runs", "is_input",
-    "is_operator", "is_backward", "is_tensor", "is_number", "is_view", "picks", "is_kept", "is_statistic",
+    *_NO, "names", "kinds", "reads", "roots", "bytes", "workspaces", "seconds", "layers", "modules", "runs",
+    "is_backward", "is_view",
 )  # fmt: skip
 
 

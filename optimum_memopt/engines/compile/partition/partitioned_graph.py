@@ -54,7 +54,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat import fx_graph, kernels, traced_sizes
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
@@ -187,7 +187,7 @@ def analyze(
     sizes = size_hints(joint)
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
-        names = symbol_names(dynamo.symbol_sources(), sizes, batch or {})
+        names = symbol_names(traced_sizes.symbol_sources(), sizes, batch or {})
     # Parameters and buffers, which stay where they are from step to step.
     parameters = tuple(joint.inputs[index] for index in options.get("static_lifetime_input_indices") or ())
     constants = find_constants(joint, parameters)
@@ -314,7 +314,7 @@ def partitioned(
         timeline = timeline_of(graph, modules)
         prediction = timeline.predict(sizes)
     with best_effort("the sizes that a graph is bound to"):
-        bound = bound_symbols(dynamo.size_guards(), sizes)
+        bound = bound_symbols(traced_sizes.size_guards(), sizes)
     halves = any(operator_name(node) in MATRIX_PRODUCTS and _is_half_on_cpu(node) for node in forward)
     partitioned_graph = PartitionedGraph(
         graph.candidates,

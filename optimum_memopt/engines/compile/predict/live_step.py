@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from accelerate.utils.operations import convert_to_fp32
 
-from optimum_memopt.compat.accelerate import in_float32
 from optimum_memopt.compat.bitsandbytes import named_buffers
 from optimum_memopt.compat.transformers import checkpoint_layers, is_mask
 from optimum_memopt.engines.api.predictions import (
@@ -42,6 +42,7 @@ from optimum_memopt.engines.compile.memory.live import (
 )
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place, place_of
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
@@ -205,7 +206,7 @@ def run_micro_batches(
                     outputs = model(*args, **inputs)
                 if autocast is not None:
                     # As accelerate's `ConvertOutputsToFp32` (1.15, `utils/operations.py`).
-                    outputs = in_float32(outputs)
+                    outputs = convert_to_fp32(outputs)
                 recorder.outputs("outputs", outputs)
                 loss = loss_of(outputs)
                 recorder.begin(FORWARD)
@@ -218,7 +219,7 @@ def run_micro_batches(
         raise
     except Exception as error:
         raise MemOptError(
-            f"{type(model).__name__} cannot be run on tensors without data ({dynamo.line_with_place(error)})"
+            f"{type(model).__name__} cannot be run on tensors without data ({line_with_place(error)})"
         ) from error
     return recorder.run()
 
@@ -379,7 +380,7 @@ def _model_of(objects: Sequence[object]) -> torch.nn.Module:
 
 
 def _failure(error: Exception) -> str:
-    where = dynamo.place_of(error)
+    where = place_of(error)
     if "convert all Tensors to FakeTensors" in str(error):
         return f"the step uses a tensor that is none of its arguments{where}; give it, or its module, as an argument"
     return f"the step cannot be run on tensors without data ({line_of(error)}{where})"

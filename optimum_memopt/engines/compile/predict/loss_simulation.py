@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEven
 from optimum_memopt.engines.compile.memory.events import Event, bytes_during
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.engines.shared.forward_patch import TrainingForward
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
@@ -116,9 +117,7 @@ class LossSimulation:
             except MemOptError:
                 raise
             except Exception as error:
-                raise MemOptError(
-                    f"it cannot be run on tensors without data: {dynamo.line_with_place(error)}"
-                ) from error
+                raise MemOptError(f"it cannot be run on tensors without data: {line_with_place(error)}") from error
 
     def _resized(self, inputs: Any, sizes: Mapping[str, int]) -> Any:
         """The step's inputs in a batch of these sizes."""

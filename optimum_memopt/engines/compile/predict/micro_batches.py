@@ -64,6 +64,7 @@ from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import without_padding
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
@@ -137,7 +138,7 @@ class ForwardSteps:
     ) -> None:
         self._forward, self._context, self._tokens, self._releases = forward, step, tokens, releases
         self._times, self._plain = times, plain
-        self._batches = cache(self._new_batch)
+        self._batch = cache(self._new_batch)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
 
@@ -159,12 +160,12 @@ class ForwardSteps:
     @property
     def layers(self) -> int:
         """Number of layers in the forward."""
-        return len(_layers_of(self._batch(_REFERENCE, False).problem))
+        return len(_layers_of(self._batch(_REFERENCE, False, False).problem))
 
     @property
     def costs(self) -> str:
         """Where seconds are from."""
-        return self._batch(_REFERENCE, False).times.source
+        return self._batch(_REFERENCE, False, False).times.source
 
     def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
         """True where the peak is within the budget."""
@@ -177,14 +178,14 @@ class ForwardSteps:
             return True
         if plan not in _BUDGETS:
             return False
-        is_within = self._is_within(plan, self._batch(rows, accumulates).step.solver.lowest, rows, accumulates)
+        is_within = self._is_within(plan, self._batch(rows, accumulates, False).step.solver.lowest, rows, accumulates)
         others = self._context.link > 0 or plan != _BUDGET
         return is_within or (others and self._within_budget(plan, rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
         if plan in _BUDGETS:
-            activations = self._batch(1, accumulates).step.solver.lowest
+            activations = self._batch(1, accumulates, False).step.solver.lowest
             if plan != _BUDGET:
                 fixed = (self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
                 activations = min(activations, *fixed)
@@ -270,10 +271,6 @@ class ForwardSteps:
             return _checkpointed(batch.problem, _PLAIN[plan])
         plans = [graph.plans[_FIXED.index(plan)] for graph in self._forward.graphs]
         return batch.step.simulated(plans, batch.forward)
-
-    def _batch(self, rows: int, accumulates: bool, is_inexact: bool = False) -> _Batch:
-        """See `_new_batch`."""
-        return self._batches(rows, accumulates, is_inexact)
 
     def _new_batch(self, rows: int, accumulates: bool, is_inexact: bool) -> _Batch:
         of_graphs, forward = self._times(rows), self._forward
@@ -619,7 +616,7 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]
         raise
     except Exception as error:
         raise MemOptError(
-            f"{name} cannot be traced on fake tensors ({dynamo.line_with_place(error)}), so that nothing can "
+            f"{name} cannot be traced on fake tensors ({line_with_place(error)}), so that nothing can "
             "be predicted for other batches"
         ) from error
     if not forward.is_whole:
@@ -638,23 +635,20 @@ def _times(
 ) -> Callable[[int], Sequence[_GraphTimes]]:
     """The times of each graph for a batch of n rows, for the sizes of its first run."""
 
-    def sizes_of_batch(rows: int) -> list[SymbolValues]:
-        return forward.sizes_of(rows, case.tokens)
-
     @cache
     def first_sizes(rows: int) -> Mapping[int, SymbolValues]:
-        tape, of_runs = forward.sizes_of_runs(sizes_of_batch(rows))
+        tape, of_runs = forward.sizes_of_runs(forward.sizes_of(rows, case.tokens))
         calls = zip(reversed(tape.calls), reversed(of_runs), strict=True)
         return {call.graph: sizes for call, sizes in calls}
 
     def peak(rows: int) -> int:
         """A step without a plan; the graph is run on parameters of its own, before there is an optimizer."""
-        fixed = step.fixed
+        fixed, problem = step.fixed, forward.problem(forward.sizes_of(rows, case.tokens))
         return replace(
             fixed,
             batch=fixed.batch * rows,
             accumulated=0,
-            activations=simulate_everything_saved(forward.problem(sizes_of_batch(rows)).problem).peak,
+            activations=simulate_everything_saved(problem.problem).peak,
             optimizer=max(fixed.optimizer, fixed.parameters),
         ).peak
 

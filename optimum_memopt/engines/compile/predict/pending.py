@@ -5,15 +5,12 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from optimum_memopt.engines.api.run import ALONE, OtherForwards
 from optimum_memopt.engines.compile.torch_compat import dynamo
-
-if TYPE_CHECKING:
-    from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 
 # Of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
@@ -53,6 +50,14 @@ def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]
     return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
+class PlanBytes(Protocol):
+    """The bytes of steps under one plan: see `StepMemoryPredictor`."""
+
+    largest_shapes: tuple[Forward, ...]
+
+    def saved(self, sizes: BatchSizes | None = None) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class PendingForward:
     """A forward whose backward is still to come.
@@ -62,7 +67,7 @@ class PendingForward:
         elements: of its largest input.
     """
 
-    predictor: "StepMemoryPredictor"
+    predictor: PlanBytes
     forward: Forward
     elements: int
 
@@ -91,7 +96,7 @@ class Pending:
         """Bytes that they hold."""
         return sum(noted.predictor.saved(noted.forward.sizes) for noted in self)
 
-    def saved_in_steps(self, plan: "StepMemoryPredictor") -> int:
+    def saved_in_steps(self, plan: PlanBytes) -> int:
         """Bytes that they will hold in steps to come: under this plan, where theirs has been replaced."""
         noted = tuple(self._forwards.items())
         return sum(

@@ -30,6 +30,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks, without_padding
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.engines.shared.released_gradients import check_step
 from optimum_memopt.errors import MemOptError
@@ -201,7 +202,7 @@ class PlannedStep:
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose, loss.reader(None) if held.until else "")
             if file is not None:
-                capture.keep_masks(KeptMasks.of(file))
+                capture.masks.keep(KeptMasks.of(file))
 
             def attempt() -> Attempt[TracedStep]:
                 forward = capture.run(costs, compared, compresses or producer.compresses)
@@ -209,7 +210,7 @@ class PlannedStep:
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
                 resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(
-                    model, partitioned, forward.tape, batch, resident, planner.producer, spec, capture.masks, run
+                    model, partitioned, forward.tape, batch, resident, planner.producer, spec, capture.masks.kept, run
                 )
                 return Attempt(TracedStep(model, batch, forward, shown, run), shown.predictor, shown.plan_file)
 
@@ -219,7 +220,7 @@ class PlannedStep:
                 raise
             except Exception as error:
                 raise MemOptError(
-                    f"{type(model).__name__} cannot be traced on fake tensors ({dynamo.line_with_place(error)})"
+                    f"{type(model).__name__} cannot be traced on fake tensors ({line_with_place(error)})"
                     f"{self.workload.suggestion}"
                 ) from error
         for remark in traced.shown.remarks:

@@ -99,7 +99,7 @@ class StepLimit:
         )
         if batch.loss is not None:
             # Which is among the events of the step.
-            beside = max(0, around.fixed.constant - batch.loss.resident)
+            beside = max(0, around.fixed.constant - batch.loss.events.resident)
             around = replace(around, fixed=replace(around.fixed, constant=beside))
         step = _without_second_room(around, self._first_constant)
         self.constant = step.fixed.constant

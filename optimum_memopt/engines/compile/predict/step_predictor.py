@@ -18,7 +18,6 @@ from optimum_memopt.engines.api.run import HeldOutputs
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
-from optimum_memopt.engines.compile.memory.around_runs import Sharding
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.footprint import (
@@ -199,15 +198,8 @@ class StepMemoryPredictor:
             model, graphs, inputs, 0, names, self.run, tape=tape, pending=pending, constant=constant
         )
 
-    def with_sharding(self, sharding: Sharding) -> "StepMemoryPredictor":
-        """Predicts the same graphs with something else around them."""
-        return self._with_tapes(sharding=sharding)
-
-    def with_held_outputs(self, held: HeldOutputs) -> "StepMemoryPredictor":
-        """Predicts the same graphs in a loop that holds these outputs."""
-        return self._with_tapes(held_outputs=held)
-
-    def _with_tapes(self, **changes: Any) -> "StepMemoryPredictor":
+    def with_tapes(self, **changes: Any) -> "StepMemoryPredictor":
+        """Predicts the same graphs on tapes with other attributes: `sharding`, or `held_outputs`."""
         other = copy.copy(self)
         tapes = {sizes: replace(tape, **changes) for sizes, tape in self._tapes.items()}
         vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={}, _saved={})
@@ -395,7 +387,7 @@ class Predictors:
 
     def hold_outputs(self, held: HeldOutputs) -> None:
         """Predict as in a loop that holds these outputs."""
-        others = {each: each.with_held_outputs(held) for each in self}
+        others = {each: each.with_tapes(held_outputs=held) for each in self}
         self.first = others[self.first]
         self._by_graphs = {graphs: others[each] for graphs, each in self._by_graphs.items()}
         self._by_sizes = {sizes: others[each] for sizes, each in self._by_sizes.items()}

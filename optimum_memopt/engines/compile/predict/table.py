@@ -205,12 +205,12 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
         PlanRow(
             config=ROW,
             frequency=len(losses),
-            saving_bytes=sum(loss.first_saving for loss in losses),
+            saving_bytes=sum(loss.first.saving for loss in losses),
             saving_symbolic=str(sympy.factor_terms(sympy.expand(saving))),
             requested_count=ALL if any(loss.is_requested for loss in losses) else 0,
             applied_count=len(chunked),
             note="; ".join(dict.fromkeys(loss.note for loss in losses)),
-            applied_saving_bytes=sum(loss.first_saving for loss in chunked),
+            applied_saving_bytes=sum(loss.first.saving for loss in chunked),
         )
     ]
 

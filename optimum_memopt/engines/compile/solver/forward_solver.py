@@ -62,16 +62,13 @@ class ForwardSolver:
         """The peak with everything saved, bytes."""
         return self.solver.everything.peak
 
-    def cheapest(self, allowed: int) -> Plan:
-        """The fastest plan of those in which each graph has few partitions.
+    @cached_property
+    def cheapest(self) -> Callable[[int], Plan]:
+        """Returns the fastest plan within so many bytes, of those in which each graph has few partitions.
 
         Raises:
             Infeasible: no plan fits.
         """
-        return self._cheapest(allowed)
-
-    @cached_property
-    def _cheapest(self) -> Callable[[int], Plan]:
         # A curve is asked for again with another margin, and has the same budgets then.
         return cache(self._solve)
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
 from optimum_memopt.engines.compile.memory.simulation import problem_events
@@ -142,11 +141,8 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
 def seconds_again(forward: TapeProblem, tape: Tape, gather_rate: float) -> float:
     """Seconds of the runs that the tape has run again, and of the gathers of their parameters, which nothing runs
     beside; `gather_rate` as in `StepContext`."""
-    seconds = math.fsum(map(_forward_seconds, itertools.compress(forward.runs, tape.repeated)))
+    repeated = itertools.compress(forward.runs, tape.repeated)
+    seconds = math.fsum(math.fsum(itertools.compress(run.seconds, run.is_forward)) for run in repeated)
     if not seconds or not gather_rate:
         return seconds
     return seconds + (tape.moved[0] - tape.with_all_held().moved[0]) / gather_rate
-
-
-def _forward_seconds(problem: Problem) -> float:
-    return math.fsum(itertools.compress(problem.seconds, problem.is_forward))

@@ -1,6 +1,8 @@
 """Private names of torch and of what is traced with it, each with the versions it was seen in.
 
 dynamo              dynamo and AOTAutograd
+traced_sizes        sizes while torch traces
+compiler_errors     errors of tracing, compiling and compiled graphs
 fx_graph            joint graphs
 inductor            inductor's compiler and programs
 kernels             which kernels run, and what they hold

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 
 from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.compat.transformers import is_mask
+from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
@@ -146,6 +147,10 @@ class AttentionMasks:
         """Make these for all batches to come."""
         self._always = self._always.with_those_of(masks)
         self.kept = self.kept.with_those_of(masks)
+
+    def expect(self, largest: LargestBatch) -> None:
+        """Make those that the run's largest batch needs for all batches to come."""
+        self.keep(self.needed(largest.has_padding, largest.length))
 
     def needed(self, has_padding: bool, length: float) -> KeptMasks:
         """The masks that a batch needs.

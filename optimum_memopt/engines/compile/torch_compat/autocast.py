@@ -14,7 +14,7 @@ from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
-from optimum_memopt.engines.compile.torch_compat.kernels import HALVES
+from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, is_half
 from optimum_memopt.logs import get_logger
 
 # Operators that autocast runs in half precision on CUDA, and not on a CPU.
@@ -112,7 +112,7 @@ def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable
 
 
 def _in_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return pytree.tree_map_only(_is_half, torch.Tensor.float, (args, kwargs))
+    return pytree.tree_map_only(is_half, torch.Tensor.float, (args, kwargs))
 
 
 def _in_half(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -128,11 +128,7 @@ def _in_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
     is_named = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
-    return args, kwargs if is_named or not _is_half(args[0]) else {**kwargs, "dtype": torch.float32}
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in HALVES
+    return args, kwargs if is_named or not is_half(args[0]) else {**kwargs, "dtype": torch.float32}
 
 
 def _is_cast(value: Any) -> bool:

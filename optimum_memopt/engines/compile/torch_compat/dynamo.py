@@ -12,7 +12,6 @@ import operator
 import re
 import shutil
 import sys
-import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -21,12 +20,10 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy
-import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import remove_from_cache, skip_code
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.misc import RandomVariable
 from torch._functorch import config as functorch_config
@@ -37,11 +34,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from optimum_memopt.compat.bitsandbytes import is_4bit, states_of
@@ -56,10 +51,9 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import (
     is_of_the_user,
     left_to_python,
     numbers_first,
-    place_in,
-    specialized_sizes,
+    place_text,
+    source_name,
 )
-from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_causes
 
 __all__ = [
     "CodePlace",
@@ -80,20 +74,18 @@ __all__ = [
 SymbolicNumber = py_sym_types
 # Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`).
 fake_tensors = FakeTensorMode
-# Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
-CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+# Tags of operators that no CUDA graph can hold.
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
 # Loggers have it once transformers is imported (`transformers/utils/logging.py`).
 _ONCE = tuple(filter(None, [getattr(logging.Logger, "warning_once", None)]))
 _LOGS_CONFIG, _IGNORED = "_get_dynamo_config_for_logging", "ignore_logging_functions"
-# Of no container.
-_LEAVES = (torch.Tensor, bool, int, float, str)
 # In a source without its quoted keys: an attribute of something, or a global variable.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
-# `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
-_BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
+# Of no container.
+_LEAVES = (torch.Tensor, bool, int, float, str)
 
 
 def tree_leaves(values: Any) -> list[Any]:
@@ -127,22 +119,13 @@ def reads_a_number(target: Any) -> bool:
     return operator_name(target) == "_local_scalar_dense"
 
 
-def _mode_of_trace() -> FakeTensorMode | None:
-    return getattr(TracingContext.try_get(), "fake_mode", None)
-
-
-def _shapes_of_trace() -> ShapeEnv | None:
-    # A mode has none where sizes stay the same.
-    return getattr(_mode_of_trace(), "shape_env", None)
-
-
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
     """A backend's inputs; fake tensors in the mode of dynamo's trace.
 
     torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
     ends in an AssertionError.
     """
-    mode = _mode_of_trace()
+    mode: FakeTensorMode | None = getattr(TracingContext.try_get(), "fake_mode", None)
     return [
         mode.from_tensor(value) if mode and is_fake(value) and value.fake_mode is not mode else value
         for value in inputs
@@ -557,7 +540,7 @@ class Watch:
         places: dict[str, dict[str, None]] = {line: {} for line in breaks}
         for reason in dynamo_utils.graph_break_reasons[self._placed :]:
             if (line := first_line(reason.reason)) in places:
-                places[line][_place_in(reason.user_stack)] = None
+                places[line][place_text(reason.user_stack)] = None
         return [f"{line}{place}" for line in places for place in places[line] or ("",)]
 
     def last_cause(self) -> str:
@@ -570,71 +553,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def constant(size: "int | torch.SymInt") -> int | None:
-    """A size that is no symbol of a trace; None: it is one."""
-    return int(size) if is_concrete_int(size) else None
-
-
-def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
-    dims = tuple(dims)
-    if is_traceable_wrapper_subclass(tensor) or vars(tensor):
-        torch._dynamo.mark_static(tensor, list(dims))
-    else:
-        vars(tensor).update((name, copy.copy(mark)) for name, mark in _static_marks(dims))
-
-
-@functools.cache
-def _static_marks(dims: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """The attributes by which torch knows these sizes as constants. To copy them takes a tenth of the time, which each
-    layer of each step would take."""
-    marked = torch.empty([0] * (max(dims, default=-1) + 1))
-    torch._dynamo.mark_static(marked, list(dims))
-    return list(vars(marked).items())
-
-
 def state_source(node: fx.Node) -> str:
     """Where dynamo has found an input that an object or a module of Python holds, `L['self']._buffers['bias']`; empty
     for arguments of the function that it has traced (`torch/_dynamo/source.py`)."""
-    name = _source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
+    name = source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
     return name if _HELD.search(_QUOTED.sub("", name)) else ""
-
-
-def _source_name(source: Any) -> str:
-    # A property since 2.11, a method before.
-    return cast(str, source.name if isinstance(source.name, str) else source.name())
-
-
-def symbol_sources() -> dict[sympy.Symbol, list[str]]:
-    """While a graph is partitioned: each symbol and the sizes that it stands for, as `L['input_ids'].size()[0]`.
-
-    A symbol that turned out to equal another one is found at that one (`replacements`).
-    """
-    shapes = _shapes_of_trace()
-    texts: dict[sympy.Symbol, list[str]] = {}
-    if shapes is None:
-        return texts
-    for symbol, sources in shapes.var_to_sources.items():
-        names = list(map(_source_name, sources))
-        same = shapes.replacements.get(symbol, symbol)
-        texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
-    return texts
-
-
-def constant_numbers() -> contextlib.AbstractContextManager[None]:
-    """Within it whole numbers are constants of what is traced, as in any trace but one for all sizes."""
-    return torch._dynamo.config.patch(specialize_int=True)
-
-
-def constant_sizes() -> dict[tuple[str, int], tuple[CodePlace, ...]]:
-    """While a graph is partitioned: see `specialized_sizes`."""
-    return specialized_sizes(_shapes_of_trace())
-
-
-def size_guards() -> list[sympy.Basic]:
-    """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
-    shapes = _shapes_of_trace()
-    return [] if shapes is None else [guard.expr for guard in shapes.guards]
 
 
 def inductor_works(device_type: str) -> bool:
@@ -653,53 +576,3 @@ def backward_runs_once() -> bool:
     asks so before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`)."""
     is_backward = backward_pass() != -1
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def place_of(error: BaseException) -> str:
-    """The user's line that an error was raised at, as `, at model.py:28, in forward`; empty where none is known."""
-    for each in reversed([*with_causes(error)]):
-        # Code that dynamo traces does not run, and is in no traceback.
-        stack = getattr(each, "real_stack", None) or traceback.extract_tb(each.__traceback__)
-        if place := _place_in(stack):
-            return place
-    return ""
-
-
-def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    place = place_in(stack)
-    return "" if place is None else f", at {place}"
-
-
-def line_with_place(error: BaseException) -> str:
-    """See `line_of`, with the user's line."""
-    return f"{line_of(error)}{place_of(error)}"
-
-
-def failure_of_compiler(error: BaseException) -> str:
-    """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
-    other error. What it knows that it cannot trace breaks the graph instead."""
-    if isinstance(error, InternalTorchDynamoError):
-        # Its text has the kind of error that it met.
-        return f"torch cannot trace this model ({str(error).strip().splitlines()[0]}{place_of(error)})"
-    if isinstance(error, BackendCompilerFailed):
-        return f"torch cannot compile this model ({line_with_place(error)})"
-    return ""
-
-
-def is_of_trace(error: BaseException) -> bool:
-    """True for an error that torch raises where it traces and compiles (`torch/_dynamo/exc.py`, 2.13)."""
-    return isinstance(error, TorchDynamoException)
-
-
-def is_of_compiled_backward(error: BaseException) -> bool:
-    """True for an error that was raised while a compiled backward ran."""
-    file, function = _BACKWARD
-    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(code.co_name == function and code.co_filename.replace("\\", "/").endswith(file) for code in codes)
-
-
-def own_error(error: BaseException) -> BaseException | None:
-    """The error itself, unwrapped, where it is no fault of a compiler's: a refusal, a lack of memory, an interrupt."""
-    inner = getattr(error, "inner_exception", None) or error
-    is_own = not isinstance(inner, Exception) or isinstance(inner, MemOptError) or is_out_of_memory(inner)
-    return inner if is_own else None

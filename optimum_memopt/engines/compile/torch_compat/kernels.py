@@ -187,7 +187,7 @@ def _cudnn_may_fail(node: fx.Node) -> bool:
     query, key = _example(arguments["query"]), _example(arguments["key"])
     if arguments.get("attn_mask") is None or query is None or key is None:
         return False
-    if query.device.type != "cuda" or not _is_half(query) or torch.version.hip is not None:
+    if query.device.type != "cuda" or not is_half(query) or torch.version.hip is not None:
         return False
     return cudnn_may_give_nan(torch.cuda.get_device_capability(query.device), key.shape[-2])
 
@@ -229,8 +229,8 @@ def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(optimizer, name, return_value=[*getattr(optimizer, name)(), "cpu"])
 
 
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+def is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -77,6 +77,12 @@ def place_in(stack: Iterable[traceback.FrameSummary]) -> CodePlace | None:
     return next((place for place in reversed(_places(stack)) if is_of_the_user(place.file)), None)
 
 
+def place_text(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Returns the user's line in a stack, as `, at model.py:28, in forward`; empty where there is none."""
+    place = place_in(stack)
+    return "" if place is None else f", at {place}"
+
+
 def _places(stack: Iterable[traceback.FrameSummary]) -> list[CodePlace]:
     return [CodePlace.of(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
 
@@ -136,13 +142,19 @@ class Recompile:
         return Recompile(self.guard, places) if places and is_same else self
 
 
+def source_name(source: Any) -> str:
+    """Returns the place where dynamo has found a value, as `L['input_ids']`."""
+    # A property since 2.11, a method before.
+    name: str = source.name if isinstance(source.name, str) else source.name()
+    return name
+
+
 def specialized_sizes(shapes: ShapeEnv | None) -> dict[tuple[str, int], tuple[CodePlace, ...]]:
     """The places where sizes of arguments became constants in a trace, by the argument's name and the dimension."""
     stacks: Mapping[Any, Iterable[traceback.FrameSummary]] = getattr(shapes, "specialization_stacks", {})
     found = {}
     for source, stack in stacks.items():
-        # A property since 2.11, a method before.
-        size = _SIZE.match(source.name if isinstance(source.name, str) else source.name())
+        size = _SIZE.match(source_name(source))
         if size is not None:
             name = _BY_NAME.sub(r"\g<name>", f"{size['name']}{size['rest']}")
             found[name, int(size["dim"])] = tuple(_places(stack))

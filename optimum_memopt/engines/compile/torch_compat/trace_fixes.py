@@ -26,12 +26,12 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
     file_of,
     global_hooks,
     is_fake,
-    mark_static,
     own_forward,
     untraced,
 )
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.compile.torch_compat.traced_sizes import mark_static
 from optimum_memopt.generators import GeneratorStates
 
 # DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.

@@ -33,7 +33,7 @@ from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
 from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import host_masks, releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
-from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.loss_watch import LossWatch, assumed_loss
@@ -430,7 +430,7 @@ class CompileEngine(in_place.InPlaceEngine):
         traced = TracedForward(self._model, self._attached.training_forward.plain_forward, spec)
         traced.variants.measures_gradients = self._selection.budget is None
         if plan is not None:
-            traced.keep_masks(KeptMasks.of(plan))
+            traced.masks.keep(KeptMasks.of(plan))
         return PlannedForward(self._model, traced, Planner(self._model, wanted), self._pending, purpose)
 
     def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:

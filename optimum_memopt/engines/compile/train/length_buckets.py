@@ -98,7 +98,7 @@ class LengthBuckets:
 
     def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
-        self.largest.traced.note_batch(call.inputs)
+        self.largest.traced.masks.note(call.inputs)
         self._plan_for_kind(call)
         if self.largest.planner.solves and self._pending.count(call.inputs):
             self._expect_more()
@@ -240,7 +240,7 @@ class LengthBuckets:
             # A plan by rule is for all batches; what is predicted and shown of it is for what trains.
             return BatchKind(KeptMasks(padding=False, local=False), traced.trains)
         return BatchKind(
-            traced.masks, traced.trains, input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
+            traced.masks.kept, traced.trains, input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
         )
 
     def _plan_for_kind(self, call: ForwardArgs) -> None:

@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, Run
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, is_of_trace, own_error
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import failure_of_compiler, is_of_trace, own_error
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -172,10 +172,10 @@ class PlannedForward:
 
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.limit.largest) is not None:
-                self.traced.expect(largest)
+                self.traced.masks.expect(largest)
             if self.planner.is_sharded:
                 # Segments name arguments of layers, of which a mask is one.
-                self.traced.agree_on_masks()
+                self.traced.masks.agree()
             return Attempt(self._run(call), self.predictor, self.plan_file)
 
         def again() -> None:
@@ -228,7 +228,7 @@ class PlannedForward:
         predictor, sharding = self.predictor, self.traced.sharding
         if predictor is None or sharding is None or (sharding := sharding.gathering_ahead(elements)) is None:
             return False
-        wider = predictor.with_sharding(sharding)
+        wider = predictor.with_tapes(sharding=sharding)
         if has_room := self.planner.has_room(wider):
             self.traced.sharding, self.predictors = sharding, Predictors(wider)
         return has_room
@@ -397,7 +397,7 @@ class PlannedForward:
         resident = self.planner.limit.resident(self.traced.variants.held)
         earlier = self.traced.variants.held_after if resident == self.traced.variants.held else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
-        masks = self.traced.masks
+        masks = self.traced.masks.kept
         now = self.planner.run
         run = Run(
             gradient_accumulation=now.gradient_accumulation,

@@ -19,6 +19,7 @@ import torch
 
 from optimum_memopt.cache_files import entry_bytes, write_entry
 from optimum_memopt.engines.ort.compat import internals
+from optimum_memopt.errors import reason_of
 from optimum_memopt.logs import get_logger
 
 FLAG = "--ort_cache_dir"
@@ -85,7 +86,7 @@ def _read(folder: Path, key: str) -> bytes | None:
             get_logger().warning(f"{FLAG}: {entry} is damaged and is replaced")
             entry.unlink(missing_ok=True)
     except OSError as error:
-        get_logger().warning(f"{FLAG}: cannot read {folder} ({_reason(error)}); exporting the model again")
+        get_logger().warning(f"{FLAG}: cannot read {folder} ({reason_of(error)}); exporting the model again")
     return None
 
 
@@ -94,17 +95,13 @@ def _write(folder: Path, key: str, content: bytes) -> None:
         write_entry(_entry(folder, key, content), content)
     except OSError as error:
         get_logger().warning(
-            f"{FLAG}: cannot write into {folder} ({_reason(error)}); training continues, the exported graph is not "
+            f"{FLAG}: cannot write into {folder} ({reason_of(error)}); training continues, the exported graph is not "
             "cached"
         )
 
 
 def _entry(folder: Path, key: str, content: bytes) -> Path:
     return folder / f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.onnx"
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
 
 
 def _hash(parts: Sequence[str]) -> str:
