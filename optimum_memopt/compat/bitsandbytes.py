@@ -48,8 +48,11 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _has_gathered_weight(product: Any) -> bool:
     """True for a product whose weight of 4 bits FSDP2 shards: the gathered weight has no scales, the module has."""
+    if getattr(product, _STATE, None) is None:
+        # A weight may be computed where it is read, and not twice alike (`torch.nn.utils.parametrize`).
+        return False
     weight = getattr(product, "weight", None)
-    return getattr(product, _STATE, None) is not None and weight is not None and not is_4bit(weight)
+    return weight is not None and not is_4bit(weight)
 
 
 def states_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
