@@ -65,7 +65,8 @@ def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
     """The forward and backward graphs; parameters and inputs that the backward reads are passed on to it too."""
     inputs = [node for node in joint.inputs if is_tensor(node)]
     numbers = [node for node in joint.nodes if is_number(node) and node not in joint.backward]
-    return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs)
+    unread = [node for node in joint.forward if not node.users and node.is_impure()]
+    return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs, unread)
 
 
 @dataclass(frozen=True, eq=False)

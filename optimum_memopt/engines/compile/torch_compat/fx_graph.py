@@ -227,19 +227,38 @@ def drop_unread_results(module: fx.GraphModule) -> None:
 
 
 def extract(
-    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], num_fwd_outputs: int
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    num_fwd_outputs: int,
+    unread: Iterable[fx.Node] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
 
     `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
     `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
     be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
+
+    Args:
+        unread: operators of the forward that run for their effect, as the checks of `one_hot`. As dead code they would
+            stay in the backward, too, with all that they read: a codebook that is no longer what it was.
     """
-    forward, backward = partitioners._extract_fwd_bwd_modules(
-        joint, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs
-    )
+    tags = {node: node.meta.get(_TAG) for node in unread}
+    for node in tags:
+        node.meta[_TAG] = "must_be_in_forward"
+    try:
+        forward, backward = partitioners._extract_fwd_bwd_modules(
+            joint, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs
+        )
+    finally:
+        for node, tag in tags.items():
+            node.meta[_TAG] = tag
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+
+
+# Of nodes that belong into one of the two graphs (`_has_tag_must_be_in_forward`, `torch/_functorch/partitioners.py`).
+_TAG = "partitioner_tag"
 
 
 def _kept(*args: Any, **kwargs: Any) -> None:
