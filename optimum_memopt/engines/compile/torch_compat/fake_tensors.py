@@ -8,10 +8,11 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -353,9 +354,10 @@ def replaced(
 
 def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
     """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute, or a list
-    or the like among these that it writes to; with one, all attributes are as before. Whoever reads it around the
-    layers is traced before their forwards really run."""
+    or the like that it writes to, among these or the variables around its functions; with one, all are as before.
+    Whoever reads it around the layers is traced before their forwards really run."""
     containers = [container for module in layer.modules() for container in Attribute.containers_of(module)]
+    around = list(_containers_around({type(module).forward for module in layer.modules()}))
     places = [held for module in layer.modules() for held in (vars(module), module._buffers)]
     before = list(map(dict, places))
     results = run()
@@ -363,15 +365,44 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
         if container.is_other_container:
             container.restore()
             return results, container.name
+    for container in around:
+        # Numbers that it keeps there are the same again.
+        held = container.value.values() if isinstance(container.value, dict) else container.value
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(held))):
+            container.restore()
+            return results, container.name
     for place, values in zip(places, before, strict=True):
         for name, value in place.items():
             is_known = value is values.get(name) or not isinstance(value, torch.Tensor | int | float | torch.SymInt)
             if not is_known and (isinstance(value, torch.Tensor) or value != values.get(name)):
-                for held, earlier in zip(places, before, strict=True):
-                    held.clear()
-                    held.update(earlier)
+                for own, earlier in zip(places, before, strict=True):
+                    own.clear()
+                    own.update(earlier)
                 return results, name
     return results, ""
+
+
+def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[Attribute]:
+    """Yields the lists and the like in variables that functions of Python share with what is around them, and
+    functions of the same file that they call."""
+    todo, seen = list(functions), set(functions)
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        if not isinstance(function, types.FunctionType):
+            continue
+        variables = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        with contextlib.suppress(ValueError):
+            # A variable of the closure may not be set yet.
+            variables |= inspect.getclosurevars(function).nonlocals
+        holder: Any = types.SimpleNamespace(**variables)
+        yield from Attribute.containers_of(holder)
+        called = {
+            each
+            for each in variables.values()
+            if isinstance(each, types.FunctionType) and each.__module__ == function.__module__ and each not in seen
+        }
+        seen |= called
+        todo += called
 
 
 def without_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
