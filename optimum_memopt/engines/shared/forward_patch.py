@@ -6,7 +6,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,12 +80,26 @@ class Attribute:
             setattr(self.module, self.name, self.value)
         if isinstance(self.value, torch.Tensor):
             if self.values is not None:
-                self.value.copy_(self.values)
+                self.value.data.copy_(self.values)
         elif self.is_other_container:
-            self.value.clear()
-            (self.value.extend if isinstance(self.value, list | deque) else self.value.update)(self.values)
+            _refill(self.value, self.values)
         elif state_of(self.value) is not None:
             set_state(self.value, self.values)
+
+
+def _refill(container: Any, values: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(values)
+
+
+def _containers_in(value: Any, depth: int = 3) -> Iterator[tuple[Any, Any]]:
+    """Yields the lists and dicts among arguments, each with a copy."""
+    value = value.data if isinstance(value, UserDict) else value
+    if type(value) in (list, dict):
+        yield value, copy.copy(value)
+    if depth and isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(item, depth - 1)
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:
@@ -102,16 +116,23 @@ _MOST_FROZEN = 2**24
 @dataclass(frozen=True)
 class ForwardState:
     """The state that a failing forward may have changed: random generators, the buffers of modules, small frozen
-    parameters, and the numbers, tensors, containers and generators among the modules' attributes."""
+    parameters, the numbers, tensors, containers and generators among the modules' attributes, and the containers among
+    its arguments."""
 
     generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
     attributes: tuple[Attribute, ...]
     frozen: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
+    arguments: tuple[tuple[Any, Any], ...] = ()
 
     @classmethod
     def of(
-        cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = (), on_host: bool = True
+        cls,
+        model: torch.nn.Module,
+        with_buffers: bool,
+        others: Sequence[torch.nn.Module] = (),
+        on_host: bool = True,
+        arguments: Any = (),
     ) -> "ForwardState":
         """The state before a forward, in which `others` may take part, as a module that computes the loss.
 
@@ -132,17 +153,23 @@ class ForwardState:
             ),
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
             tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
+            tuple(_containers_in(arguments)),
         )
 
     def restore(self) -> None:
         self.generators.restore()
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
-                setattr(module, name, buffer.copy_(values))
+                # An earlier forward may have saved it for a backward to come, which finds there what it has saved.
+                buffer.data.copy_(values)
+                setattr(module, name, buffer)
             for parameter, values in self.frozen:
-                parameter.copy_(values)
+                parameter.data.copy_(values)
             for attribute in self.attributes:
                 attribute.restore()
+        for container, values in self.arguments:
+            if not _holds_the_same(container, values):
+                _refill(container, values)
 
 
 def _small_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

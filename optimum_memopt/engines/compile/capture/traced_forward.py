@@ -256,7 +256,10 @@ class TracedForward:
         player = None if is_first or records else choices.tapes.player(like)
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
-        before = ForwardState.of(self._model, with_buffers=is_first) if is_first or has_regions else None
+        before = None
+        if is_first or has_regions:
+            # A forward may write to a dict that it is given (sentence-transformers').
+            before = ForwardState.of(self._model, with_buffers=is_first, arguments=(call.args, call.inputs))
         next_hook = next_hook_id()
         outputs = None
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)

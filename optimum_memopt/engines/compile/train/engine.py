@@ -236,6 +236,8 @@ class CompileEngine(in_place.InPlaceEngine):
             self._outputs.stop()
             self._outputs = None
         self._pending = Pending()
+        # Seen before the forward was planned otherwise.
+        self._largest: LargestBatch | None = None
         self._is_plain = False
         self._eager_loss: EagerLoss | None = None
         # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
@@ -268,7 +270,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 )
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(
-                most, weak_method(self._new_forward), self._pending, may_rerun=not is_sharded
+                most, weak_method(self._new_forward), self._pending, not is_sharded, self._largest
             )
         call = self._call(args, kwargs)
         if self._outputs is None:
@@ -337,8 +339,10 @@ class CompileEngine(in_place.InPlaceEngine):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_whole: bool, drops_outputs: bool
     ) -> Any:
         watch, pending = self._outputs, self._pending
+        largest = self._buckets.known_largest if self._buckets is not None else None
         self._forget()
-        self._is_whole, self._drops_outputs, self._pending = is_whole, drops_outputs, pending
+        self._is_whole, self._drops_outputs = is_whole, drops_outputs
+        self._pending, self._largest = pending, largest
         if watch is not None and not watch.is_assumed:
             self._outputs = watch
         return self._train_forward(*args, **kwargs)

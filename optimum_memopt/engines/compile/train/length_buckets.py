@@ -31,7 +31,7 @@ from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
-from optimum_memopt.engines.compile.train.batch_kind import BatchKind, input_kinds
+from optimum_memopt.engines.compile.train.batch_kind import BatchKind, InputKinds, input_kinds
 from optimum_memopt.engines.compile.train.planned_forward import RUN_AGAIN, PlannedForward
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import DoesNotFitError
@@ -77,9 +77,17 @@ class LengthBuckets:
     Args:
         may_rerun: this rank may run a forward again on its own; False where ranks gather parameters together.
         pending: forwards of the model whose backward is still to come.
+        largest: the largest batch, where that is known without the run's data.
     """
 
-    def __init__(self, most: int, new_forward: _NewForward, pending: Pending, may_rerun: bool = True) -> None:
+    def __init__(
+        self,
+        most: int,
+        new_forward: _NewForward,
+        pending: Pending,
+        may_rerun: bool = True,
+        largest: LargestBatch | None = None,
+    ) -> None:
         self._most, self._new_forward, self._may_rerun, self._is_over = most, new_forward, may_rerun, False
         self._pending = pending
         # From the cheapest to the dearest.
@@ -87,6 +95,7 @@ class LengthBuckets:
         self._extra = ExtraByLength()
         self._held = NOTHING_HELD
         self.largest = self._new_largest(None, None)
+        self.largest.planner.limit.largest = largest
         # The kind of the last batch, and the plans for others; of one kind there may be several, the last used last.
         self._kind: BatchKind | None = None
         self._by_batch_kind: list[_KindPlans] = []
@@ -99,7 +108,9 @@ class LengthBuckets:
     def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.masks.note(call.inputs)
-        self._plan_for_kind(call)
+        # A forward may write to a dict that it is given (sentence-transformers').
+        inputs = self._inputs_of(call)
+        self._plan_for_kind(inputs)
         if self.largest.planner.solves and self._pending.count(call.inputs):
             self._expect_more()
         if self._has_room:
@@ -120,7 +131,7 @@ class LengthBuckets:
             return self(call, may_run_again=False)
         if is_first and forward is self.largest:
             # Data may have told of batches that need others.
-            self._kind = self._kind_of(call)
+            self._kind = self._kind_of(inputs)
             for plans in self._by_batch_kind:
                 plans.largest.planner.limit.expect_more()
             self._plan_shorter()
@@ -157,10 +168,10 @@ class LengthBuckets:
         self._has_room = False
         if self._may_rerun:
             get_logger().info("the training loop holds less than was assumed: solving again with that memory")
-            self.largest, self._shorter = self._new_largest(self.largest, self._known_largest), ()
+            self.largest, self._shorter = self._new_largest(self.largest, self.known_largest), ()
 
     @property
-    def _known_largest(self) -> LargestBatch | None:
+    def known_largest(self) -> LargestBatch | None:
         """The largest batch that a plan is made for; None where that is the one at hand."""
         limit = self.largest.planner.limit
         # Another forward of the step may be larger than the one at hand.
@@ -227,26 +238,32 @@ class LengthBuckets:
             share = max(self._extra.shares.values(), default=0.0)
             self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
         self._pending.replace_plan()
-        self.largest = self._new_largest(former, self._known_largest)
+        self.largest = self._new_largest(former, self.known_largest)
 
     @property
     def _may_plan(self) -> bool:
         """True where batches of this process alone may get further plans."""
         return self._may_rerun and len(self._by_batch_kind) < _MOST_KINDS
 
-    def _kind_of(self, call: ForwardArgs) -> BatchKind:
+    def _inputs_of(self, call: ForwardArgs) -> InputKinds:
+        tells = self.largest.planner.solves and self._may_rerun
+        return input_kinds(call.args, call.inputs) if tells else frozenset()
+
+    def _kind_of(self, inputs: InputKinds) -> BatchKind:
         traced = self.largest.traced
         if not self.largest.planner.solves:
             # A plan by rule is for all batches; what is predicted and shown of it is for what trains.
             return BatchKind(KeptMasks(padding=False, local=False), traced.trains)
-        return BatchKind(
-            traced.masks.kept, traced.trains, input_kinds(call.args, call.inputs) if self._may_rerun else frozenset()
-        )
+        return BatchKind(traced.masks.kept, traced.trains, inputs)
 
-    def _plan_for_kind(self, call: ForwardArgs) -> None:
+    def _plan_for_kind(self, inputs: InputKinds) -> None:
         """Take the forwards that were planned for batches and parameters of this kind."""
         before = self._kind
-        if before is None or self.largest.is_plain or ((now := self._kind_of(call)) == before and not self._must_plan):
+        if (
+            before is None
+            or self.largest.is_plain
+            or ((now := self._kind_of(inputs)) == before and not self._must_plan)
+        ):
             return
         # Solving runs the forward again, and the other ranks may have no batch of this kind.
         if self.largest.planner.solves and not self._may_rerun:

@@ -168,7 +168,8 @@ class PlannedForward:
         """
         if self.is_compiled:
             return self._run(call, may_run_again)
-        before, forget = ForwardState.of(self._model, with_buffers=True), self.traced.shared.forgetting()
+        before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
+        forget = self.traced.shared.forgetting()
 
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.limit.largest) is not None:

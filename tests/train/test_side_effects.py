@@ -1,0 +1,175 @@
+"""Forwards with effects beside their results: what they write to, compute where it is read, or check."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import gelu, one_hot
+from torch.nn.utils import parametrizations
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.options import AUTO
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.sizes import parse_budget
+from tests.compiled import hold_still, selection
+from tests.gradients import assert_bitwise_same
+from tests.rotation import nightly
+from tests.trainer_runs import log_lines
+
+LAYERS, WIDTH = 4, 16
+AUXILIARY: list[torch.Tensor] = []
+
+
+class Normalized(torch.nn.Module):
+    """Its weight is computed where it is read, by another step of a power iteration each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.spectral_norm(torch.nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + gelu(self.linear(x))
+
+
+class Quantized(torch.nn.Module):
+    """Its codebook follows in the forward; `one_hot` checks its numbers, which no gradient needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        nearest = torch.cdist(hidden.reshape(-1, WIDTH), self.codes).argmin(1)
+        quantized = self.codes[nearest].view_as(hidden)
+        with torch.no_grad():
+            members = one_hot(nearest, 8).float()
+            sums = members.T @ hidden.reshape(-1, WIDTH)
+            self.codes.mul_(0.9).add_(sums / (members.sum(0)[:, None] + 1), alpha=0.1)
+        return x + (quantized - hidden).detach() + hidden + 0.1 * (hidden - quantized.detach()).square()
+
+
+class Collecting(torch.nn.Module):
+    """It adds a loss to a list of the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = gelu(self.linear(x))
+        note(changed)
+        return x + changed
+
+
+def note(changed: torch.Tensor) -> None:
+    AUXILIARY.append(changed.square().mean())
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, kind: type[torch.nn.Module], layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(kind() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def attached(model: torch.nn.Module, chosen: Selection) -> CompileEngine:
+    engine = CompileEngine(chosen, "aot_eager", unit=AUTO)
+    engine.attach(model)
+    return engine
+
+
+def trained(model: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses of steps, one a batch, with gradients that add up; and the buffers afterwards among these."""
+    losses = []
+    for seed, batch in enumerate(batches):
+        torch.manual_seed(seed)
+        loss = model(batch) + sum(AUXILIARY)
+        AUXILIARY.clear()
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return torch.stack(losses), {**gradients, **{name: each.clone() for name, each in model.named_buffers()}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "asked"),
+    nightly(
+        [
+            (kind, layers, asked)
+            for kind in (Normalized, Quantized, Collecting)
+            for layers in (2, 4)
+            for asked in ("", "level 1")
+        ],
+        but=[(Normalized, 4, "level 1"), (Quantized, 4, "level 1"), (Quantized, 2, "level 1"), (Collecting, 4, "")],
+    ),
+)
+def test_effects_are_those_of_plain_pytorch(kind: type[torch.nn.Module], layers: int, asked: str) -> None:
+    model = Stack(kind, layers)
+    plain, batches = copy.deepcopy(model), torch.randn(3, 4, 6, WIDTH)
+    engine = attached(model, selection(asked))
+    assert_bitwise_same(trained(model, batches), trained(plain, batches))
+    engine.detach()
+
+
+class Positions(torch.nn.Module):
+    """It saves a buffer for its backward, and writes its results into the dict that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(blocks)
+        self.embedding = torch.nn.Embedding(32, WIDTH)
+        self.register_buffer("places", torch.arange(32))
+
+    def forward(self, features: dict[str, Any]) -> Mapping[str, Any]:
+        x = features["x"]
+        x = x + self.embedding(self.places[: x.shape[1]])
+        if features.get("scale") is not None:
+            x = x * features["scale"]
+        for layer in self.layers:
+            x = layer(x)
+        features.update(pooled=x.mean(1))
+        return features
+
+
+def contrasted(model: torch.nn.Module, lengths: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Two forwards before each backward, the second one of another kind."""
+    losses = []
+    for step in range(2):
+        torch.manual_seed(step)
+        pooled = [
+            model({"x": torch.randn(4, length, WIDTH), "scale": torch.full((1, length, 1), 2.0) if place else None})[
+                "pooled"
+            ]
+            for place, length in enumerate(lengths)
+        ]
+        loss = (pooled[0] @ pooled[1].T).logsumexp(1).mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("lengths", nightly([((8, 8),), ((8, 24),), ((24, 8),)], but=[((8, 24),)]))
+def test_planning_again_changes_nothing_that_an_earlier_forward_has_saved(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second forward of a step is planned for apart, which runs it more than once; its results are no inputs."""
+    hold_still(monkeypatch)
+    model = Positions()
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(budget=parse_budget("64GiB")))
+    with log_lines() as lines:
+        assert_bitwise_same(contrasted(model, lengths), contrasted(plain, lengths))
+    planned = [line for line in lines if "solving for the budget again" in line]
+    assert len(planned) == 1 and "scale" in planned[0] and "pooled" not in planned[0]
+    engine.detach()
