@@ -122,6 +122,17 @@ def test_a_loss_that_a_loop_computes(compiler: str, unit: str, keeps: bool) -> N
     assert not torch._C._cuda_isHistoryEnabled()
 
 
+def bound(trained: Training, budget: int) -> None:
+    """Attach an engine with a budget, in bytes."""
+    trained.engine = optimize(
+        trained.model,
+        optimizer=trained.optimizer,
+        memory_opt_engine="compile",
+        memory_opt_compiler="aot_eager",
+        memory_opt_budget=f"{budget // MIB}MiB",
+    )
+
+
 def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
     trained = training("llama", "bf16", memory_opt_level=0)
     trained.engine.outputs_read_by, trained.loss_of = None, OwnLoss(False)
@@ -130,13 +141,7 @@ def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
     most = trained.step().allocated
     trained.engine.detach()
     budget = most - 2**24
-    trained.engine = optimize(
-        trained.model,
-        optimizer=trained.optimizer,
-        memory_opt_engine="compile",
-        memory_opt_compiler="aot_eager",
-        memory_opt_budget=f"{budget // MIB}MiB",
-    )
+    bound(trained, budget)
     # This loss takes more than is assumed before the first step.
     trained.step()
     peaks = [trained.step().allocated for _ in range(3)]
@@ -185,13 +190,7 @@ def test_a_budget_for_several_forwards_before_one_backward(lengths: tuple[float,
     trained.engine.detach()
     saved = peaks[2] - torch.cuda.memory_allocated()
     budget = peaks[2] - saved // 4
-    trained.engine = optimize(
-        trained.model,
-        optimizer=trained.optimizer,
-        memory_opt_engine="compile",
-        memory_opt_compiler="aot_eager",
-        memory_opt_budget=f"{budget // MIB}MiB",
-    )
+    bound(trained, budget)
     step()
     with log_lines() as lines:
         allocated, requested = zip(*(step() for _ in range(3)), strict=True)

@@ -14,7 +14,6 @@ returns.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import types
 import weakref
@@ -36,6 +35,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     attribute_set_by,
     described,
     replaced,
+    variables_around,
     with_attributes,
     without_launches,
 )
@@ -513,10 +513,7 @@ def _held(function: Any) -> Iterator[object]:
         yield from (owner, *getattr(owner, "__dict__", {}).values())
         function = getattr(function, "__func__", None)
     if isinstance(function, types.FunctionType):
-        # A variable of the closure may not be set yet.
-        with contextlib.suppress(ValueError):
-            variables = inspect.getclosurevars(function)
-            yield from (*variables.nonlocals.values(), *variables.globals.values())
+        yield from variables_around(function).values()
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 

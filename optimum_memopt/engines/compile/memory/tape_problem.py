@@ -488,11 +488,7 @@ class _Moved:
         last: list[int] = []
         for event in events:
             own = {storage.name for storage in event.allocates}
-            freed = [
-                self._taken[name] if name in self._taken else self._nodes.pop(name)
-                for name in event.frees
-                if name not in own
-            ]
+            freed = [self._freed(name) for name in event.frees if name not in own]
             if backward is not None:
                 self._passed += self._forward.intersection(freed)
             reads, kind = (*freed, *(backward or ())), event.kind or _RELEASED
@@ -509,3 +505,6 @@ class _Moved:
                 none = {**(changed if own else working), "is_tensor": False}
                 last.append(self._built.between(run, kind, ends, none, event.layer))
         return last
+
+    def _freed(self, name: str) -> int:
+        return self._taken[name] if name in self._taken else self._nodes.pop(name)

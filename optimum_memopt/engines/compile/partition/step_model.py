@@ -89,13 +89,13 @@ class StepModel:
         return self.footprint(activations).peak
 
     def among_others(self, events: Callable[[bool, bool], StepEvents], frees_gradients: bool) -> Footprint:
-        """The step under a plan, with other forwards before the same backward.
+        """Returns the step under a plan, with the other forwards before its backward.
 
-        The higher of two moments counts: the last forward, for which all others hold what they save, and the backward
-        of an earlier one, whose gradients are added to those of the later ones.
+        Its peak is the higher of two moments: the last forward, while all others hold what they save; and the backward
+        of an earlier forward, which begins with the gradients of the later ones.
 
         Args:
-            events: returns those of the graphs under the plan; arguments as the last two of `events`.
+            events: composes the graphs' events under the plan; takes `frees_gradients` and `without_caller`.
         """
         last = self.footprint(events(frees_gradients, False).peak())
         if (others := self.context.others) == ALONE:

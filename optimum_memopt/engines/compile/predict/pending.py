@@ -14,13 +14,13 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 
 # Of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
-# In which other forwards are counted, so that batches of changing lengths are not planned for again and again.
+# Shares are rounded up to multiples of it, so that changing lengths do not cause a new plan in each step.
 _STEP = 0.125
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A training forward among those of the same step.
+    """One training forward of a step.
 
     Attributes:
         saved_before: bytes that earlier forwards have saved and still hold when it runs.
@@ -43,7 +43,7 @@ class Forward:
 
 
 def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
-    """`seen` and `new` without those that another one covers."""
+    """Returns the forwards among `seen` and `new` that no other one covers."""
     seen = tuple(seen)
     if any(forward.covers(new) for forward in seen):
         return seen
@@ -83,7 +83,7 @@ class Pending:
     def __init__(self) -> None:
         self.most = ALONE
         self._forwards: dict[int, PendingForward] = {}
-        # Those of them whose plan has been replaced since.
+        # Numbers of pending forwards whose plan has been replaced.
         self._replaced: frozenset[int] = frozenset()
         self._numbers = itertools.count()
 
@@ -104,7 +104,7 @@ class Pending:
         )
 
     def replace_plan(self) -> None:
-        """Note that the plan of those that have run is replaced."""
+        """Mark all pending forwards as run under a replaced plan."""
         self._replaced = frozenset(self._forwards)
 
     def count(self, inputs: Mapping[str, object]) -> bool:
@@ -113,7 +113,7 @@ class Pending:
             return False
         elements = [*(noted.elements for noted in self), elements_of(inputs)]
         largest, before = max(elements), self.most
-        # Beside the largest one; none is taken to hold less than the largest does in its own backward.
+        # The largest forward is taken to be the one that runs, so that its own share is left out.
         earlier, between = (_rounded(max(0.0, sum(held) / largest - 1)) for held in (elements, elements[:-1]))
         self.most = OtherForwards(max(before.earlier, earlier), max(before.between, between))
         return self.most != before

@@ -1,5 +1,6 @@
 """The bytes that steps may take, and predicted peaks that are compared with them."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -134,13 +135,13 @@ class StepLimit:
         counts_all = not self.is_on_cuda and step.context.others == ALONE
         if self.bytes is None or counts_all or any(each.is_by_torch or each.compressed for each in plans):
             return 0
-        events = step.events(plans, fixed.releases)
-        later = step.events(plans, frees_gradients=True) if fixed.accumulated else None
-        around = step.among_others(lambda frees, alone: step.events(plans, frees, alone), fixed.frees_gradients)
+        events = functools.cache(lambda frees, without_caller: step.events(plans, frees, without_caller))
+        around = step.among_others(events, fixed.frees_gradients)
         if not self.is_on_cuda:
             return around.peak - self.bytes
         optimizer, untrained = self._run().optimizer, step.forward.untrained
-        blocks = blocks_around(self._model, optimizer, untrained, around, events, later)
+        later = events(True, False) if fixed.accumulated else None
+        blocks = blocks_around(self._model, optimizer, untrained, around, events(fixed.releases, False), later)
         return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
 
     def solve(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
@@ -186,12 +187,12 @@ class StepLimit:
 
     def exceeded_by_batch(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the limit; empty where it does not."""
-        sizes, run = predictor.sizes_of(inputs), self._run()
-        if run.others != ALONE:
-            # They count beside the largest forward of a step.
-            sizes = {name: max(size, self.solved_for.get(name, 0)) for name, size in sizes.items()}
+        sizes = predictor.sizes_of(inputs)
         if self.bytes is None or self.is_solved_for(sizes):
             return ""
+        if (run := self._run()).others != ALONE:
+            # They count beside the largest forward of a step.
+            sizes = {name: max(size, self.solved_for.get(name, 0)) for name, size in sizes.items()}
         if (excess := self._excess(predictor, sizes)) <= 0:
             self._is_stale &= self._excess(predictor, self.largest_sizes(predictor)) > 0
             return ""

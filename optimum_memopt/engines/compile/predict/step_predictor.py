@@ -175,7 +175,7 @@ class StepMemoryPredictor:
                 self._tapes[key] = replace(tape, calls=calls)
                 self._saved.pop(key, None)
         earlier = list(self._pending)
-        saved = self._pending.saved_in_steps(self) if earlier else 0
+        saved = self._pending.saved_in_steps(self)
         new = Forward(sizes, saved)
         before, self.largest_shapes = self.largest_shapes, largest_shapes(self.largest_shapes, new)
         if earlier:
@@ -255,7 +255,7 @@ class StepMemoryPredictor:
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            # Gradients are added to those of the forwards behind it.
+            # Autograd adds its gradients into those of later forwards.
             activations=self.activations(wanted, weights * is_followed, accumulates or releases or is_followed),
             batch=round(self._batch * growth),
             constant=self._constant + self.tape.held_outputs.more,

@@ -64,7 +64,7 @@ class ForwardSolver:
 
     @cached_property
     def cheapest(self) -> Callable[[int], Plan]:
-        """Returns the fastest plan within so many bytes, of those in which each graph has few partitions.
+        """Maps a number of bytes to the fastest plan within it that partitions each graph in few ways.
 
         Raises:
             Infeasible: no plan fits.

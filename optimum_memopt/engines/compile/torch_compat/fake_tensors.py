@@ -382,18 +382,25 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
     return results, ""
 
 
+def variables_around(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the variables of a function's closure and module that its code names."""
+    around = function.__globals__
+    variables = {name: around[name] for name in function.__code__.co_names if name in around}
+    # A variable of the closure may not be set yet.
+    with contextlib.suppress(ValueError):
+        variables |= inspect.getclosurevars(function).nonlocals
+    return variables
+
+
 def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[Attribute]:
-    """Yields the lists and the like in variables that functions of Python share with what is around them, and
-    functions of the same file that they call."""
+    """Yields the containers among the variables around functions, and around the functions of their file that they
+    call."""
     todo, seen = list(functions), set(functions)
     while todo:
         function = inspect.unwrap(todo.pop())
         if not isinstance(function, types.FunctionType):
             continue
-        variables = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        with contextlib.suppress(ValueError):
-            # A variable of the closure may not be set yet.
-            variables |= inspect.getclosurevars(function).nonlocals
+        variables = variables_around(function)
         holder: Any = types.SimpleNamespace(**variables)
         yield from Attribute.containers_of(holder)
         called = {

@@ -231,7 +231,7 @@ def extract(
     saved: list[fx.Node],
     saved_symbols: list[fx.Node],
     num_fwd_outputs: int,
-    unread: Iterable[fx.Node] = (),
+    unread: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
 

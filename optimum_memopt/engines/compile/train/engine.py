@@ -270,7 +270,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 )
             most = 1 if self._producer.bound is None or is_sharded else self._most_variants
             self._buckets = LengthBuckets(
-                most, weak_method(self._new_forward), self._pending, not is_sharded, self._largest
+                most, weak_method(self._new_forward), self._pending, may_rerun=not is_sharded, largest=self._largest
             )
         call = self._call(args, kwargs)
         if self._outputs is None:
