@@ -28,6 +28,9 @@ COMPARED_BACKWARDS = 3
 
 # Numbers of a tensor that are compared one by one where it is not copied.
 _SAMPLE = 4096
+# Numbers that are added up at once: torch casts integers to int64 before it does (`make_reduction_from_ty` in
+# `aten/src/ATen/native/ReduceOpsUtils.h`), which takes four times a weight in half precision.
+_SUMMED = 2**18
 # State that one forward copies to compare it, bytes.
 _MOST_BYTES = 2**24
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,7 +70,10 @@ def _compared(tensor: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, ...]:
     if is_whole:
         return (tensor.to("cpu", copy=True),)
     some = tensor.as_strided((min(tensor.numel(), _SAMPLE),), (max(1, tensor.numel() // _SAMPLE),))
-    return some.to("cpu", copy=True), _bits(tensor).sum(dtype=torch.int64).cpu()
+    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    pieces = tensor.split(max(1, _SUMMED * tensor.shape[longest] // tensor.numel()), longest)
+    sums = [_bits(piece).sum(dtype=torch.int64) for piece in pieces]
+    return some.to("cpu", copy=True), torch.stack(sums).sum().cpu()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
