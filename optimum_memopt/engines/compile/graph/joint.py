@@ -53,6 +53,11 @@ def is_state_copy(node: fx.Node) -> bool:
     return bool(node.meta.get(STATE_COPY))
 
 
+def is_barrier(node: fx.Node) -> bool:
+    """True for an operator that has a recompute wait, see `partition/strategies/recompute.py`."""
+    return node.target is torch.ops.optimum_memopt.after.default
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(value(node), torch.Tensor)
 

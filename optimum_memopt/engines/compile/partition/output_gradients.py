@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value
+from optimum_memopt.engines.compile.graph.joint import is_barrier, is_tensor, tensor_value
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 _SUM = torch.ops.aten.add.Tensor
@@ -100,7 +100,8 @@ class OutputGradients:
                 self._zeros[place] = _Zeros(tuple(like.shape), like.dtype, like.device, node.name in gradients)
         for left_out in filter(lambda each: each.other, self._sums):
             other = nodes.get(left_out.other)
-            if other is None or {user.name for user in other.users} != left_out.readers:
+            # A barrier of recompute waits for it, see `strategies/recompute.py`.
+            if other is None or {user.name for user in other.users if not is_barrier(user)} != left_out.readers:
                 raise RuntimeError(f"{left_out.other} is read by others than the gradient of an output was")
             with graph.inserting_after(other):
                 total = graph.call_function(_plus, (other, nodes[left_out.gradient]))

@@ -25,7 +25,15 @@ from torch import fx
 from optimum_memopt.engines.compile.costs.fusion import readers
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain, compressions
-from optimum_memopt.engines.compile.graph.joint import Inlined, elements, root, storage_bytes, symbolic, tensor_value
+from optimum_memopt.engines.compile.graph.joint import (
+    Inlined,
+    elements,
+    is_barrier,
+    root,
+    storage_bytes,
+    symbolic,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
@@ -149,7 +157,7 @@ def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> N
         with graph.inserting_before(activation):
             in_fp8, scale = (placeholder(graph, node) for node in saved[activation.name])
         first = min(_readers(activation), key=order.__getitem__)
-        barriers = [user for user in activation.users if _is_barrier(user) and order[user] < order[first]]
+        barriers = [user for user in activation.users if is_barrier(user) and order[user] < order[first]]
         if barriers:
             # A barrier of recompute, see `recompute.py`: what is converted back waits for it, too.
             earliest = min(barriers, key=order.__getitem__)
@@ -169,11 +177,7 @@ def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> N
 def _readers(activation: fx.Node) -> Iterator[fx.Node]:
     """The operators that read an activation in the backward, through barriers too."""
     for user in activation.users:
-        yield from user.users if _is_barrier(user) else (user,)
-
-
-def _is_barrier(node: fx.Node) -> bool:
-    return node.target is torch.ops.optimum_memopt.after.default
+        yield from user.users if is_barrier(user) else (user,)
 
 
 def to_fp8(graph: fx.Graph, activation: fx.Node) -> tuple[fx.Node, fx.Node]:
