@@ -173,3 +173,27 @@ def test_planning_again_changes_nothing_that_an_earlier_forward_has_saved(
     planned = [line for line in lines if "solving for the budget again" in line]
     assert len(planned) == 1 and "scale" in planned[0] and "pooled" not in planned[0]
     engine.detach()
+
+
+@pytest.mark.parametrize("step", nightly([0, 1, 2], but=[1]))
+def test_the_forward_of_a_layer_is_replaced_between_steps(step: int) -> None:
+    """As accelerate's hooks do, adapters, and patches by hand; and back again."""
+    model = Stack(Quantized, LAYERS)
+    plain, batches = copy.deepcopy(model), torch.randn(4, 4, 6, WIDTH)
+
+    def trained_on(trained_model: torch.nn.Module) -> list[Any]:
+        found = []
+        for number, batch in enumerate(batches):
+            layer = trained_model.layers[2]
+            if number == step:
+                own = layer.forward
+                layer.forward = lambda x, own=own: own(1.5 * x)
+            elif number == 3:
+                del layer.forward
+            found.append(trained(trained_model, [batch]))
+        return found
+
+    engine = attached(model, selection("level 1"))
+    for ours, expected in zip(trained_on(model), trained_on(plain), strict=True):
+        assert_bitwise_same(ours, expected)
+    engine.detach()

@@ -241,6 +241,12 @@ class Regions:
         return self._only_layers or not dynamo.global_hooks()
 
     @property
+    def are_replaced(self) -> bool:
+        """True where a layer has a forward of its own by now, which is none of the group's."""
+        modules = (held() for region in self.all for held in region.layers)
+        return any(module is not None and "forward" in vars(module) for module in modules)
+
+    @property
     def layer(self) -> str:
         """Path of the layer whose forward runs; empty: none does."""
         return "" if self._running is None else self._running.path

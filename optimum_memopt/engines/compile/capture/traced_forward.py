@@ -239,7 +239,9 @@ class TracedForward:
 
     def _call(self, call: ForwardArgs, choices: GraphChoices, records: bool) -> TracedCall | None:
         """Run a call; None where it has put hooks on the model's modules, and has to run again."""
-        if self._state.begin():
+        if is_replaced := self._regions.are_replaced:
+            self.say(f"the forwards of layers of {self._name} have been replaced: compiling again")
+        if self._state.begin() or is_replaced:
             self._forget_compiled()
             if self._regions.all:
                 self._regions = self._new_regions(regions_of(self._model, self.spec.unit), opened_modules(self._model))
