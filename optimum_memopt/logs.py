@@ -116,10 +116,11 @@ class Progress:
     Attributes:
         stage: what it does now, as `partitioning`, for the next log line.
         part: a task within it that has a progress of its own.
+        done: for the last log line, where it has done something else than was announced.
     """
 
     def __init__(self, stage: str = "") -> None:
-        self.stage = stage
+        self.stage, self.done = stage, ""
         self.part: Progress | None = None
 
     def __str__(self) -> str:
@@ -183,7 +184,7 @@ def announced(
     get_logger().info(f"{doing}{note and f': {note}'}")
     with watched(doing, stage, every) as progress:
         yield progress
-    get_logger().info(f"{done} in {time.monotonic() - begin:.1f} s")
+    get_logger().info(f"{progress.done or done} in {time.monotonic() - begin:.1f} s")
 
 
 class TimeIsUpError(Exception):

@@ -1,17 +1,19 @@
 """Plans with inductor behind them, on the CPU. It compiles for many seconds, so transformers are left to `slow`."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.options import MODEL
+from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
@@ -21,6 +23,8 @@ from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, recorded, run
 from tests.gradients import TOLERANCE, Batch, accumulate, assert_bitwise_same, assert_same, wrong_gradients
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn
+from tests.train.test_layers import Perceptrons
+from tests.trainer_runs import log_lines
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -113,6 +117,37 @@ def test_a_level_is_applied(batch):
     assert "addmm" in recomputed and len(recomputed) >= 3
     assert not recomputed & ours.split.saved_for_backward
     assert "by inductor" in ours.table.header[0]
+
+
+def compiled_graphs(model: torch.nn.Module, chosen: Selection, batch: Batch) -> tuple[int, Any]:
+    """The number of graphs that inductor compiles for two steps, and what these compute."""
+    engine = CompileEngine(chosen, "inductor", unit=LAYER)
+    compile_inner = compile_fx.compile_fx_inner
+    with mock.patch.object(compile_fx, "compile_fx_inner", side_effect=compile_inner) as compiled:
+        engine.attach(model)
+        try:
+            found = accumulate(model, [batch, batch])
+        finally:
+            engine.detach()
+    return compiled.call_count, found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_that_shows_its_graphs_is_not_compiled(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it runs again under a plan. Where it cannot run so, as for want of memory, it is compiled."""
+    model, batch = Perceptrons(4), {"x": torch.randn(64, 32)}
+    without_plan, _ = compiled_graphs(model, Selection(), batch)
+    if fails:
+        monkeypatch.setattr(fx_graph, "run_operators", lambda *graph: fx_graph.boxed(out_of_memory))
+    with log_lines() as lines:
+        compiled, found = compiled_graphs(model, Selection(budget=parse_budget("64GiB")), batch)
+    assert compiled > without_plan if fails else compiled == without_plan
+    assert fails != any(line.startswith("ran the forward of Perceptrons once") for line in lines)
+    assert_same(found, accumulate(model, [batch, batch]))
+
+
+def out_of_memory(args: list[torch.Tensor]) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 class BiasedLayer(torch.nn.Linear):

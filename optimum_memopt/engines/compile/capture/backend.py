@@ -62,6 +62,7 @@ def compile_graph(
     wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     saw: Callable[[fx.Graph, Any, bool], None] | None,
     say: Callable[[str], None],
+    is_draft: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """Compile a graph that dynamo has traced.
 
@@ -70,7 +71,7 @@ def compile_graph(
         partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
             other arguments.
         wrap_backward: takes the compiled backward, and returns the function that runs in its place.
-        saw: see `inductor.compile_with_inductor`.
+        saw: see `inductor.compile_with_inductor`, as `is_draft`.
     """
     inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
     with contextlib.ExitStack() as stack:
@@ -78,7 +79,7 @@ def compile_graph(
             say(line)
             stack.enter_context(kernels.without_cudnn_attention())
         if compiler == "inductor":
-            return inductor.compile_with_inductor(module, inputs, partitioner, wrap_backward, saw)
+            return inductor.compile_with_inductor(module, inputs, partitioner, wrap_backward, saw, is_draft)
         return dynamo.compile_without_compiler(module, inputs, partitioner, wrap_backward, dropout.decompositions())
 
 

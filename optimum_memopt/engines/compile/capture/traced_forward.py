@@ -281,6 +281,8 @@ class TracedForward:
                 if has_regions:
                     outputs = self._regions.finish(outputs)
                 run.tape.end(dynamo.tree_leaves(outputs))
+                if any(graph.choice.draft_limit is not None for graph in run.ran):
+                    run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
                 before.restore()

@@ -17,16 +17,26 @@ from optimum_memopt.engines.compile.capture.moved_state import StateWatch
 from optimum_memopt.engines.compile.capture.regions import Regions
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardRun, TracedGraph, TraceSpec, Variant
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, sources_of
+from optimum_memopt.engines.compile.graph.joint import Inlined
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.tape import sizes_of
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
+from optimum_memopt.engines.compile.partition.partitioned_graph import (
+    PartitionedGraph,
+    analyze,
+    partitioned,
+    timeline_of,
+)
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import held_bytes
+
+# By how much a device's allocator may take more than tensors do.
+_BLOCKS = 0.01
 
 
 class Variants:
@@ -105,8 +115,9 @@ class Variants:
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self._spec.is_run else None
             given = given or graph.inputs
+            is_draft = weak_method(self._is_draft)
             compiled = compile_graph(
-                self._spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self._say
+                self._spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self._say, is_draft
             )
         if gradients.are_left_out:
             self._output_gradients.append(gradients)
@@ -120,6 +131,10 @@ class Variants:
         graph.chosen_at, graph.variants[key] = run.place(regions.layer), variant
         run.choices.partitions[graph, key] = variant
         return variant
+
+    def _is_draft(self) -> bool:
+        """True where the graph that was partitioned last runs under a draft of a choice."""
+        return self._partitioned is not None and self._partitioned[1].choice.draft_limit is not None
 
     def _partition(
         self,
@@ -174,6 +189,23 @@ class Variants:
             self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)
+        if choice.draft_limit is not None and not _may_be_draft(graph, modules, self.held, choice.draft_limit):
+            _, kept = self._partitioned
+            self._partitioned = graph, replace(kept, choice=replace(choice, draft_limit=None))
         if spec.is_run:
-            running.progress.stage = f"compiling graph {number}"
+            running.progress.stage = f"{'running' if self._is_draft() else 'compiling'} graph {number}"
         return choice, modules
+
+
+def _may_be_draft(graph: AnalyzedGraph, modules: Modules, held: int, limit: int) -> bool:
+    """True where a forward, and those of the layers like it, may run operator by operator within a limit.
+
+    Args:
+        held: bytes of the process before it.
+    """
+    is_within = False
+    with best_effort("what a forward takes operator by operator"):
+        forward = timeline_of(replace(graph, inlined=Inlined()), modules).predict(graph.size_hints).forward
+        earlier = (graph.layers_at_once - 1) * forward.end if graph.layer else 0
+        is_within = (held + earlier + forward.peak) * (1 + _BLOCKS) <= limit
+    return is_within

@@ -70,6 +70,8 @@ class Choice:
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
         is_for_all_runs: every run of the graph has the same, and none is asked about.
         inputs: of the run, beside the partition of its graph.
+        draft_limit: bytes that the process may hold while the graph runs operator by operator: not all graphs of the
+            forward are known yet, so that it runs again. None: it is compiled.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -81,6 +83,7 @@ class Choice:
     torchs_graphs: Modules | None = None
     is_for_all_runs: bool = False
     inputs: InputsPlan = field(default_factory=InputsPlan)
+    draft_limit: int | None = None
 
     @property
     def recomputed(self) -> tuple[Candidate, ...]:
@@ -91,7 +94,8 @@ class Choice:
         """The same text for the same partition in every process, whatever text asked for it."""
         saved = (node.name for node in self.nodes_to_save)
         chosen = (f"{int(candidate.strategy)}:{candidate.activation.root.name}" for candidate in self.candidates)
-        return f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
+        text = f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
+        return text if self.draft_limit is None else f"{text}; draft"
 
 
 def torchs_choice(graph: AnalyzedGraph) -> Choice:

@@ -31,7 +31,9 @@ from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedB
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import unpredicted
 from optimum_memopt.engines.compile.solver.segments import Link
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import DraftFailedError
+from optimum_memopt.errors import MemOptError, forget_frames
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import gib_text
@@ -51,6 +53,7 @@ class PlannerSpec:
         target: the device that steps are planned for; None: where the model lies.
         options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
         is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
+        drafts: a forward that runs to show its graphs is not compiled.
         loss: that of the step, computed outside of the forward, which is given these inputs; None: there is none.
     """
 
@@ -62,6 +65,7 @@ class PlannerSpec:
     with_lengths: bool = False
     options: str = ""
     is_sharded: bool = False
+    drafts: bool = False
     loss: Callable[[Mapping[str, object]], EagerLoss | None] = lambda _: None
 
 
@@ -116,6 +120,7 @@ class Planner:
         self.has_foreign = self.has_unplanned = False
         # Whose steps are within the budget, as the plan has it.
         self._covered: set[RunKeys] = set()
+        self._drafts, self._has_drafts = spec.drafts, False
         # While all graphs are those that it was made for.
         self._earlier: EarlierPlan | None = None
 
@@ -160,7 +165,7 @@ class Planner:
         if not self.solves:
             return self._plan_by_rule(attempt, again)
         entry = self._prepare(inputs or {})
-        planned = attempt()
+        planned = self._attempt_first(attempt, again)
         first = planned.predictor
         if first is not None and (why := first.tape.sharding.unknown):
             raise unpredicted(why)
@@ -181,6 +186,22 @@ class Planner:
         ran = [planned]
         del planned
         return self._plan_within(ran, attempt, again, entry)
+
+    def _attempt_first(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> Attempt[_T]:
+        """The first attempt. It runs graphs as drafts, and again without where one fails, as for want of memory, or
+        nothing is predicted from them."""
+        try:
+            planned = attempt()
+        except DraftFailedError as error:
+            # It holds what the graphs that have run saved for the backward.
+            forget_frames(error)
+        else:
+            if planned.predictor is not None or not self._has_drafts:
+                return planned
+            del planned
+        self._drafts = False
+        again()
+        return attempt()
 
     def _plan_by_rule(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> _T:
         """The forward's outputs without a budget; it runs again where a row's name means more once all graphs are
@@ -355,7 +376,11 @@ class Planner:
             elif choice is None and self.solved is not None:
                 choice = self._choice_of_another_run(graph)
                 self.has_foreign, self.has_unplanned = True, self.has_unplanned or choice is None
-        return choice or self._in_segments(graph, self.producer.choose(graph, state.choices))
+        if choice is None:
+            choice = self._in_segments(graph, self.producer.choose(graph, state.choices))
+            if self._drafts and self.solved is None and not fx_graph.has_higher_order(graph.joint.module.graph):
+                self._has_drafts, choice = True, replace(choice, draft_limit=self.step().limit)
+        return choice
 
     def _choice_of_another_run(self, graph: AnalyzedGraph) -> Choice | None:
         """The choice for the same graph in another layer, in the former plan, or in batches of another kind; None

@@ -14,6 +14,10 @@ from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_c
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
 
+class DraftFailedError(MemOptError):
+    """A graph that runs operator by operator, to show the graphs behind it, has failed."""
+
+
 def place_of(error: BaseException) -> str:
     """The user's line that an error was raised at, as `, at model.py:28, in forward`; empty where none is known."""
     for each in reversed([*with_causes(error)]):

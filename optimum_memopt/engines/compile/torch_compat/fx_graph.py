@@ -336,6 +336,11 @@ def is_checkpointed(graph: fx.Graph) -> bool:
     return any("recompute" in node.meta for node in graph.nodes)
 
 
+def has_higher_order(graph: fx.Graph) -> bool:
+    """True where a function is an operator's argument: run alone, flex attention computes all scores."""
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.nodes)
+
+
 def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
 

@@ -14,7 +14,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import DraftFailedError
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
+from optimum_memopt.errors import line_of
 
 
 def compile_with_inductor(
@@ -23,6 +25,7 @@ def compile_with_inductor(
     partitioner: CustomPartitionerFn,
     wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     saw: Callable[[fx.Graph, Any, bool], None] | None,
+    is_draft: Callable[[], bool] = lambda: False,
 ) -> Callable:
     """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
 
@@ -31,12 +34,16 @@ def compile_with_inductor(
         wrap_backward: takes the compiled backward, and returns the function that runs in its place.
         saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
             for the backward. None: no programs are written, and the graphs run operator by operator.
+        is_draft: asked when the graphs are there. True: no programs are written, and a graph that fails to run raises
+            DraftFailedError.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if saw is None:
             return make_boxed_func(module.forward)
+        if is_draft():
+            return _as_draft(fx_graph.run_operators(module, inputs))
         if "get_decomp_fn" in options:
             # A table of functions cannot be part of the cache's key, a function by its name can (2.13).
             options["get_decomp_fn"] = _inductor_decompositions
@@ -52,6 +59,16 @@ def compile_with_inductor(
         module, inputs, compile_inner, config_patches=patches, decompositions=_inductor_decompositions()
     )
     return cast("Callable[..., Any]", compiled)
+
+
+def _as_draft(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def run_draft(args: list[Any]) -> Any:
+        try:
+            return run(args)
+        except Exception as error:
+            raise DraftFailedError(line_of(error)) from error
+
+    return fx_graph.boxed(run_draft)
 
 
 def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -407,6 +407,8 @@ class CompileEngine(in_place.InPlaceEngine):
             with_curve=with_curve,
             with_lengths=with_lengths,
             is_sharded=self._is_sharded,
+            # On other ranks none may fail.
+            drafts=self._compiler == "inductor" and not self._is_sharded,
             loss=weak_method(self._loss_of_step),
         )
         if former is not None:
