@@ -42,7 +42,8 @@ def optimize(
         options: fields of `MemOptOptions`.
 
     Raises:
-        MemOptError: bad options, or a model that the engine cannot train.
+        MemOptError: bad options, or a model that the engine cannot train. From the optimizer's first step: the forward
+            of the model, to which a plan is to apply, has not run.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise MemOptError(f"optimizer is a {excerpt(type(optimizer).__name__)}; allowed is a torch.optim.Optimizer")
@@ -69,7 +70,20 @@ def optimize(
     engine.attach(model)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _wrap_forwards(model, engine, resolved.options)
+    if optimizer is not None:
+        _check_first_step(optimizer, engine)
     return engine
+
+
+def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Check before the first step of the optimizer that has a gradient that the engine has run."""
+
+    def check(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        if any(each.grad is not None for group in stepping.param_groups for each in group["params"]):
+            hook.remove()
+            engine.check_used()
+
+    hook = optimizer.register_step_pre_hook(check)
 
 
 def _wrap_forwards(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:

@@ -11,7 +11,7 @@ from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCall
 from optimum_memopt.callbacks import reporting
 from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.errors import DoesNotFitError, MemOptError
+from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from tests.gradients import accumulate, assert_bitwise_same_step
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
@@ -70,6 +70,32 @@ def test_function_transforms_run_in_plain_pytorch() -> None:
     assert_bitwise_same_step(ours, plain, batch)
     assert engine.plans().enabled
     engine.detach()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}])
+def test_a_forward_that_is_replaced_behind_the_engine_is_said(name: str, plan: dict[str, int]) -> None:
+    """Before a weight has changed, as by a fused kernel's patch of one model; and not where it calls the engine's."""
+    for calls in (True, False):
+        model, batch = CASE.build("eager"), CASE.batch()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = optimize(model, optimizer=optimizer, **OPTIONS[name], **plan)
+        own = model.forward if calls else partial(type(model).forward, model)
+        model.forward = lambda own=own, **inputs: own(**inputs)
+        # There is no gradient to step with yet.
+        optimizer.step()
+        model(**batch).loss.backward()
+        before = [each.clone() for each in model.parameters()]
+        with log_lines() as lines:
+            if plan and not calls:
+                with pytest.raises(UnsupportedModelError, match="was replaced behind the .* engine"):
+                    optimizer.step()
+                assert all(map(torch.equal, before, model.parameters()))
+            else:
+                optimizer.step()
+                optimizer.step()
+        assert sum("was replaced behind" in line for line in lines) == (not plan and not calls)
+        engine.detach()
 
 
 def test_a_notebook_shows_the_table_of_a_trainer(tmp_path):

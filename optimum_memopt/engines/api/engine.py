@@ -103,5 +103,5 @@ class Engine(Protocol):
         return None
 
     def check_used(self) -> None:
-        """Refuse to go on where training calls parts of the model, and not its forward; a warning where no plan was
-        asked for. Raises UnsupportedModelError."""
+        """Refuse to go on where training calls parts of the model, and not its forward, or somebody has replaced that
+        since; a warning where no plan was asked for. Raises UnsupportedModelError."""

@@ -256,6 +256,17 @@ class TrainingForward:
         return getattr(self._model.__dict__.get("forward"), "__func__", None) is not self.function
 
     @property
+    def is_replaced(self) -> bool:
+        """True if the model's `forward` is none that wraps the patched one (`functools.wraps`)."""
+        current: Any = self._model.__dict__.get("forward")
+        while current is not None:
+            current = getattr(current, "__func__", current)
+            if current is self.function:
+                return False
+            current = getattr(current, "__wrapped__", None)
+        return True
+
+    @property
     def is_in_place(self) -> bool:
         """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")

@@ -135,16 +135,21 @@ class InPlaceEngine(Engine):
     def check_used(self) -> None:
         # TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what
         # is below the head (TRL 1.16, `_ForwardRedirection`).
-        if self._was_called or not self._is_attached:
+        if self._was_called or self._was_transformed or not self._is_attached:
             return
         name, asked = type(self._model).__name__, self._selection.name
-        unused = (
-            f"training calls parts of {name}, and not its forward, which is what the {self.name} engine runs: "
-            f"{f'{asked} cannot apply' if asked else 'there is no plan table'}"
-        )
-        instead = "give the part an engine of its own, as in optimize(trainer.model.base_model, memory_opt_level=1)"
+        missing = f"{asked} cannot apply" if asked else "there is no plan table"
+        if self._attached.training_forward.is_replaced:
+            unused = f"the forward of {name} was replaced behind the {self.name} engine, which does not run: {missing}"
+            instead = "replace it before optimize or attach"
+        else:
+            unused = (
+                f"training calls parts of {name}, and not its forward, which is what the {self.name} engine runs: "
+                f"{missing}"
+            )
+            instead = "give the part an engine of its own, as in optimize(model.base_model, memory_opt_level=1)"
         if asked:
-            raise UnsupportedModelError(f"{unused}; instead of attach, {instead}")
+            raise UnsupportedModelError(unused, instead)
         get_logger().warning(f"{unused}; {instead}")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
