@@ -6,9 +6,13 @@ import transformers
 from packaging.version import Version
 
 from optimum_memopt import optimize
+from tests.gradients import accumulate
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
 from tests.small_model import WIDTH, Block
+from tests.train.test_caveat import Output
+from tests.train.test_layers import Perceptrons
+from tests.train.test_step_memory import EXACT, measured
 from tests.trainer_runs import CLOSE, build, distance, log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -158,3 +162,24 @@ def test_layers_that_checkpoint_themselves_train_within_a_budget(unit):
         found.append([parameter.grad for parameter in model.parameters()])
         trained.detach()
     assert all(map(torch.equal, *found))
+
+
+class EverySecond(Perceptrons):
+    """torch saves the state of the generator for each layer that it recomputes, by a symbolic size of its own."""
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if place % 2 else layer(x)
+        return Output(loss=x.square().mean())
+
+
+@in_turn
+def test_a_step_that_saves_the_states_of_generators_is_predicted():
+    model = EverySecond(dropout=0.1)
+    trained = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager")
+    for rows in (512, 256):
+        batch = {"x": torch.randn(rows, 32)}
+        accumulate(model, [batch])
+        _, peak = measured(model, batch)
+        assert trained.predictor.activations(trained.predictor.sizes_of(batch)) == pytest.approx(peak, **EXACT)
+    trained.detach()

@@ -227,17 +227,27 @@ def prediction_of(graph: GraphEvents) -> Prediction[str]:
 
 
 class _Sizes:
-    """Distinct byte expressions, numbered."""
+    """Distinct byte expressions, numbered.
 
-    def __init__(self) -> None:
+    Args:
+        inputs: of the forward, whose sizes are those of a batch.
+    """
+
+    def __init__(self, inputs: Iterable[fx.Node] = ()) -> None:
         self._numbers: dict[sympy.Expr, int] = {}
+        self._of_batch = {symbol for node in inputs for size in _sizes(node) for symbol in symbolic(size).free_symbols}
 
     def add(self, size: sympy.Expr) -> int:
         return self._numbers.setdefault(size, len(self._numbers))
 
     def storage(self, node: fx.Node) -> int:
         """That of a root; it takes nothing where it lies in the host's memory."""
-        return self.add(sympy.Integer(0) if is_on_host(node) else storage_bytes(node))
+        if is_on_host(node):
+            return self.add(sympy.Integer(0))
+        # torch has symbols for the size of a generator's state, too, which a part that is checkpointed saves (2.13).
+        sizes = (size.node for size in _sizes(node) if size.node.has_hint())
+        fixed = {each.expr: each.hint for each in sizes if each.expr.is_Symbol and each.expr not in self._of_batch}
+        return self.add(storage_bytes(node).subs(fixed) if fixed else storage_bytes(node))
 
     def compiled(self) -> CompiledSizes:
         return compile_sizes(self._numbers)
@@ -332,7 +342,7 @@ def schedule(
         rows: cluster ids of saved activations, by the names of their roots.
         inlined: what is held nowhere, unless the forward returns or saves it.
     """
-    sizes, rows = _Sizes(), rows or {}
+    sizes, rows = _Sizes(forward.graph.find_nodes(op="placeholder")), rows or {}
     outputs = _results(forward.graph)
     inlined = (inlined or Inlined()).without(root(node) for node in outputs if _is_tensor(node))
     returned, saved = outputs[:num_fwd_outputs], {node.name: node for node in outputs[num_fwd_outputs:] if node}
@@ -405,6 +415,12 @@ def schedule(
 
 def _is_tensor(node: fx.Node | None) -> TypeGuard[fx.Node]:
     return node is not None and is_tensor(node)
+
+
+def _sizes(node: fx.Node) -> list[torch.SymInt]:
+    """The symbolic sizes of a tensor, or a symbolic size itself."""
+    sizes = tensor_value(node).shape if is_tensor(node) else [value(node)]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
