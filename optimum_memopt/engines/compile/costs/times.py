@@ -28,6 +28,7 @@ from torch import fx
 from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat.torch import store_of_ranks
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES, PredictedStep
+from optimum_memopt.engines.compile.costs import costs as costs_module
 from optimum_memopt.engines.compile.costs.costs import (
     Costs,
     Measured,
@@ -104,12 +105,19 @@ def cache_folder() -> Path:
 
 
 def cache_path(device: torch.device) -> Path:
-    """The file of a device under this version of torch."""
+    """The file of a device under this version of torch, as this version of the package measures."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
-    return cache_folder() / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
+    name = f"operators {name} torch {torch.__version__} {_measuring()}"
+    return cache_folder() / f"{name}.json".replace(" ", "-").replace("/", "-")
+
+
+@lru_cache(maxsize=1)
+def _measuring() -> str:
+    """A digest of the code that measures: another version may leave out what this one has noted."""
+    return hashlib.sha256(Path(costs_module.__file__).read_bytes()).hexdigest()[:8]
 
 
 def _home() -> Path:
