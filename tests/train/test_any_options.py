@@ -138,10 +138,11 @@ def test_any_keywords_of_attach(options):
         (lambda: optimize(None), "optimize takes a torch.nn.Module, not NoneType; for a Trainer: "),
         (lambda: optimize("roberta-base"), "optimize takes a torch.nn.Module, not str; "),
         (lambda: optimize(torch.nn.ReLU()), "ReLU has no parameters, so there is nothing to train"),
+        (lambda: optimize(torch.nn.LazyLinear(2)), "weight has no shape before the first forward; run a batch"),
         (lambda: optimize(torch.nn.ReLU(), memory_opt_engine="compile"), "ReLU has no parameters, so "),
         (lambda: optimize(Model(), memory_opt_levl=1), "there is no option memory_opt_levl; did you mean "),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_mixed_up_arguments(call, message):
     with pytest.raises(MemOptError) as caught:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from optimum_memopt.compat.torch import is_in_function_transform
 from optimum_memopt.engines.api.engine import Engine
@@ -40,9 +41,15 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
 
 
 def check_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model in which there is nothing to train. Raises UnsupportedModelError."""
+    """Refuse a model in which there is nothing to train, or whose parameters have no shapes yet.
+
+    Raises:
+        UnsupportedModelError: it is one of these.
+    """
     if next(model.parameters(), None) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
+    if lazy := next((name for name, each in model.named_parameters() if is_lazy(each)), ""):
+        raise UnsupportedModelError(f"{lazy} has no shape before the first forward", "run a batch through the model")
 
 
 @dataclass(frozen=True)
