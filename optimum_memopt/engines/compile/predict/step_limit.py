@@ -150,29 +150,41 @@ class StepLimit:
 
         Compiling a plan first, and rejecting it then, takes minutes.
         """
-        solved, aside, others = solve(step), 0, step.context.others
-        for number in range(_MOST_SOLVES * (1 if others == ALONE else 2)):
-            excess = 0
-            with best_effort("what a plan takes in CUDA's blocks"):
-                excess = self.excess_of_plan(step, solved) + (0 if others == ALONE else self._margin)
-            if excess <= 0:
+        return (self._solve_alone if step.context.others == ALONE else self._solve_among_others)(step, solve)
+
+    def _solve_alone(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
+        solved = solve(step)
+        for _ in range(_MOST_SOLVES):
+            if (excess := self._excess_of_solved(step, solved)) <= 0:
                 break
-            if others == ALONE:
-                self.widen_margin(solved.unused + excess)
-            else:
-                # What one forward saves less, the others save less, too; not all of a plan's peak is saved.
-                share = 1 + others.earlier if number < _MOST_SOLVES else 1
-                aside += solved.unused + math.ceil(excess / share)
+            self.widen_margin(solved.unused + excess)
+            step = step.around(replace(step.context, margin=self._margin))
+            solved = solve(step)
+        return solved
+
+    def _solve_among_others(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
+        solved, aside = solve(step), 0
+        for number in range(2 * _MOST_SOLVES):
+            if (excess := self._excess_of_solved(step, solved, self._margin)) <= 0:
+                break
+            # What one forward saves less, the others save less, too; not all of a plan's peak is saved.
+            share = 1 + step.context.others.earlier if number < _MOST_SOLVES else 1
+            aside += solved.unused + math.ceil(excess / share)
             step = step.around(replace(step.context, margin=self._margin, aside=aside))
             try:
                 solved = solve(step)
             except DoesNotFitError:
-                if others == ALONE:
-                    raise
                 # It is as near as plans come. That the largest forward runs last is assumed, and may not be so.
                 self.is_nearest = True
                 break
         return solved
+
+    def _excess_of_solved(self, step: StepModel, solved: SolvedForward, margin: int = 0) -> int:
+        """See `excess_of_plan`, within a limit less a margin; 0 where it is not known."""
+        excess = 0
+        with best_effort("what a plan takes in CUDA's blocks"):
+            excess = self.excess_of_plan(step, solved) + margin
+        return excess
 
     def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
         """A line where what was made of a plan passes the limit all the same; empty where it does not. Notes the sizes
