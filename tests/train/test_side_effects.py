@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,84 @@ def test_effects_are_those_of_plain_pytorch(kind: type[torch.nn.Module], layers:
     engine = attached(model, selection(asked))
     assert_bitwise_same(trained(model, batches), trained(plain, batches))
     engine.detach()
+
+
+class Recorder:
+    """What a script keeps of its forwards: terms of a loss, numbers, tensors; it may be called as a hook itself."""
+
+    def __init__(self) -> None:
+        self.terms: dict[str, list[torch.Tensor]] = {"all": []}
+        self.count, self.total, self.mean = 0, torch.zeros(()), 0.0
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.note(output)
+        self.latest = getattr(self, "latest", 0) + 1
+
+    def note(self, output: torch.Tensor) -> None:
+        self.terms["all"].append(output.square().mean())
+        self.count += 1
+        self.total += 1
+        self.mean = self.mean + output.detach().mean()
+
+
+class Noting(Stack):
+    """It notes its result with an object that it holds."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(Quantized, LAYERS)
+        self.recorder = recorder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        self.recorder.note(loss)
+        return loss
+
+
+def noted(model: torch.nn.Module, recorder: Recorder, by: str, hook_from: int) -> list[Any]:
+    """What steps compute, with the terms of the recorder in their losses, and what is noted of each."""
+    calls, found = 0, []
+
+    def counting(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        note(output)
+
+    hooks = {"object": recorder, "method": partial(recorder.__call__), "closure": counting}
+    for step in range(3):
+        if step == hook_from and by in hooks:
+            model.layers[1].register_forward_hook(hooks[by])
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 6 + step, WIDTH)) + sum(AUXILIARY) + sum(recorder.terms["all"])
+        loss.backward()
+        found.append((loss.item(), calls, len(AUXILIARY), recorder.count, recorder.total.item(), float(recorder.mean)))
+        AUXILIARY.clear()
+        recorder.terms["all"].clear()
+    return [*found, getattr(recorder, "latest", 0), *(each.grad for each in model.parameters())]
+
+
+@pytest.mark.parametrize("hook_from", nightly([0, 1], but=[1]))
+@pytest.mark.parametrize("by", ["object", "method", "closure", "forward"])
+def test_a_forward_that_runs_again_leaves_its_effects_once(
+    by: str, hook_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget's first forward shows the graphs, and a hook that is put on a module asks for another plan."""
+    hold_still(monkeypatch)
+    found = []
+    for is_plain in (True, False):
+        recorder = Recorder()
+        model = Noting(recorder) if by == "forward" else Stack(Quantized, LAYERS)
+        if not is_plain:
+            engine = attached(model, Selection(budget=parse_budget("64GiB")))
+        with log_lines() as lines:
+            found.append(noted(model, recorder, by, hook_from))
+    assert sum(line.startswith("compiled the training graph") for line in lines) > 1
+    assert_equal(*found)
+    engine.detach()
+
+
+def assert_equal(ours: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 class Positions(torch.nn.Module):

@@ -6,16 +6,23 @@ import inspect
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from optimum_memopt import copies
-from optimum_memopt.compat.torch import forward_hooks, give_compiled_calls, take_compiled_calls
+from optimum_memopt.compat.torch import forward_hooks, give_compiled_calls, hooks_around_call, take_compiled_calls
 from optimum_memopt.compat.transformers import offloads_checkpoints
+from optimum_memopt.engines.shared.function_state import (
+    CONTAINERS,
+    MODULE_FIELDS,
+    FunctionState,
+    containers_in,
+    holds_the_same,
+    refill,
+)
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 
@@ -29,11 +36,6 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
         return alive(*args, **kwargs)
 
     return call
-
-
-# Attributes that every module has, except `training`: torch's own bookkeeping.
-MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class Attribute:
     @classmethod
     def containers_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
         for name, value in vars(module).items():
-            if type(value) in _CONTAINERS and name not in MODULE_FIELDS:
+            if type(value) in CONTAINERS and name not in MODULE_FIELDS:
                 yield cls(module, name, value, copy.copy(value))
 
     @property
     def is_other_container(self) -> bool:
         """True for a container that holds other objects than it did."""
-        return type(self.value) in _CONTAINERS and not _holds_the_same(self.value, self.values)
+        return type(self.value) in CONTAINERS and not holds_the_same(self.value, self.values)
 
     def restore(self) -> None:
         now = vars(self.module).get(self.name)
@@ -82,31 +84,9 @@ class Attribute:
             if self.values is not None:
                 self.value.data.copy_(self.values)
         elif self.is_other_container:
-            _refill(self.value, self.values)
+            refill(self.value, self.values)
         elif state_of(self.value) is not None:
             set_state(self.value, self.values)
-
-
-def _refill(container: Any, values: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(values)
-
-
-def _containers_in(value: Any, depth: int = 3) -> Iterator[tuple[Any, Any]]:
-    """Yields the lists and dicts among arguments, each with a copy."""
-    value = value.data if isinstance(value, UserDict) else value
-    if type(value) in (list, dict):
-        yield value, copy.copy(value)
-    if depth and isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(item, depth - 1)
-
-
-def _holds_the_same(one: Any, other: Any) -> bool:
-    """True where two containers hold the same objects in the same order."""
-    pairs = (each.items() if isinstance(each, dict) else each for each in (one, other))
-    flat = [[id(part) for each in pair for part in (each if isinstance(each, tuple) else (each,))] for pair in pairs]
-    return flat[0] == flat[1]
 
 
 # Bytes of frozen parameters that are copied before a first forward.
@@ -116,14 +96,15 @@ _MOST_FROZEN = 2**24
 @dataclass(frozen=True)
 class ForwardState:
     """The state that a failing forward may have changed: random generators, the buffers of modules, small frozen
-    parameters, the numbers, tensors, containers and generators among the modules' attributes, and the containers among
-    its arguments."""
+    parameters, the numbers, tensors, containers and generators among the modules' attributes, the containers among its
+    arguments, and what hooks and forwards of a script hold."""
 
     generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
     attributes: tuple[Attribute, ...]
     frozen: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
     arguments: tuple[tuple[Any, Any], ...] = ()
+    functions: tuple[FunctionState, ...] = ()
 
     @classmethod
     def of(
@@ -133,6 +114,7 @@ class ForwardState:
         others: Sequence[torch.nn.Module] = (),
         on_host: bool = True,
         arguments: Any = (),
+        hooks: Iterable[Mapping[int, Any]] = (),
     ) -> "ForwardState":
         """The state before a forward, in which `others` may take part, as a module that computes the loss.
 
@@ -140,10 +122,14 @@ class ForwardState:
             with_buffers: with that of modules; False: that of random generators alone.
             on_host: copies go to the host, which waits for the device. Copies on the device would be counted as memory
                 of all steps where only the first forward needs them.
+            hooks: of the modules; with that of modules, their hooks are noted anyway.
         """
         copied = _on_host if on_host else _clone
         parameter = next(model.parameters(), None)
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
+        hooks = [each for module in modules for each in hooks_around_call(module)] if with_buffers else hooks
+        functions = (hook for of_kind in filter(None, hooks) for hook in of_kind.values())
+        forwards = {type(module).forward: None for module in modules}
         return cls(
             GeneratorStates.of(parameter.device if parameter is not None else None),
             tuple(
@@ -153,7 +139,8 @@ class ForwardState:
             ),
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
             tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
-            tuple(_containers_in(arguments)),
+            tuple(containers_in(arguments)),
+            (FunctionState.of((*functions, *forwards), modules),),
         )
 
     def restore(self) -> None:
@@ -168,8 +155,10 @@ class ForwardState:
             for attribute in self.attributes:
                 attribute.restore()
         for container, values in self.arguments:
-            if not _holds_the_same(container, values):
-                _refill(container, values)
+            if not holds_the_same(container, values):
+                refill(container, values)
+        for functions in self.functions:
+            functions.restore()
 
 
 def _small_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

@@ -35,11 +35,11 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     attribute_set_by,
     described,
     replaced,
-    variables_around,
     with_attributes,
     without_launches,
 )
 from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.generators import preserved_generators
 

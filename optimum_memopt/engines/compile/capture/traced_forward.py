@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat.torch import forward_hooks, next_hook_id, own_parameters, without_modes
+from optimum_memopt.compat.torch import hooks_around_call, next_hook_id, own_parameters, without_modes
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
@@ -116,7 +116,7 @@ class TracedForward:
         around = () if spec.only_layers else groups
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
-        self._hooks = list(map(forward_hooks, model.modules()))
+        self._hooks = [hooks_around_call(module) for module in model.modules()]
         leafs = [path for group in groups for path in group] if spec.only_layers else None
         self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
@@ -261,7 +261,8 @@ class TracedForward:
         before = None
         if is_first or has_regions:
             # A forward may write to a dict that it is given (sentence-transformers').
-            before = ForwardState.of(self._model, with_buffers=is_first, arguments=(call.args, call.inputs))
+            given, of_modules = (call.args, call.inputs), itertools.chain.from_iterable(self._hooks)
+            before = ForwardState.of(self._model, with_buffers=is_first, arguments=given, hooks=of_modules)
         next_hook = next_hook_id()
         outputs = None
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
@@ -319,7 +320,10 @@ class TracedForward:
         )
         analyzed = tuple(run.ran.values())
         if before is not None and run.buffers is not None:
-            before = replace(before, buffers=run.buffers.buffers, attributes=run.buffers.attributes)
+            # What the traced code does beside its results comes after its graphs; hooks are called between them.
+            functions = (*run.buffers.functions, *before.functions)
+            buffers, attributes = run.buffers.buffers, run.buffers.attributes
+            before = replace(before, buffers=buffers, attributes=attributes, functions=functions)
         elif run.has_written:
             before = None
         return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape, breaks, recompiles, before)
@@ -338,7 +342,7 @@ class TracedForward:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
         again from a state. A forward that always does so, as it is."""
         may_have = self._may_run_again(before) and next_hook != next_hook_id()
-        return may_have and any(number >= next_hook for hooks in filter(None, self._hooks) for number in hooks)
+        return may_have and any(number >= next_hook for _, hooks, *_ in self._hooks for number in hooks)
 
     def _may_run_again(self, before: ForwardState | None) -> bool:
         return before is not None and self._traced_again < _MOST_TRACES

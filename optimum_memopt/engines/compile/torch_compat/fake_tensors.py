@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.forward_patch import Attribute
+from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.logs import get_logger
 
 # A value, or a shape that depends on values, is not known.
@@ -380,16 +381,6 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
                     own.update(earlier)
                 return results, name
     return results, ""
-
-
-def variables_around(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the variables of a function's closure and module that its code names."""
-    around = function.__globals__
-    variables = {name: around[name] for name in function.__code__.co_names if name in around}
-    # A variable of the closure may not be set yet.
-    with contextlib.suppress(ValueError):
-        variables |= inspect.getclosurevars(function).nonlocals
-    return variables
 
 
 def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[Attribute]:

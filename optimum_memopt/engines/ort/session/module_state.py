@@ -17,7 +17,7 @@ import torch
 
 from optimum_memopt.compat.torch import own_parameters, writes_to
 from optimum_memopt.engines.ort.compat import internals
-from optimum_memopt.engines.shared.forward_patch import MODULE_FIELDS
+from optimum_memopt.engines.shared.function_state import MODULE_FIELDS
 
 # What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
 # the dtypes of the parameters are compared separately.
