@@ -13,9 +13,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt import optimize
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.plans.grammar import ConfigError, parse
-from tests.compiled import recorded
+from tests.compiled import hold_still, recorded
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
@@ -170,6 +170,18 @@ def test_a_loop_of_ones_own(model):
         engine = optimize(model, **options, **asked)
         assert model(**batch).get("logits") is None
         assert (row_of(engine).requested_count, row_of(engine).applied_count) == (-1, 1)
+        engine.detach()
+
+
+def test_a_budget_that_a_loop_does_not_fit_in_names_the_chunked_loss(model, monkeypatch):
+    """Only where that takes less, and is not asked for yet."""
+    hold_still(monkeypatch)
+    options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_budget": "1MiB"}
+    for loss, is_named in (("auto", True), ("chunked", False), ("plain", False)):
+        engine = optimize(model, memory_opt_loss=loss, **options)
+        with pytest.raises(DoesNotFitError) as refused:
+            model(**batch_of())
+        assert str(refused.value).count('memory_opt_loss="chunked"') == is_named
         engine.detach()
 
 

@@ -96,6 +96,7 @@ class TracedForward:
         masks: of attention, that are made for batches.
         variants: of its graphs.
         is_first: the last call was the first with its kind of arguments, or with its choices.
+        would_chunk: a loss would be computed in chunks if nobody could read the logits.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
@@ -129,7 +130,7 @@ class TracedForward:
         self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
         # By the masks of batches.
         self._shardings: dict[KeptMasks, Sharding] = {}
-        self._has_run = False
+        self._has_run = self.would_chunk = False
         self.is_first = True
         self.variants = Variants(model, spec, self._state, self.shared.is_shared, weak_method(self.say))
 
@@ -453,6 +454,7 @@ class TracedForward:
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)
         if any(loss.is_chunked for loss in losses):
             module.recompile()
+        self.would_chunk |= bool(reasons) and not self.spec.loss.must_chunk
         for reason in reasons:
             self.say(f"the loss of {self._name} is not chunked: {reason}")
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}

@@ -59,6 +59,7 @@ _MAY_HOLD = (
     "the training loop may hold the model's outputs, which count; where it reads the loss alone, "
     'memory_opt_loss="chunked" returns no others'
 )
+_CHUNKED = 'or memory_opt_loss="chunked", which never holds all logits, where the training loop reads the loss alone'
 
 
 class CompileEngine(in_place.InPlaceEngine):
@@ -327,13 +328,20 @@ class CompileEngine(in_place.InPlaceEngine):
             return self._start_again(args, kwargs, self._is_whole, True)
         is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
         if not is_layered or self._is_sharded:
-            raise error
+            raise self._with_advice(error)
         get_logger().info(f"planning one graph for the whole forward, where more may be recomputed: {error}")
         try:
             return self._start_again(args, kwargs, True, self._drops_outputs)
         except DoesNotFitError as of_whole:
             # On a CPU the process has grown since, often by more than is gained.
-            raise min(error, of_whole, key=lambda each: each.lowest) from None
+            raise self._with_advice(min(error, of_whole, key=lambda each: each.lowest)) from None
+
+    def _with_advice(self, error: DoesNotFitError) -> DoesNotFitError:
+        """Returns the error, with what else a training loop may do where it gets logits that it may not read."""
+        if self.outputs_read_by is not None or self._buckets is None or _CHUNKED in str(error):
+            return error
+        would_chunk = self._buckets.largest.traced.would_chunk
+        return DoesNotFitError(f"{error}; {_CHUNKED}", error.lowest) if would_chunk else error
 
     def _start_again(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_whole: bool, drops_outputs: bool
