@@ -5,10 +5,11 @@
     python benchmarks/first_step.py --compiler inductor --layers 12 --hidden 256 --second_start --docs docs
 
 Each way to train runs in a process of its own, with one thread: no engine, this engine with the whole forward as one
-graph and with equal layers compiled once (`--memory_opt_unit`), stock `torch.compile` of the model with symbolic
-sizes, and of its layers one by one, as accelerate's `compile_regions` does. Caches are off, or with `--second_start`
-those that a process with the same arguments has filled are read by another one. The first step's seconds are those
-beyond a step of plain PyTorch, with those of the C++ compilers that it starts; later steps are the median.
+graph and with equal layers compiled once (`--memory_opt_unit`), the latter within a budget, too, stock `torch.compile`
+of the model with symbolic sizes, and of its layers one by one, as accelerate's `compile_regions` does. Caches are off,
+or with `--second_start` those that a process with the same arguments has filled are read by another one. The first
+step's seconds are those beyond a step of plain PyTorch, with those of the C++ compilers that it starts; later steps
+are the median.
 """
 
 import argparse
@@ -27,8 +28,9 @@ from shared import fill, sizes, to_markdown
 MODELS = ("roberta", "llama")
 LAYERS = (4, 12, 24, 48)
 NO_ENGINE, MODEL, LAYER = "no engine", "engine, unit model", "engine, unit layer"
+BUDGET = "engine, budget, unit layer"
 STOCK, BY_HAND = "torch.compile", "torch.compile of each layer"
-WAYS = (NO_ENGINE, MODEL, LAYER, STOCK, BY_HAND)
+WAYS = (NO_ENGINE, MODEL, LAYER, BUDGET, STOCK, BY_HAND)
 STEPS = 15
 
 
@@ -45,16 +47,17 @@ def build(name: str, layers: int, hidden: int) -> Any:
 def attach(model: Any, way: str, compiler: str, level: int) -> None:
     import torch
 
-    if way in (MODEL, LAYER):
+    if way in (MODEL, LAYER, BUDGET):
         import optimum_memopt
 
+        plan = {"memory_opt_budget": "64GiB"} if way == BUDGET else {"memory_opt_level": level}
         optimum_memopt.optimize(
             model,
             memory_opt_engine="compile",
             memory_opt_compiler=compiler,
-            memory_opt_level=level,
             memory_opt_loss="plain",
             memory_opt_unit=way.split()[-1],
+            **plan,
         )
     elif way == STOCK:
         model.forward = torch.compile(model.forward, backend=compiler, dynamic=True)
