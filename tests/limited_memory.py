@@ -1,9 +1,11 @@
 """Steps that run out of memory: under a limit on torch's tensors, by an error at a chosen call, and for real."""
 
+import itertools
 import multiprocessing
 import re
 import resource
 import weakref
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,27 +67,36 @@ class RunsOut(MemOptTrainer):
     Attributes:
         fails: at which forwards, and in `forward` or `backward`.
         held: bytes that the error says were allocated, asked when it is raised; None: it does not say.
+        forwards: so far, those included that were run again.
         raised: the errors.
+        losses: what it notes of each step, as a Trainer of another project its metrics.
     """
 
     def __init__(
         self, *args: Any, fails: dict[int, str], held: Callable[[Any], int] | None = None, **kwargs: Any
     ) -> None:
         self.fails, self.held, self.forwards = fails, held, 0
-        self.raised: list[BaseException] = []
+        # Neither is a container of which a step that runs again restores what was in it.
+        self._numbers, self.raised = itertools.count(1), UserList[BaseException]()
+        self.losses: dict[str, list[torch.Tensor]] = {"train": []}
         super().__init__(*args, **kwargs)
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, *args, **kwargs)
         if not model.training:
             return loss
-        self.forwards += 1
-        where = self.fails.get(self.forwards)
+        self.losses["train"].append(loss.detach())
+        where = self.count()
         if where == "forward":
             self._run_out()
         if where == "backward":
             loss.register_hook(lambda gradient: self._run_out())
         return loss
+
+    def count(self) -> str:
+        """Count a forward; returns where it runs out of memory, or an empty text."""
+        self.forwards = next(self._numbers)
+        return self.fails.get(self.forwards, "")
 
     def _run_out(self) -> None:
         allocated = f" Of the allocated memory {self.held(self)} bytes is allocated by PyTorch" if self.held else ""

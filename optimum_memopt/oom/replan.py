@@ -17,6 +17,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import log_from_any_rank
 from optimum_memopt.oom.report import free_step, model_of
 from optimum_memopt.sizes import Budget, gib_text
+from optimum_memopt.trainer_patches import innermost
 from optimum_memopt.training.fake_run import held_by
 
 _MOST = 3
@@ -26,7 +27,7 @@ _ROOM = 0.03
 
 @dataclass(frozen=True)
 class StepState:
-    """The state that a forward and backward change: random generators, buffers, gradients.
+    """The state that a step changes: random generators, buffers, gradients, what the loss of a Trainer counts.
 
     Attributes:
         parameters: each with the number of writes to it.
@@ -47,8 +48,9 @@ class StepState:
         of_model = dict.fromkeys(model.parameters())
         beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
         gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
+        losses = filter(None, (innermost(trainer, "compute_loss"), trainer.compute_loss_func))
         return cls(
-            ForwardState.of(model, with_buffers=True, others=modules, on_host=on_host),
+            ForwardState.of(model, with_buffers=True, others=modules, on_host=on_host, functions=losses),
             {parameter: writes_to(parameter) for parameter in of_model | beside},
             {parameter: (gradient, writes_to(gradient)) for parameter, gradient in gradients.items()},
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},

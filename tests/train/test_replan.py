@@ -74,6 +74,10 @@ def test_weights_are_bitwise_those_of_a_run_with_enough_memory(tmp_path, name, c
     with log_lines() as lines:
         replanned = trained(tmp_path / "short", name, changes, {2: where})
     assert enough.forwards == 5 and replanned.forwards == 6
+    assert (
+        all(map(torch.equal, enough.losses["train"], replanned.losses["train"]))
+        and len(replanned.losses["train"]) == 5
+    )
     assert not enough.memopt.table.enabled
     assert replanned.memopt.table.enabled
     said = [line for line in lines if "running it again" in line]
@@ -181,8 +185,7 @@ class WithLossModule(Small):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         logits = model(**inputs).logits
-        self.forwards += 1
-        if self.forwards in self.fails:
+        if self.count():
             logits.register_hook(lambda gradient: self._run_out())
         return self.loss_module(0)(logits).square().sum()
 

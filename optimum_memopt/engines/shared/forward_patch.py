@@ -114,7 +114,7 @@ class ForwardState:
         others: Sequence[torch.nn.Module] = (),
         on_host: bool = True,
         arguments: Any = (),
-        hooks: Iterable[Mapping[int, Any]] = (),
+        functions: Iterable[Callable[..., Any]] = (),
     ) -> "ForwardState":
         """The state before a forward, in which `others` may take part, as a module that computes the loss.
 
@@ -122,14 +122,13 @@ class ForwardState:
             with_buffers: with that of modules; False: that of random generators alone.
             on_host: copies go to the host, which waits for the device. Copies on the device would be counted as memory
                 of all steps where only the first forward needs them.
-            hooks: of the modules; with that of modules, their hooks are noted anyway.
+            functions: that take part in it, beside hooks and forwards of the modules whose state is noted.
         """
         copied = _on_host if on_host else _clone
         parameter = next(model.parameters(), None)
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
-        hooks = [each for module in modules for each in hooks_around_call(module)] if with_buffers else hooks
-        functions = (hook for of_kind in filter(None, hooks) for hook in of_kind.values())
-        forwards = {type(module).forward: None for module in modules}
+        hooks = (hook for module in modules for of_kind in hooks_around_call(module) for hook in of_kind.values())
+        forwards = dict.fromkeys(type(module).forward for module in modules)
         return cls(
             GeneratorStates.of(parameter.device if parameter is not None else None),
             tuple(
@@ -140,7 +139,7 @@ class ForwardState:
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
             tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
             tuple(containers_in(arguments)),
-            (FunctionState.of((*functions, *forwards), modules),),
+            (FunctionState.of((*functions, *hooks, *forwards), modules),),
         )
 
     def restore(self) -> None:

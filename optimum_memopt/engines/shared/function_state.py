@@ -134,20 +134,23 @@ class _Walk:
         self._seen: dict[int, Any] = {}
 
     def function(self, function: Any) -> None:
-        if isinstance(function, functools.partial):
-            for value in (*function.args, *function.keywords.values()):
-                self._value(value, _package_of(function.func))
-            self.function(function.func)
+        given: list[Any] = []
+        while isinstance(function, functools.partial):
+            given += (*function.args, *function.keywords.values())
+            function = function.func
+        if (package := _package_of(function)) in _LIBRARIES:
             return
+        for value in given:
+            self._value(value, package)
         if not isinstance(function, types.FunctionType):
             # A method, or an object that is called.
             is_method = isinstance(function, types.MethodType)
-            self._value(function.__self__ if is_method else function, _package_of(function))
+            owner = function.__self__ if is_method else function
+            if _package_of(owner) not in _LIBRARIES:
+                self._value(owner, _package_of(owner))
             function = function.__func__ if is_method else type(function).__call__
-        if callable(function):
-            function = inspect.unwrap(function)
-        package = _package_of(function)
-        if not isinstance(function, types.FunctionType) or package in _LIBRARIES or self._is_known(function):
+        function = inspect.unwrap(function)
+        if not isinstance(function, types.FunctionType) or self._is_known(function):
             return
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name, value in variables_around(function).items():

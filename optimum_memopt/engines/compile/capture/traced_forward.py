@@ -262,8 +262,9 @@ class TracedForward:
         before = None
         if is_first or has_regions:
             # A forward may write to a dict that it is given (sentence-transformers').
-            given, of_modules = (call.args, call.inputs), itertools.chain.from_iterable(self._hooks)
-            before = ForwardState.of(self._model, with_buffers=is_first, arguments=given, hooks=of_modules)
+            given = call.args, call.inputs
+            called = (hook for of_module in self._hooks for of_kind in of_module for hook in of_kind.values())
+            before = ForwardState.of(self._model, with_buffers=is_first, arguments=given, functions=called)
         next_hook = next_hook_id()
         outputs = None
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
