@@ -166,7 +166,7 @@ def test_a_budget_holds_from_the_first_forward_on(compiler: str) -> None:
     buffer = torch.cuda.get_device_properties(0).L2_cache_size if compiler == "inductor" else 0
     assert torch.cuda.max_memory_allocated() <= budget + buffer
     trained.step()
-    assert max(trained.step().allocated for _ in range(3)) <= budget
+    assert max(trained.step().allocated for _ in range(3)) <= budget + buffer
     assert "time" in trained.engine.plans().header[0]
 
 

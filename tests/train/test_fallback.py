@@ -1,9 +1,9 @@
 """A first step whose compiled forward or backward fails is plain PyTorch's, or a refusal where the plan must hold."""
 
+import itertools
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,12 +46,12 @@ class Faulty(torch.nn.Module):
     """An activation with dropout and a counter, which plain PyTorch alone can run.
 
     Attributes:
-        counter: of calls of its forward, traced or not, which no state before a forward holds.
+        counter: of calls of its forward, traced or not; an iterator is not put back before a forward runs again.
     """
 
     def __init__(self, fails: str) -> None:
         super().__init__()
-        self.fails, self.counter = fails, SimpleNamespace(calls=0)
+        self.fails, self.counter = fails, itertools.count()
         self.dropout = torch.nn.Dropout(0.1)
         self.register_buffer("forwards", torch.zeros(()))
 
@@ -66,7 +66,7 @@ class Faulty(torch.nn.Module):
         return x
 
     def raise_error(self) -> None:
-        self.counter.calls += 1
+        next(self.counter)
         raise {"user": ValueError, "memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}[self.fails](
             "out of memory"
         )
@@ -151,7 +151,7 @@ def test_what_plain_pytorch_cannot_do_either_comes_out(asked, fails, kind, calls
     optimize(model, **ENGINE, **asked)
     with log_lines() as lines, pytest.raises(kind, match="^out of memory$"):
         model(**{key: value[None] for key, value in rows("small")[0].items()})
-    assert model.layer[0].act.counter.calls == calls
+    assert next(model.layer[0].act.counter) == calls
     assert not any("NOT under a plan" in line for line in lines)
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu, one_hot
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.shared import forward_patch
 from optimum_memopt.sizes import parse_budget
 from tests.compiled import hold_still, selection
 from tests.gradients import assert_bitwise_same
@@ -197,6 +199,80 @@ def test_a_forward_that_runs_again_leaves_its_effects_once(
 def assert_equal(ours: list[Any], expected: list[Any]) -> None:
     for one, other in zip(ours, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Initialized(Stack):
+    """The first forward sets a buffer, and a flag of Python that it is set."""
+
+    def __init__(self) -> None:
+        super().__init__(Quantized, LAYERS)
+        self.register_buffer("scale", torch.zeros(()))
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(x.std())
+            self.is_ready = True
+        return super().forward(x / self.scale)
+
+
+class Following(Stack):
+    """A frozen copy follows a weight in the forward, which also shrinks another weight that trains."""
+
+    def __init__(self) -> None:
+        super().__init__(Quantized, LAYERS)
+        self.follower = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.follower.lerp_(self.layers[0].linear.weight, 0.1)
+            self.layers[1].linear.bias.mul_(0.9)
+            x = x @ self.follower
+        return super().forward(x)
+
+
+class Normalizing(Stack):
+    """It normalizes its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__(Quantized, LAYERS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+# A checkpoint runs a forward that writes to its batch or weights twice itself.
+@pytest.mark.parametrize(
+    ("kind", "is_checkpointed"), [(Initialized, False), (Initialized, True), (Following, False), (Normalizing, False)]
+)
+def test_a_forward_that_runs_again_begins_as_the_first(
+    kind: type[torch.nn.Module], is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a checkpoint of the script around the whole model, which counts what is saved."""
+    hold_still(monkeypatch)
+    monkeypatch.setattr(forward_patch, "_MOST_FROZEN", 0)
+    model = kind()
+    plain = copy.deepcopy(model)
+    batches = torch.randn(3, 4, 6, WIDTH)
+    engine = attached(model, Selection(budget=parse_budget("64GiB")))
+
+    def trained_on(trained_model: torch.nn.Module) -> list[Any]:
+        called = partial(checkpoint, trained_model, use_reentrant=False) if is_checkpointed else trained_model
+        found = []
+        for seed, batch in enumerate(batches.clone()):
+            torch.manual_seed(seed)
+            loss = called(batch)
+            loss.backward()
+            found += [loss.detach(), batch]
+        tensors = (*trained_model.parameters(), *trained_model.buffers())
+        return [*found, *tensors, *(each.grad for each in trained_model.parameters() if each.grad is not None)]
+
+    with log_lines() as lines:
+        ours = trained_on(model)
+    assert sum(line.startswith("compiled the training graph") for line in lines) > 1
+    assert_equal(ours, trained_on(plain))
+    engine.detach()
 
 
 class Positions(torch.nn.Module):

@@ -10,17 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from optimum_memopt import copies
-from optimum_memopt.compat.torch import forward_hooks, give_compiled_calls, hooks_around_call, take_compiled_calls
+from optimum_memopt.compat.torch import (
+    forward_hooks,
+    give_compiled_calls,
+    hooks_around_call,
+    next_hook_id,
+    take_compiled_calls,
+)
 from optimum_memopt.compat.transformers import offloads_checkpoints
 from optimum_memopt.engines.shared.function_state import (
     CONTAINERS,
+    LIBRARIES,
     MODULE_FIELDS,
     FunctionState,
     containers_in,
     holds_the_same,
+    package_of,
     refill,
 )
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
@@ -38,12 +47,13 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool | str | tuple | np.generic)
+
+
 @dataclass(frozen=True)
 class Attribute:
-    """A number, tensor, container or random generator that a module holds beside its buffers, and what was in it.
-
-    A flag is none: it may say that hooks have been put on modules, which stay.
-    """
+    """A number, tensor, container, generator or flag that a module holds beside its buffers, and what it was."""
 
     module: torch.nn.Module
     name: str
@@ -54,7 +64,7 @@ class Attribute:
     def all_of(cls, module: torch.nn.Module) -> "Iterator[Attribute]":
         yield from cls.containers_of(module)
         for name, value in vars(module).items():
-            if type(value) in (int, float):
+            if type(value) in (int, float) or (_is_flag(value) and name not in MODULE_FIELDS):
                 yield cls(module, name, value, None)
             elif isinstance(value, torch.Tensor):
                 yield cls(module, name, value, None if value.requires_grad else value.detach().clone())
@@ -71,6 +81,10 @@ class Attribute:
     def is_other_container(self) -> bool:
         """True for a container that holds other objects than it did."""
         return type(self.value) in CONTAINERS and not holds_the_same(self.value, self.values)
+
+    @property
+    def is_flag(self) -> bool:
+        return _is_flag(self.value)
 
     def restore(self) -> None:
         now = vars(self.module).get(self.name)
@@ -95,7 +109,7 @@ _MOST_FROZEN = 2**24
 
 @dataclass(frozen=True)
 class ForwardState:
-    """The state that a failing forward may have changed: random generators, the buffers of modules, small frozen
+    """The state that a forward may have changed: random generators, the buffers of modules, small frozen
     parameters, the numbers, tensors, containers and generators among the modules' attributes, the containers among its
     arguments, and what hooks and forwards of a script hold."""
 
@@ -105,6 +119,8 @@ class ForwardState:
     frozen: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
     arguments: tuple[tuple[Any, Any], ...] = ()
     functions: tuple[FunctionState, ...] = ()
+    names: tuple[tuple[torch.nn.Module, frozenset[str]], ...] = ()
+    next_hook: int = 0
 
     @classmethod
     def of(
@@ -140,6 +156,8 @@ class ForwardState:
             tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
             tuple(containers_in(arguments)),
             (FunctionState.of((*functions, *hooks, *forwards), modules),),
+            tuple((module, _names_in(module)) for module in modules),
+            next_hook_id(),
         )
 
     def restore(self) -> None:
@@ -151,13 +169,30 @@ class ForwardState:
                 setattr(module, name, buffer)
             for parameter, values in self.frozen:
                 parameter.data.copy_(values)
+            # A flag may say that hooks have been put on modules, which stay.
+            has_hooks = self._has_put_hooks()
             for attribute in self.attributes:
-                attribute.restore()
+                if not attribute.is_flag or not (has_hooks or package_of(attribute.module) in LIBRARIES):
+                    attribute.restore()
+            for module, names in () if has_hooks else self.names:
+                for name in () if package_of(module) in LIBRARIES else _names_in(module) - names:
+                    delattr(module, name)
         for container, values in self.arguments:
             if not holds_the_same(container, values):
                 refill(container, values)
         for functions in self.functions:
             functions.restore()
+
+    def _has_put_hooks(self) -> bool:
+        """True where a module has a hook that was not there before."""
+        kinds = (kind for module, _ in self.names for kind in hooks_around_call(module))
+        return any(number >= self.next_hook for hooks in filter(None, kinds) for number in hooks)
+
+
+def _names_in(module: torch.nn.Module) -> frozenset[str]:
+    """The names of a module's own attributes and buffers."""
+    buffers = (name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
+    return frozenset(vars(module)).union(buffers)
 
 
 def _small_frozen(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

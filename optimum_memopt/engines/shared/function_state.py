@@ -6,35 +6,40 @@ noted before the first run, and restored before the next:
 
 - variables of a function's closure, and those of its module that its code names;
 - attributes of the object that it is a method of, and of objects among those variables, of the function's own package;
+- attributes of their classes, and what methods of these hold;
 - the same of functions of its module that it calls, and of what `functools.partial` wraps;
-- what the lists, dicts and sets among all these hold, and the numbers of small tensors.
+- what the lists, dicts and sets among all these hold, and the numbers of small tensors and arrays.
 
-Functions of libraries that train are left out: those know how often they are called.
+Functions of libraries that train are left out: those know how often they are called. An iterator cannot be put back.
 """
 
 import contextlib
 import copy
 import functools
 import inspect
+import threading
 import types
+from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 # Attributes that every module has, except `training`: torch's own bookkeeping.
 MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "deepspeed", "peft", "optimum_memopt"})
+LIBRARIES = frozenset({"torch", "transformers", "accelerate", "deepspeed", "peft", "optimum_memopt"})
 # Classes of objects that scripts hold their own state in.
-_NAMESPACES = frozenset({"types", "argparse"})
+_NAMESPACES = frozenset({"types", "argparse", threading.local.__module__})
 # Containers in containers, and objects in objects.
 _DEPTH = 3
 # Entries of a container that a hook fills, and not of a data set.
 _MOST_ENTRIES = 10_000
-# Bytes of a tensor whose numbers are noted.
+# Bytes of a tensor or an array whose numbers are noted.
 _MOST_BYTES = 2**20
 
 
@@ -76,7 +81,7 @@ class _Variable:
     """A variable, and what it was.
 
     Attributes:
-        place: the cell of a closure, or the dict that has it by its name.
+        place: the cell of a closure, the dict that has it by its name, or what has it as an attribute.
     """
 
     place: Any
@@ -86,28 +91,42 @@ class _Variable:
     def restore(self) -> None:
         if isinstance(self.place, types.CellType):
             self.place.cell_contents = self.value
-        else:
+        elif isinstance(self.place, dict):
             self.place[self.name] = self.value
+        elif getattr(self.place, self.name, None) is not self.value:
+            setattr(self.place, self.name, self.value)
 
 
 @dataclass(frozen=True)
 class FunctionState:
-    """What functions may write to, and what was in it."""
+    """What functions may write to, and what was in it.
+
+    Attributes:
+        objects: attributes of objects, and their names.
+        arrays: tensors, NumPy's arrays and others, each with a copy.
+    """
 
     variables: tuple[_Variable, ...] = ()
     objects: tuple[tuple[dict[str, Any], frozenset[str]], ...] = ()
     containers: tuple[tuple[Any, Any], ...] = ()
-    tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    arrays: tuple[tuple[Any, Any], ...] = ()
+    contexts: tuple[tuple[ContextVar[Any], Any], ...] = ()
 
     @classmethod
     def of(cls, functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module] = ()) -> "FunctionState":
-        """The state of functions, and of objects that modules hold, whose forwards are among the functions."""
+        """The state of functions, and of the classes and attributes of modules."""
         walk = _Walk()
         for function in functions:
             walk.function(function)
         for module in modules:
             walk.module(module)
-        return cls(tuple(walk.variables), tuple(walk.objects), tuple(walk.containers), tuple(walk.tensors))
+        return cls(
+            tuple(walk.variables),
+            tuple(walk.objects),
+            tuple(walk.containers),
+            tuple(walk.arrays),
+            tuple(walk.contexts),
+        )
 
     def restore(self) -> None:
         for variable in self.variables:
@@ -118,8 +137,13 @@ class FunctionState:
         for container, values in self.containers:
             if not holds_the_same(container, values):
                 refill(container, values)
-        for tensor, values in self.tensors:
-            tensor.data.copy_(values)
+        for held, values in self.arrays:
+            if isinstance(held, torch.Tensor):
+                held.data.copy_(values)
+            else:
+                held[... if isinstance(held, np.ndarray) else slice(None)] = values
+        for context, value in self.contexts:
+            context.set(value)
 
 
 class _Walk:
@@ -129,7 +153,8 @@ class _Walk:
         self.variables: list[_Variable] = []
         self.objects: list[tuple[dict[str, Any], frozenset[str]]] = []
         self.containers: list[tuple[Any, Any]] = []
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.arrays: list[tuple[Any, Any]] = []
+        self.contexts: list[tuple[ContextVar[Any], Any]] = []
         # With what keeps another object from having the number of one.
         self._seen: dict[int, Any] = {}
 
@@ -138,7 +163,7 @@ class _Walk:
         while isinstance(function, functools.partial):
             given += (*function.args, *function.keywords.values())
             function = function.func
-        if (package := _package_of(function)) in _LIBRARIES:
+        if (package := package_of(function)) in LIBRARIES:
             return
         for value in given:
             self._value(value, package)
@@ -146,16 +171,19 @@ class _Walk:
             # A method, or an object that is called.
             is_method = isinstance(function, types.MethodType)
             owner = function.__self__ if is_method else function
-            if _package_of(owner) not in _LIBRARIES:
-                self._value(owner, _package_of(owner))
+            if package_of(owner) not in LIBRARIES:
+                self._value(owner, package_of(owner))
             function = function.__func__ if is_method else type(function).__call__
         function = inspect.unwrap(function)
         if not isinstance(function, types.FunctionType) or self._is_known(function):
             return
+        self._named(vars(function), package, _DEPTH)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name, value in variables_around(function).items():
             if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
                 self.function(value)
+            elif isinstance(value, type):
+                self._class(value, package)
             elif not isinstance(value, _CODE):
                 self.variables.append(_Variable(cells.get(name, function.__globals__), name, value))
                 self._value(value, package)
@@ -163,33 +191,66 @@ class _Walk:
             self._value(value, package)
 
     def module(self, module: torch.nn.Module) -> None:
-        if (package := _package_of(module)) not in _LIBRARIES:
+        if (package := package_of(module)) not in LIBRARIES:
+            self._class(type(module), package)
             for name, value in vars(module).items():
                 if name not in MODULE_FIELDS:
                     self._value(value, package)
 
+    def _class(self, owner: type, package: str) -> None:
+        """Note attributes of a class and its bases, and what their methods hold."""
+        for base in owner.__mro__:
+            if base.__module__.partition(".")[0] != package or self._is_known(base):
+                continue
+            for name, value in list(vars(base).items()):
+                if isinstance(value, types.FunctionType):
+                    self.function(value)
+                elif _is_plain(value) and not name.startswith("__"):
+                    self.variables.append(_Variable(base, name, value))
+                    self._value(value, package)
+
     def _value(self, value: Any, package: str, depth: int = _DEPTH) -> None:
-        if isinstance(value, (torch.nn.Module, *_CODE)) or self._is_known(value):
+        if isinstance(value, (torch.nn.Module, type, *_CODE)) or self._is_known(value):
             return
-        if type(value) is torch.Tensor and not value.requires_grad and value.nbytes <= _MOST_BYTES:
-            self.tensors.append((value, value.detach().clone()))
+        if isinstance(value, ContextVar) and (held := value.get(None)) is not None:
+            self.contexts.append((value, held))
+            self._value(held, package, depth - 1)
+        self._array(value)
         noted = list(containers_in(value, 0))
         self.containers.extend(noted)
         for _, items in noted if depth else ():
             for item in items.values() if isinstance(items, dict) else items:
                 self._value(item, package, depth - 1)
-        is_own = _package_of(value) in {package, *_NAMESPACES}
-        if depth and is_own and isinstance(getattr(value, "__dict__", None), dict):
+        if depth > 0 and package_of(value) in {package, *_NAMESPACES}:
             self._attributes(value, package, depth - 1)
 
+    def _array(self, value: Any) -> None:
+        is_tensor = type(value) is torch.Tensor and not value.requires_grad
+        if is_tensor and value.nbytes <= _MOST_BYTES:
+            self.arrays.append((value, value.detach().clone()))
+        elif isinstance(value, np.ndarray | array | bytearray) and value.__sizeof__() <= _MOST_BYTES:
+            self.arrays.append((value, copy.copy(value)))
+
     def _attributes(self, owner: Any, package: str, depth: int) -> None:
-        attributes = vars(owner)
-        if not any(base.__module__.partition(".")[0] in _LIBRARIES for base in type(owner).__mro__):
+        self._class(type(owner), package)
+        attributes = getattr(owner, "__dict__", None)
+        if isinstance(attributes, dict):
             # A Trainer sets its own.
+            is_own = not any(base.__module__.partition(".")[0] in LIBRARIES for base in type(owner).__mro__)
+            self._named(attributes, package, depth, may_remove=is_own)
+            return
+        for name in (name for base in type(owner).__mro__ for name in getattr(base, "__slots__", ())):
+            value = getattr(owner, name, None)
+            if _is_plain(value) or isinstance(value, torch.Tensor):
+                self.variables.append(_Variable(owner, name, value))
+            self._value(value, package, depth)
+
+    def _named(self, attributes: dict[str, Any], package: str, depth: int, may_remove: bool = True) -> None:
+        if may_remove:
             self.objects.append((attributes, frozenset(attributes)))
         for name, value in attributes.items():
             # A flag may say that hooks have been put on modules, which stay.
-            if value is None or type(value) in (int, float, *CONTAINERS) or isinstance(value, torch.Tensor):
+            if _is_plain(value) or isinstance(value, torch.Tensor):
                 self.variables.append(_Variable(attributes, name, value))
             self._value(value, package, depth)
 
@@ -199,11 +260,15 @@ class _Walk:
         return is_known
 
 
-# No state: modules of Python, functions, classes; and flags.
-_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, bool)
+# No state: modules of Python, functions; and flags.
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, bool)
 
 
-def _package_of(value: Any) -> str:
-    """The package that a function, or the class of an object, comes from."""
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (int, float, *CONTAINERS)
+
+
+def package_of(value: Any) -> str:
+    """Returns the package that a function, or the class of an object, comes from."""
     owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
     return (getattr(owner, "__module__", None) or "").partition(".")[0]

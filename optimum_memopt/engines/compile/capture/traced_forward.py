@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat.torch import hooks_around_call, next_hook_id, own_parameters, without_modes
+from optimum_memopt.compat.torch import hooks_around_call, next_hook_id, own_parameters, tensors_in, without_modes
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
@@ -121,6 +121,9 @@ class TracedForward:
         leafs = [path for group in groups for path in group] if spec.only_layers else None
         self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
+        # What graphs of the last call have written to, and the arguments of the one that runs.
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given: Any = ()
         # Of a call that is to run again.
         self._watch: dynamo.Watch | None = None
         self._said: set[str] = set()
@@ -270,6 +273,7 @@ class TracedForward:
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
         noting = self._recorder(call) if player is None else player
         run = self._running = ForwardRun(choices, call.inputs, call.reader, noting, self._watch or dynamo.Watch())
+        self._overwritten, self._given = run.overwritten, (call.args, call.inputs)
         self._watch = None
         try:
             with (
@@ -288,6 +292,7 @@ class TracedForward:
                     run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
+                self.restore_overwritten()
                 before.restore()
             if isinstance(error, OtherRunsError):
                 self._watch = run.watch
@@ -298,8 +303,9 @@ class TracedForward:
                     raise
                 raise own from None
         finally:
-            self._running = None
+            self._running, self._given = None, ()
         if before is not None and self._has_put_hooks(before, next_hook):
+            self.restore_overwritten()
             before.restore()
             return None
         if self._regions.has_checkpointed:
@@ -324,8 +330,8 @@ class TracedForward:
         if before is not None and run.buffers is not None:
             # What the traced code does beside its results comes after its graphs; hooks are called between them.
             functions = (*run.buffers.functions, *before.functions)
-            buffers, attributes = run.buffers.buffers, run.buffers.attributes
-            before = replace(before, buffers=buffers, attributes=attributes, functions=functions)
+            generators, arguments = before.generators, before.arguments
+            before = replace(run.buffers, generators=generators, arguments=arguments, functions=functions)
         elif run.has_written:
             before = None
         return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape, breaks, recompiles, before)
@@ -380,6 +386,20 @@ class TracedForward:
         if run.buffers is None and not run.has_written:
             with without_modes():
                 run.buffers = ForwardState.of(self._model, with_buffers=True)
+
+    @property
+    def overwritten(self) -> Sequence[torch.Tensor]:
+        """Parameters and tensors of the batch that the graphs of the last call have written to, if it was a first."""
+        return [tensor for tensor, _ in self._overwritten]
+
+    def restore_overwritten(self) -> None:
+        # The first copy of several is the oldest.
+        while self._overwritten:
+            tensor, values = self._overwritten.pop()
+            tensor.data.copy_(values)
+
+    def forget_overwritten(self) -> None:
+        self._overwritten = []
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -537,6 +557,8 @@ class TracedForward:
             run.errors.extend(variant.probe.errors(args, layer))
         probe = None if run.choices.has_run else variant.gradient_probe
         generators = None if probe is None else GeneratorStates.of(next(self._model.parameters()).device)
+        if not run.choices.has_run:
+            self._note_writes(graph, args)
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
@@ -556,6 +578,15 @@ class TracedForward:
             autograd.drop_unread_gradients(listed(results), args, kept.sources, kept.takes_none)
         run.note(variant, layer)
         return results
+
+    def _note_writes(self, graph: TracedGraph, args: Sequence[Any]) -> None:
+        """Note what a graph will write to, less buffers, which are noted before a first forward."""
+        if places := graph.written_arguments():
+            batch = set(map(dynamo.storage_id, tensors_in(self._given)))
+            for given, parameter in ((args[at], graph.parameters[at]) for at in places):
+                # What is written may be found by a size of it alone.
+                if isinstance(given, torch.Tensor) and (parameter or dynamo.storage_id(given) in batch):
+                    self._run.overwritten.append((given, given.detach().to("cpu", copy=True)))
 
     def _state_before(self, graph: TracedGraph, variant: Variant, args: Sequence[Any], run: Hashable) -> StateArgs:
         partitioned = variant.partitioned

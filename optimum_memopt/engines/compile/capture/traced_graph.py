@@ -15,7 +15,12 @@ from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, Relat
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, with_gradient, without_gradient
+from optimum_memopt.engines.compile.graph.analyzed_graph import (
+    AnalyzedGraph,
+    places_of,
+    with_gradient,
+    without_gradient,
+)
 from optimum_memopt.engines.compile.graph.state_copies import StateArguments
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossDecision, LossMode
@@ -25,7 +30,7 @@ from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.logs import Progress
@@ -113,6 +118,13 @@ class TracedGraph:
         module = self.module() if self.module is not None else None
         return f"{type(module).__name__} {self.state[at]}"
 
+    def written_arguments(self) -> Collection[int]:
+        """The places of arguments that it writes to."""
+        if self.analyzed is not None:
+            return places_of(self.analyzed.joint.mutated_inputs)
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        return [inputs.index(node) for node in fx_graph.written_in_place(self.graph.graph)]
+
     def state_arguments(self, moved: Collection[str]) -> StateArguments:
         """Those of its arguments that are state; `moved` are keys of some."""
         places = [at for at, source in enumerate(self.state) if source]
@@ -190,6 +202,8 @@ class ForwardRun:
         buffers: the state of the model's buffers before it; None where they were not read.
         errors: of activations that are saved in fp8, in a first forward.
         gradient_errors: of the backward of a first forward; None: they are not measured.
+        overwritten: parameters, and tensors of the batch, that its graphs write to in a first forward, with their
+            values before.
     """
 
     choices: GraphChoices
@@ -204,6 +218,7 @@ class ForwardRun:
     buffers: ForwardState | None = None
     errors: list[RelativeError] = field(default_factory=list)
     gradient_errors: GradientErrors | None = None
+    overwritten: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property

@@ -151,6 +151,28 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
+# Functions of Python's operators that write to their first argument.
+_IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul", "setitem"})
+
+
+def written_in_place(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a graph that dynamo has traced, and that it writes to: by methods and functions whose names end in
+    an underscore, and by operators of Python."""
+    written: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name not in _IN_PLACE and (not name.endswith("_") or name.endswith("__")):
+            continue
+        targets = node.args[0] if node.args else ()
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
+            # A view's first argument is what it shows.
+            while isinstance(target, fx.Node) and target.op != "placeholder":
+                target = target.args[0] if target.args else None
+            if isinstance(target, fx.Node):
+                written[target] = None
+    return list(written)
+
+
 def remove_unread_writes(graph: fx.Graph) -> None:
     """Remove in-place operators with unused results, so that rerunning the graph leaves the model's state as it is."""
     for node in reversed(graph.nodes):

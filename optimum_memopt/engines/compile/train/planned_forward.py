@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from optimum_memopt.compat.torch import tensors_in, writes_to
 from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs, Run
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
@@ -24,11 +26,11 @@ from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
 from optimum_memopt.engines.compile.torch_compat.compiler_errors import failure_of_compiler, is_of_trace, own_error
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
-from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -170,6 +172,22 @@ class PlannedForward:
             return self._run(call, may_run_again)
         before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
         forget = self.traced.shared.forgetting()
+        held: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        held |= {f"argument {place}": each for place, each in enumerate(tensors_in((call.args, call.inputs)))}
+        writes = {name: writes_to(each) for name, each in held.items()}
+
+        def restore() -> None:
+            known = {id(each) for each in (*self.traced.overwritten, *(parameter for parameter, _ in before.frozen))}
+            # Ranks that gather parameters write to them.
+            for name, each in () if self.planner.is_sharded else held.items():
+                if id(each) not in known and writes_to(each) != writes[name]:
+                    raise UnsupportedModelError(
+                        f"the forward of {type(self._model).__name__} writes to {name} in Python that torch does not "
+                        "trace, and has to run again to be planned, which would write to it twice",
+                        "write to it outside of the forward, or choose a plan by name or level",
+                    )
+            self.traced.restore_overwritten()
+            before.restore()
 
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.limit.largest) is not None:
@@ -181,10 +199,18 @@ class PlannedForward:
 
         def again() -> None:
             self._reset()
-            before.restore()
+            restore()
             forget()
 
-        outputs = self.planner.plan(attempt, again, call.inputs)
+        if autograd.checkpoint() is None:
+            outputs = self.planner.plan(attempt, again, call.inputs)
+        else:
+            # One of the user's around the model counts what is saved, in whatever runs.
+            with saved_tensors_hooks(_unchanged, _unchanged):
+                self.planner.plan(attempt, again, call.inputs)
+            restore()
+            outputs = self._run(call)
+        self.traced.forget_overwritten()
         for remark in self._remarks:
             get_logger().warning(remark)
         return outputs
@@ -441,6 +467,10 @@ class PlannedForward:
             raise error from None
         self.give_up(why, failed)
         return outputs
+
+
+def _unchanged(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def _refusing(outputs: Any, call: ForwardArgs) -> Any:
