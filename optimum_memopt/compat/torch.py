@@ -60,6 +60,11 @@ def hooks_around_call(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     return *hooks_around_forward(module), module._backward_pre_hooks, module._backward_hooks
 
 
+def has_hook_since(hooks: Iterable[Mapping[int, Any]], first: int) -> bool:
+    """Returns True if one of these dicts has a hook with the id `first` or a later one, see `next_hook_id`."""
+    return any(number >= first for of_kind in filter(None, hooks) for number in of_kind)
+
+
 # The attribute in which `Module.compile` keeps the compiled call of a module (torch 2.13).
 _COMPILED_CALL = "_compiled_call_impl"
 

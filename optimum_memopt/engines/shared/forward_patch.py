@@ -17,6 +17,7 @@ from optimum_memopt import copies
 from optimum_memopt.compat.torch import (
     forward_hooks,
     give_compiled_calls,
+    has_hook_since,
     hooks_around_call,
     next_hook_id,
     take_compiled_calls,
@@ -170,7 +171,9 @@ class ForwardState:
             for parameter, values in self.frozen:
                 parameter.data.copy_(values)
             # A flag may say that hooks have been put on modules, which stay.
-            has_hooks = self._has_put_hooks()
+            has_hooks = has_hook_since(
+                (hooks for module, _ in self.names for hooks in hooks_around_call(module)), self.next_hook
+            )
             for attribute in self.attributes:
                 if not attribute.is_flag or not (has_hooks or package_of(attribute.module) in LIBRARIES):
                     attribute.restore()
@@ -182,11 +185,6 @@ class ForwardState:
                 refill(container, values)
         for functions in self.functions:
             functions.restore()
-
-    def _has_put_hooks(self) -> bool:
-        """True where a module has a hook that was not there before."""
-        kinds = (kind for module, _ in self.names for kind in hooks_around_call(module))
-        return any(number >= self.next_hook for hooks in filter(None, kinds) for number in hooks)
 
 
 def _names_in(module: torch.nn.Module) -> frozenset[str]:
@@ -280,7 +278,7 @@ class TrainingForward:
 
     @property
     def is_replaced(self) -> bool:
-        """True if the model's `forward` is none that wraps the patched one (`functools.wraps`)."""
+        """True if the model's `forward` does not wrap the patched one (`functools.wraps`)."""
         current: Any = self._model.__dict__.get("forward")
         while current is not None:
             current = getattr(current, "__func__", current)

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat.torch import hooks_around_call, next_hook_id, own_parameters, tensors_in, without_modes
+from optimum_memopt.compat.torch import (
+    has_hook_since,
+    hooks_around_call,
+    next_hook_id,
+    own_parameters,
+    tensors_in,
+    without_modes,
+)
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
@@ -121,9 +128,8 @@ class TracedForward:
         leafs = [path for group in groups for path in group] if spec.only_layers else None
         self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
-        # What graphs of the last call have written to, and the arguments of the one that runs.
+        # Tensors that the graphs of the last call have written to, and their former values.
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._given: Any = ()
         # Of a call that is to run again.
         self._watch: dynamo.Watch | None = None
         self._said: set[str] = set()
@@ -266,14 +272,16 @@ class TracedForward:
         if is_first or has_regions:
             # A forward may write to a dict that it is given (sentence-transformers').
             given = call.args, call.inputs
-            called = (hook for of_module in self._hooks for of_kind in of_module for hook in of_kind.values())
+            kinds = filter(None, itertools.chain.from_iterable(self._hooks))
+            called = (hook for of_kind in kinds for hook in of_kind.values())
             before = ForwardState.of(self._model, with_buffers=is_first, arguments=given, functions=called)
         next_hook = next_hook_id()
         outputs = None
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
         noting = self._recorder(call) if player is None else player
-        run = self._running = ForwardRun(choices, call.inputs, call.reader, noting, self._watch or dynamo.Watch())
-        self._overwritten, self._given = run.overwritten, (call.args, call.inputs)
+        watch = self._watch or dynamo.Watch()
+        run = self._running = ForwardRun(choices, call.args, call.inputs, call.reader, noting, watch)
+        self._overwritten = run.overwritten
         self._watch = None
         try:
             with (
@@ -303,7 +311,7 @@ class TracedForward:
                     raise
                 raise own from None
         finally:
-            self._running, self._given = None, ()
+            self._running = None
         if before is not None and self._has_put_hooks(before, next_hook):
             self.restore_overwritten()
             before.restore()
@@ -350,7 +358,7 @@ class TracedForward:
         """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
         again from a state. A forward that always does so, as it is."""
         may_have = self._may_run_again(before) and next_hook != next_hook_id()
-        return may_have and any(number >= next_hook for _, hooks, *_ in self._hooks for number in hooks)
+        return may_have and has_hook_since((hooks for _, hooks, *_ in self._hooks), next_hook)
 
     def _may_run_again(self, before: ForwardState | None) -> bool:
         return before is not None and self._traced_again < _MOST_TRACES
@@ -582,7 +590,7 @@ class TracedForward:
     def _note_writes(self, graph: TracedGraph, args: Sequence[Any]) -> None:
         """Note what a graph will write to, less buffers, which are noted before a first forward."""
         if places := graph.written_arguments():
-            batch = set(map(dynamo.storage_id, tensors_in(self._given)))
+            batch = set(map(dynamo.storage_id, tensors_in((self._run.args, self._run.inputs))))
             for given, parameter in ((args[at], graph.parameters[at]) for at in places):
                 # What is written may be found by a size of it alone.
                 if isinstance(given, torch.Tensor) and (parameter or dynamo.storage_id(given) in batch):

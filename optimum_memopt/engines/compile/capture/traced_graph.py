@@ -192,6 +192,7 @@ class ForwardRun:
     """A forward while it runs.
 
     Attributes:
+        args: its positional arguments.
         inputs: its keyword arguments.
         reader: see `ForwardArgs`.
         tape: notes the runs of graphs.
@@ -207,6 +208,7 @@ class ForwardRun:
     """
 
     choices: GraphChoices
+    args: Sequence[Any]
     inputs: Mapping[str, Any]
     reader: str
     tape: TapeRecorder | TapePlayer

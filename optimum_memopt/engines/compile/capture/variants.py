@@ -198,7 +198,7 @@ class Variants:
 
 
 def _may_be_draft(graph: AnalyzedGraph, modules: Modules, held: int, limit: int) -> bool:
-    """True where a forward, and those of the layers like it, may run operator by operator within a limit.
+    """Returns True if a graph's forward fits within a limit operator by operator, in all layers that share the graph.
 
     Args:
         held: bytes of the process before it.

@@ -230,7 +230,7 @@ class _Sizes:
     """Distinct byte expressions, numbered.
 
     Args:
-        inputs: of the forward, whose sizes are those of a batch.
+        inputs: the forward's placeholders; symbols in their shapes are sizes of the batch.
     """
 
     def __init__(self, inputs: Iterable[fx.Node] = ()) -> None:

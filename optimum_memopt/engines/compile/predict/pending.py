@@ -113,7 +113,7 @@ class Pending:
             return False
         elements = [*(noted.elements for noted in self), elements_of(inputs)]
         largest, before = max(elements), self.most
-        # The largest forward is taken to be the one that runs, so that its own share is left out.
+        # Without the share of the largest forward, which is assumed to be the running one.
         earlier, between = (_rounded(max(0.0, sum(held) / largest - 1)) for held in (elements, elements[:-1]))
         self.most = OtherForwards(max(before.earlier, earlier), max(before.between, between))
         return self.most != before

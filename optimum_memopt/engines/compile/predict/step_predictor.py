@@ -255,7 +255,7 @@ class StepMemoryPredictor:
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            # Autograd adds its gradients into those of later forwards.
+            # Autograd accumulates its gradients into those of later forwards.
             activations=self.activations(wanted, weights * is_followed, accumulates or releases or is_followed),
             batch=round(self._batch * growth),
             constant=self._constant + self.tape.held_outputs.more,

@@ -149,7 +149,7 @@ class AttentionMasks:
         self.kept = self.kept.with_those_of(masks)
 
     def expect(self, largest: LargestBatch) -> None:
-        """Make those that the run's largest batch needs for all batches to come."""
+        """Make the masks of the run's largest batch for all later batches."""
         self.keep(self.needed(largest.has_padding, largest.length))
 
     def needed(self, has_padding: bool, length: float) -> KeptMasks:
