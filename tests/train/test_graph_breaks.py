@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,8 +201,8 @@ class Watched(InPieces):
 
     def __init__(self) -> None:
         super().__init__(1)
-        # Beside the module, whose own lists are after a try what they were before.
-        self.looked = SimpleNamespace(seen=[], alive=[])
+        # No lists of Python, which are after a try what they were before.
+        self.looked = SimpleNamespace(seen=UserList(), alive=UserList())
 
     @torch._dynamo.disable
     def look_at(self, x: torch.Tensor) -> None:
