@@ -166,7 +166,7 @@ def compared(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    fork_ranks(2)
+    fork_ranks(2, timeout=600)
     torch.distributed.init_process_group("gloo")
     for case in sys.argv[1:]:
         line = json.dumps({"case": case, **compared(case)})

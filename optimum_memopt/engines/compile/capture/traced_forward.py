@@ -249,55 +249,23 @@ class TracedForward:
 
     def _call(self, call: ForwardArgs, choices: GraphChoices, records: bool) -> TracedCall | None:
         """Run a call; None where it has put hooks on the model's modules, and has to run again."""
-        if is_replaced := self._regions.are_replaced:
-            self.say(f"the forwards of layers of {self._name} have been replaced: compiling again")
-        if self._state.begin() or is_replaced:
-            self._forget_compiled()
-            if self._regions.all:
-                self._regions = self._new_regions(regions_of(self._model, self.spec.unit), opened_modules(self._model))
-        has_regions = self._regions.are_closed
-        if self._regions.all and not has_regions:
-            self._say_whole("modules in them, or all modules, have hooks")
-        drops_logits = self.spec.loss.drops_logits(call.reader)
-        # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
-        trains = _trains(self._in_layers) if has_regions else ()
-        reads_outputs, hooks = not call.loss_only and self.variants.read_outputs, dynamo.global_hooks()
-        kind = CallKind(call.loss_only, drops_logits, self.masks.kept, hooks, has_regions, reads_outputs, trains)
+        self._renew_regions()
+        kind = self._kind_of(call)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
         like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
         player = None if is_first or records else choices.tapes.player(like)
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
-        before = None
-        if is_first or has_regions:
-            # A forward may write to a dict that it is given (sentence-transformers').
-            given = call.args, call.inputs
-            kinds = filter(None, itertools.chain.from_iterable(self._hooks))
-            called = (hook for of_kind in kinds for hook in of_kind.values())
-            before = ForwardState.of(self._model, with_buffers=is_first, arguments=given, functions=called)
+        before = self._forward_state(call) if is_first or kind.has_regions else None
         next_hook = next_hook_id()
         outputs = None
-        masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
         noting = self._recorder(call) if player is None else player
         watch = self._watch or dynamo.Watch()
         run = self._running = ForwardRun(choices, call.args, call.inputs, call.reader, noting, watch)
         self._overwritten = run.overwritten
         self._watch = None
         try:
-            with (
-                dynamo.configured(has_regions, self._in_python, self._codes),
-                process.fewer_collections() if is_first else contextlib.nullcontext(),
-                self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=self._may_run_again(before)),
-                self._announced(is_first, choices.purpose) as run.progress,
-                self._regions.in_place(kind) if has_regions else contextlib.nullcontext(),
-            ):
-                self._trace_fixes.run_ahead(functools.partial(self.plainly, call))
-                outputs = self._compiled[kind](*call.args, **call.inputs)
-                if has_regions:
-                    outputs = self._regions.finish(outputs)
-                run.tape.end(dynamo.tree_leaves(outputs))
-                if any(graph.choice.draft_limit is not None for graph in run.ran):
-                    run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
+            outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
                 self.restore_overwritten()
@@ -324,25 +292,81 @@ class TracedForward:
         if run.errors:
             self.say(errors_line(run.errors))
         self._state.end()
-        graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
-        choices.seen.update(graphs)
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if isinstance(run.tape, TapeRecorder) and self._may_play(run):
             choices.tapes.add(like, run.tape, tape)
-        tape = tape.under(self._sharding_of(call, tape))
-        breaks = tuple(run.watch.graph_breaks()) if is_first or graphs else ()
-        recompiles = (
-            () if is_first else tuple(each.with_sizes(self._constant_sizes) for each in run.watch.recompiles())
-        )
-        analyzed = tuple(run.ran.values())
+        graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
+        choices.seen.update(graphs)
+        return self._traced_call(run, outputs, graphs, tape.under(self._sharding_of(call, tape)), before)
+
+    def _renew_regions(self) -> None:
+        """Have layers compiled again that have changed since the last call, and the forward as a whole where hooks
+        allow no layers by now."""
+        if is_replaced := self._regions.are_replaced:
+            self.say(f"the forwards of layers of {self._name} have been replaced: compiling again")
+        if self._state.begin() or is_replaced:
+            self._forget_compiled()
+            if self._regions.all:
+                self._regions = self._new_regions(regions_of(self._model, self.spec.unit), opened_modules(self._model))
+        if self._regions.all and not self._regions.are_closed:
+            self._say_whole("modules in them, or all modules, have hooks")
+
+    def _kind_of(self, call: ForwardArgs) -> CallKind:
+        """Returns what the call is compiled by, beside what torch guards on."""
+        has_regions = self._regions.are_closed
+        # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
+        trains = _trains(self._in_layers) if has_regions else ()
+        reads_outputs = not call.loss_only and self.variants.read_outputs
+        drops_logits, hooks = self.spec.loss.drops_logits(call.reader), dynamo.global_hooks()
+        return CallKind(call.loss_only, drops_logits, self.masks.kept, hooks, has_regions, reads_outputs, trains)
+
+    def _forward_state(self, call: ForwardArgs) -> ForwardState:
+        """Returns the state that a call is to run again from; its buffers, if it is the first of its kind."""
+        # A forward may write to a dict that it is given (sentence-transformers').
+        given = call.args, call.inputs
+        kinds = filter(None, itertools.chain.from_iterable(self._hooks))
+        called = (hook for of_kind in kinds for hook in of_kind.values())
+        return ForwardState.of(self._model, with_buffers=self.is_first, arguments=given, functions=called)
+
+    def _run_compiled(self, kind: CallKind, call: ForwardArgs, run: ForwardRun, stops_at_hooks: bool) -> Any:
+        """Returns the outputs of what was compiled for the kind."""
+        masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
+        with (
+            dynamo.configured(kind.has_regions, self._in_python, self._codes),
+            process.fewer_collections() if self.is_first else contextlib.nullcontext(),
+            self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=stops_at_hooks),
+            self._announced(self.is_first, run.choices.purpose) as run.progress,
+            self._regions.in_place(kind) if kind.has_regions else contextlib.nullcontext(),
+        ):
+            self._trace_fixes.run_ahead(functools.partial(self.plainly, call))
+            outputs = self._compiled[kind](*call.args, **call.inputs)
+            if kind.has_regions:
+                outputs = self._regions.finish(outputs)
+            run.tape.end(dynamo.tree_leaves(outputs))
+            if any(graph.choice.draft_limit is not None for graph in run.ran):
+                run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
+            return outputs
+
+    def _traced_call(
+        self,
+        run: ForwardRun,
+        outputs: Any,
+        graphs: tuple[PartitionedGraph, ...],
+        tape: Tape,
+        before: ForwardState | None,
+    ) -> TracedCall:
+        breaks = tuple(run.watch.graph_breaks()) if self.is_first or graphs else ()
+        recompiles = run.watch.recompiles() if not self.is_first else ()
         if before is not None and run.buffers is not None:
             # What the traced code does beside its results comes after its graphs; hooks are called between them.
             functions = (*run.buffers.functions, *before.functions)
-            generators, arguments = before.generators, before.arguments
-            before = replace(run.buffers, generators=generators, arguments=arguments, functions=functions)
+            before = replace(
+                run.buffers, generators=before.generators, arguments=before.arguments, functions=functions
+            )
         elif run.has_written:
             before = None
-        return TracedCall(outputs, graphs, tuple(run.ran), analyzed, tape, breaks, recompiles, before)
+        with_sizes = tuple(each.with_sizes(self._constant_sizes) for each in recompiles)
+        return TracedCall(outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape, breaks, with_sizes, before)
 
     def _recorder(self, call: ForwardArgs) -> TapeRecorder:
         return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, self.shared.gathered())))
