@@ -83,12 +83,12 @@ class Causal(torch.nn.Module):
         self.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
         self.weighted = weighted
 
-    def forward(self, input_ids, labels=None):
+    def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(torch.tanh(self.layer(self.embedding(input_ids))))
         if self.weighted:
             loss = functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), torch.ones(VOCABULARY))
         else:
-            loss = None if labels is None else ForCausalLMLoss(logits, labels, VOCABULARY)
+            loss = None if labels is None else ForCausalLMLoss(logits, labels, VOCABULARY, **kwargs)
         return CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -138,6 +138,22 @@ def test_backward_twice_and_a_gradient_that_is_not_one(model):
         gradients.append([parameter.grad for parameter in trained.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    engine.detach()
+
+
+@in_turn
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_step_without_a_label(model, compiler):
+    """transformers divide the sum by the number of labels, so that a gradient of infinity comes back."""
+    plain = copy.deepcopy(model)
+    engine = attached(model, level=1, compiler=compiler)
+    batch = batch_of()
+    for labels in (batch["labels"], torch.full_like(batch["labels"], -100)):
+        for trained in (model, plain):
+            trained.zero_grad()
+            trained(**{**batch, "labels": labels}, num_items_in_batch=(labels != -100).sum()).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad) and not theirs.grad.any()
     engine.detach()
 
 

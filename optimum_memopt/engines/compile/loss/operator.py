@@ -350,16 +350,21 @@ def _(hidden: Tensor, *arguments: Any) -> Outputs:
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output)
     ctx.needs = inputs[-1]
     ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in inputs[:_DIFFERENTIABLE]]
     ctx.undifferentiated = len(inputs) - _DIFFERENTIABLE
 
 
 def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+    loss, *gradients = ctx.saved_tensors
+    if gradient is not None:
+        # A sum without a label, divided by the number of labels, comes back as infinity. PyTorch leaves the zeros of
+        # rows that do not count alone.
+        gradient = torch.where(loss.abs() > 0, gradient, gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
     scaled = [
         (saved * gradient).to(dtype) if is_needed and gradient is not None else None
-        for saved, dtype, is_needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
+        for saved, dtype, is_needed in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
     ]
     return (*scaled, *[None] * ctx.undifferentiated)
 
