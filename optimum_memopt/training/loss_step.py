@@ -2,6 +2,7 @@
 computed again on tensors without data for what it takes beside the model's forward."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -39,8 +40,8 @@ class NotedLoss:
         def compute(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return compute_loss(model, inputs, *args, **kwargs)
-            # It may take some of them out.
-            self._given = dict(inputs) if isinstance(inputs, dict) else inputs, args, kwargs
+            # It may take some of them out, also of a tokenizer's `BatchEncoding`, which is no dict.
+            self._given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs, args, kwargs
             if (trainer := self._trainer()) is not None and _name(trainer):
                 self._forwards.note(model)
             try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import TrainerCallback, set_seed
+from transformers import BatchEncoding, TrainerCallback, default_data_collator, set_seed
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
 from optimum_memopt.engines.compile.torch_compat import kernels
@@ -148,6 +148,18 @@ class TakesOut(Wide):
         return functional.cross_entropy(self.scores(outputs).float(), labels, label_smoothing=0.1)
 
 
+class TakesOutOfEncoding(TakesOut):
+    """Its batches are a tokenizer's, which are no dicts."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.data_collator = lambda rows: BatchEncoding(default_data_collator(rows))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert inputs.input_ids.shape == inputs.attention_mask.shape
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 def trainer_of(kind: type[Wide], folder: Path, **changes: Any) -> Wide:
     args = arguments(MemOptTrainingArguments, folder, **{**OPTIONS, "max_steps": 3, "memory_opt_level": 1, **changes})
     return kind(model=SMALL.build("eager"), args=args, train_dataset=equal_rows())
@@ -174,6 +186,7 @@ def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterat
         (TeacherLast, {"memory_opt_level": 0}),
         pytest.param(TwoForwards, {}, marks=pytest.mark.nightly),
         pytest.param(TakesOut, {}, marks=pytest.mark.nightly),
+        (TakesOutOfEncoding, {}),
         pytest.param(TeacherFirst, {"memory_opt_unit": "model"}, marks=pytest.mark.nightly),
         pytest.param(TeacherLast, {"memory_opt_compiler": "inductor"}, marks=pytest.mark.nightly),
         pytest.param(TeacherFirst, {"bf16": True}, marks=pytest.mark.nightly),

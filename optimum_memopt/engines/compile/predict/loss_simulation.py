@@ -1,10 +1,11 @@
 """A step's loss on tensors without data, with the model's forward as one operator, whose memory its graphs count."""
 
 import contextlib
+import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -139,7 +140,9 @@ class LossSimulation:
 
         if not isinstance(inputs, Mapping):
             return dynamo.tree_map(functools.partial(resized, ""), inputs)
-        return {name: dynamo.tree_map(functools.partial(resized, str(name)), value) for name, value in inputs.items()}
+        own = copy.copy(inputs) if isinstance(inputs, MutableMapping) else dict(inputs)
+        own.update({name: dynamo.tree_map(functools.partial(resized, str(name)), each) for name, each in own.items()})
+        return own
 
 
 @contextlib.contextmanager
