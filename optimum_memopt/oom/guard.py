@@ -1,6 +1,5 @@
 """Guards a Trainer's steps: one that runs out of memory is explained, or runs again, on all ranks alike."""
 
-import copy
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, For
 from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
 from optimum_memopt.logs import log_from_any_rank, rank
-from optimum_memopt.oom.replan import Replanner, StepState
+from optimum_memopt.oom.replan import Replanner, StepState, kept_inputs
 from optimum_memopt.oom.report import (
     MemoryReport,
     StepStart,
@@ -110,11 +109,11 @@ class MemoryReportCallback(HookingCallback):
                 if self._first_outside is None:
                     self._first_outside = held_at_start(trainer, self._start, None)[OTHER]
                 before = None if self.replanner is None else StepState.of(trainer, on_host=False)
+                put_back = kept_inputs(inputs)
                 try:
-                    # A copy for a step that may run again: label smoothing takes the labels out.
-                    given = inputs if before is None else copy.copy(inputs)
-                    return training_step(model, given, *args, **kwargs)
+                    return training_step(model, inputs, *args, **kwargs)
                 except Exception as error:
+                    put_back()
                     if self._runs_again(error, before, trainer, inputs):
                         first = first or error
                     elif first is None:

@@ -1,7 +1,6 @@
 """Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +170,19 @@ def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
 _MOST_BUFFERS = 64 * 2**20
 
 
+def kept_inputs(inputs: Any) -> Callable[[], None]:
+    """Returns a function that restores what a batch holds now. A step may take the labels out of it."""
+    if not isinstance(inputs, MutableMapping):
+        return lambda: None
+    held = dict(inputs)
+
+    def restore() -> None:
+        inputs.clear()
+        inputs.update(held)
+
+    return restore
+
+
 def falling_back(
     trainer: Trainer, engine: Engine, training_step: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
@@ -184,11 +196,11 @@ def falling_back(
         is_first = engine.plans() is None and trainer.args.world_size == 1
         if not is_first or sum(buffer.nbytes for buffer in model_of(trainer).buffers()) > _MOST_BUFFERS:
             return training_step(model, inputs, *args, **kwargs)
-        before = StepState.of(trainer, on_host=True)
+        before, put_back = StepState.of(trainer, on_host=True), kept_inputs(inputs)
         try:
-            # A copy, since label smoothing takes the labels out.
-            return training_step(model, copy.copy(inputs), *args, **kwargs)
+            return training_step(model, inputs, *args, **kwargs)
         except Exception as error:
+            put_back()
             plain = engine.without_plan(error)
             if plain is None or before.restore():
                 raise

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
-from optimum_memopt import MemOptError, MemOptTrainingArguments
+from optimum_memopt import MemOptError, MemOptTrainingArguments, attach
 from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.memory import footprint
 from tests.limited_memory import RunsOut
@@ -264,6 +265,29 @@ def test_another_error_is_left_alone(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     assert caught.value is error
+
+
+class Shortens(Trainer):
+    """Its steps replace the rows of their batch, as those of distillation do, which the Trainer then counts."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        length = 3 + self.state.global_step
+        inputs.update({name: inputs[name][:, :length] for name in ("input_ids", "attention_mask")})
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@in_turn
+@pytest.mark.parametrize("on_oom", ["explain", "replan"])
+def test_a_batch_that_a_step_changes_stays_changed(tmp_path, on_oom):
+    logs = []
+    for attaches in (False, True):
+        trainer = make(tmp_path, "small", plain=True, trainer=Shortens, max_steps=3)
+        if attaches:
+            options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+            attach(trainer, memory_opt_level=1, memory_opt_on_oom=on_oom, **options)
+        trainer.train()
+        logs.append(trainer.state.log_history[-1]["total_flos"])
+    assert logs[0] == logs[1]
 
 
 class Strict(Small):
