@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,32 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def current_autocast(device_type: str) -> torch.dtype | None:
     """Returns the dtype that autocast casts to now; None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextmanager
+def modes_restored_on_error(device_type: str) -> Iterator[None]:
+    """Restores grad mode and autocast if the code within raises. The pieces of a compiled forward set both, and leave
+    those of the piece that stopped (`grad_enabled_mutation` in `torch/_functorch/_aot_autograd`, 2.13)."""
+    has_gradients, is_on = torch.is_grad_enabled(), torch.is_autocast_enabled(device_type)
+    dtype, depth = torch.get_autocast_dtype(device_type), _autocast_depth()
+    try:
+        yield
+    except BaseException:
+        torch.set_grad_enabled(has_gradients)
+        torch.set_autocast_enabled(device_type, is_on)
+        torch.set_autocast_dtype(device_type, dtype)
+        for _ in range(_autocast_depth(), depth):
+            torch.autocast_increment_nesting()
+        for _ in range(depth, _autocast_depth()):
+            torch.autocast_decrement_nesting()
+        raise
+
+
+def _autocast_depth() -> int:
+    """Returns how many contexts of autocast the code runs in."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from torch import fx
 from optimum_memopt.compat.torch import (
     has_hook_since,
     hooks_around_call,
+    modes_restored_on_error,
     next_hook_id,
     own_parameters,
     tensors_in,
@@ -265,7 +266,8 @@ class TracedForward:
         self._overwritten = run.overwritten
         self._watch = None
         try:
-            outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
+            with modes_restored_on_error(self._device.type):
+                outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
         except BaseException as error:
             if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
                 self.restore_overwritten()
@@ -588,7 +590,7 @@ class TracedForward:
         if variant.probe is not None and not run.choices.has_run:
             run.errors.extend(variant.probe.errors(args, layer))
         probe = None if run.choices.has_run else variant.gradient_probe
-        generators = None if probe is None else GeneratorStates.of(next(self._model.parameters()).device)
+        generators = None if probe is None else GeneratorStates.of(self._device)
         if not run.choices.has_run:
             self._note_writes(graph, args)
         state = self._state_before(graph, variant, args, key)
@@ -633,6 +635,10 @@ class TracedForward:
         model = self._model
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         return next((name for name, each in named if each is tensor), "")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
     @property
     def _run(self) -> ForwardRun:

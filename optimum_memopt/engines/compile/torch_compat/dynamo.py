@@ -193,6 +193,8 @@ def configured(
       configs in Liger Kernel's forwards. What is traced does not give it.
     - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
       key would be asked for before there is a choice, see `backend`.
+    - `backward_pass_autocast`: torch would trace the backward under the autocast of the forward, so that what a model
+      computes in float32 within `autocast(enabled=False)` would get gradients of lower precision.
 
     Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
@@ -211,7 +213,7 @@ def configured(
             **cache,
         ),
         symbolic_config.patch(use_duck_shape=False),
-        functorch_config.patch(enable_autograd_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"),
         numbers_first(),
         # torch would trace the methods of such an object, and draw the numbers of the first call in all others.
         mock.patch.object(RandomVariable, "is_supported_random_obj", staticmethod(lambda generator: False)),
