@@ -125,7 +125,7 @@ class LengthBuckets:
             # The process has grown since its length was chosen.
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             get_logger().info(f"dropping this length bucket: {error}")
-            return self(call)
+            return self(call, may_run_again)
         if outputs is RUN_AGAIN:
             self._take_plan_for_runs(forward)
             return self(call, may_run_again=False)
