@@ -1,7 +1,7 @@
 """Fit a training step into memory: recompute or offload saved activations by name or by layer, predict the peak.
 
-The public names. Each is imported when it is first used, so that importing the package is instant and brings neither
-onnxruntime nor deepspeed.
+Defines the public names. Each is imported on first use, so that importing the package is instant and does not import
+onnxruntime or deepspeed.
 """
 
 import importlib
@@ -58,7 +58,7 @@ __all__ = [
     "simulate",
 ]
 
-# The imports above, for a running interpreter; tests/train/test_public_names.py compares the two.
+# The imports above, for use at run time; tests/train/test_public_names.py compares the two.
 _MODULES = {
     name: module
     for module, *names in (

@@ -1,4 +1,4 @@
-"""The files of this package's caches, which anybody may damage, and several processes read and write."""
+"""Reads and writes this package's cache files, which may be corrupt and are shared by several processes."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def entry_bytes(path: Path, largest: int) -> bytes | None:
-    """Returns the content of an entry; None where there is none that can be read.
+    """Returns the content of an entry; None if it does not exist or cannot be read.
 
     Args:
-        largest: bytes; an entry with more is none.
+        largest: size limit in bytes; a larger entry is ignored.
     """
-    # Without waiting, since a FIFO may have no writer. ValueError: a path with a NUL.
+    # Non-blocking, since a FIFO may have no writer. ValueError: a path with a NUL.
     with (
         contextlib.suppress(OSError, ValueError),
         open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file,
@@ -25,9 +25,9 @@ def entry_bytes(path: Path, largest: int) -> bytes | None:
 
 
 def write_entry(path: Path, content: bytes) -> None:
-    """Write an entry that others read while it is written. Raises OSError."""
+    """Write an entry atomically, since other processes may read it meanwhile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In a folder that goes whatever fails, as on a full disk.
+    # In a temporary folder, which is removed even if writing fails, as on a full disk.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         written = Path(folder) / path.name
         written.write_bytes(content)
@@ -35,6 +35,6 @@ def write_entry(path: Path, content: bytes) -> None:
 
 
 def written_whole(path: Path, text: str) -> None:
-    """Write an entry; a folder that cannot be written to has no cache."""
+    """Write an entry atomically; does nothing if the folder cannot be written to."""
     with contextlib.suppress(OSError):
         write_entry(path, text.encode())

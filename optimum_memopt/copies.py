@@ -1,6 +1,6 @@
-"""Plain copies and pickles of the objects that this package patches: models, Trainers, optimizers.
+"""Leaves this package's patches out of copies and pickles of models, Trainers and optimizers.
 
-`copy`, `pickle` and spawned processes look up an object's class in `copyreg`. A class stays registered, and objects
+`copy`, `pickle` and spawned processes look up an object's class in `copyreg`. A class stays registered; objects
 without patches are copied as before.
 """
 
@@ -15,12 +15,12 @@ State = dict[str, Any]
 
 
 class Patched(Protocol):
-    """A function in the place of an object's attribute, which `mark` makes known.
+    """A function that replaces an attribute of an object; `mark` registers it.
 
     Attributes:
-        name: of the attribute.
-        function: bound or not.
-        before: the instance's own attribute; None: it has none.
+        name: the attribute's name.
+        function: the replacement, bound or not.
+        before: the replaced instance attribute; None if the instance had none.
     """
 
     name: str
@@ -33,7 +33,7 @@ def mark(patched: Patched) -> None:
 
 
 def patched_of(value: Any) -> Patched | None:
-    """The patch that an attribute is; None for any other, and for a function that wraps a patch."""
+    """Returns the patch behind an attribute's value; None if it is no patch, or only a function that wraps one."""
     if not isinstance(value, types.FunctionType | types.MethodType):
         return None
     patched: Patched | None = getattr(value, "memopt_patched", None)
@@ -42,15 +42,15 @@ def patched_of(value: Any) -> Patched | None:
 
 
 _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
-# Ids of torch's handles, which are those of no two hooks of a process.
+# Ids of torch's hook handles, unique within a process.
 _own_hooks: set[int] = set()
 
 
 def add_hook(module: torch.nn.Module, kind: str, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
-    """Register a hook that copies of the module leave out; returns what removes it.
+    """Register a hook that copies of the module leave out; returns a function that removes it.
 
     Args:
-        kind: of the module's methods `register_…_hook`: `forward`, `forward_pre`, `full_backward`.
+        kind: names the method `register_…_hook` of the module: `forward`, `forward_pre`, `full_backward`.
     """
     handle = getattr(module, f"register_{kind}_hook")(hook, **options)
     _own_hooks.add(handle.id)
@@ -64,10 +64,10 @@ def add_hook(module: torch.nn.Module, kind: str, hook: Callable[..., Any], **opt
 
 
 def leave_out_of_copies(owner: Any, further: Callable[[State], State] = dict) -> None:
-    """Have copies of objects of this object's class leave out what is patched, and hooks of `add_hook`.
+    """Leave patches and hooks of `add_hook` out of copies of all objects of this object's class.
 
     Args:
-        further: what else is left out of an object's attributes; the same for all objects of a class.
+        further: takes an object's attributes and leaves out more of them; the same for all objects of a class.
     """
     kind = type(owner)
     known = copyreg.dispatch_table.get(kind)
@@ -76,14 +76,14 @@ def leave_out_of_copies(owner: Any, further: Callable[[State], State] = dict) ->
 
 
 class _Reduction:
-    """An object's class, and its attributes without patches, in the form of `__reduce_ex__`."""
+    """Reduces an object as `__reduce_ex__` does, without the patches among its attributes."""
 
     def __init__(self, known: Callable[[Any], Any] | None, further: Callable[[State], State]) -> None:
         self._known, self._further = known, further
 
     def __call__(self, value: Any) -> Any:
         reduced = value.__reduce_ex__(4) if self._known is None else self._known(value)
-        # Others, as torch.fx's GraphModule, rebuild themselves.
+        # Other objects, such as torch.fx's GraphModule, rebuild themselves.
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced
         return *reduced[:2], self._further(_without_patches(reduced[2])), *reduced[3:]

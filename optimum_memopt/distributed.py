@@ -1,11 +1,11 @@
-"""Checks of a run of several processes: one world, the same options and software on all ranks.
+"""Checks a distributed run: one world, and the same options and software on all ranks.
 
-Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another version of an engine,
-or with another variable in its environment, would go unnoticed; where ranks gather parameters together, other options
-are other collectives, which hang. Nor does anybody notice a launch of several processes in which each would train
-alone: without a GPU this happens silently in every launcher (accelerate 1.15, transformers 5.23), since a script that
-is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu --num_processes 2` starts one
-process. The same examples are then trained once or twice, at a fraction of the batch that was meant.
+Ranks that differ do train: DDP and ZeRO average whatever gradients they get. So a node with another version of an
+engine, or another environment variable, would go unnoticed. With sharded parameters, different options issue different
+collectives, which hang. A launch of several processes that each train alone goes unnoticed, too: without a GPU this
+happens silently in every launcher (accelerate 1.15, transformers 5.23), since a script without `--use_cpu true` joins
+no process group, and `accelerate launch --cpu --num_processes 2` starts one process. The same examples are then
+trained once or twice, at a fraction of the intended batch size.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, launcher_number
 from optimum_memopt.options import MemOptOptions
 
-# What may differ from rank to rank: where things lie, and what is shown.
+# Options that may differ between ranks: paths of outputs, and logging.
 _OWN_OPTIONS = {
     "memory_opt_log_level",
     "memory_opt_log_steps",
@@ -43,10 +43,10 @@ _ABSENT = "nothing"
 
 
 def facts(engine: str, options: MemOptOptions) -> dict[str, str]:
-    """Facts that must be the same on all ranks, by name: what was asked for, and the software.
+    """Returns the facts that must be the same on all ranks, by name: engine, options and software versions.
 
-    Nothing of the plan table is among them. Its rows come from the first batch, which is another one on each rank:
-    with padding or without, longer or shorter than a window of local attention. A plan changes no gradient.
+    The plan table is not among them. Its rows come from the first batch, which differs between ranks: with or without
+    padding, longer or shorter than a window of local attention. A plan changes no gradient.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
     result = {
@@ -56,7 +56,7 @@ def facts(engine: str, options: MemOptOptions) -> dict[str, str]:
             for each in fields(MemOptOptions)
             if each.name not in own
         },
-        # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
+        # The content, not the path: files of one name may differ on two nodes, and files of two names may be equal.
         "--memory_opt_config": str(options.plan_config),
         "--memory_opt_plan": options.plan_file.digest if options.plan_file is not None else "None",
     }
@@ -67,34 +67,34 @@ def facts(engine: str, options: MemOptOptions) -> dict[str, str]:
 
 
 def failure(error: BaseException, when: str) -> dict[str, str]:
-    """The facts of a rank that has failed; `when` as in "rank 1 failed {when}"."""
+    """Returns the facts of a rank that has failed; `when` completes "rank 1 failed {when}"."""
     return {_FAILURE: f"{when}, so all ranks stop: {' '.join(f'{type(error).__name__}: {error}'.split())}"}
 
 
 @contextlib.contextmanager
 def stopping_all(when: str) -> Iterator[None]:
-    """Report an error in the block to the other ranks, which wait in `check_ranks_agree`; `when` as in `failure`."""
+    """Report an error of the block to the other ranks, which wait in `check_ranks_agree`; `when` as in `failure`."""
     try:
         yield
     except Exception as error:
-        # This rank ends in its own error in any case.
+        # This rank raises its own error in any case.
         with contextlib.suppress(Exception):
             check_ranks_agree(failure(error, when))
         raise
 
 
 def check_ranks_agree(own: Mapping[str, str]) -> None:
-    """Compare this rank's facts, or its failure, with those of all others; every rank must call this.
+    """Compare this rank's facts, or its failure, with those of all other ranks; every rank must call this.
 
     Raises:
-        MemOptError: on all ranks, where one differs or has failed; it is named with what differs.
+        MemOptError: on all ranks, if one differs or has failed; names the rank and the differences.
     """
     if difference := describe_difference(of_all_ranks(dict(own))):
         raise MemOptError(difference)
 
 
 def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
-    """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree."""
+    """Returns a line about the first rank that failed, else the first unlike rank 0; empty if all agree."""
     for rank, other in enumerate(ranks):
         if _FAILURE in other:
             return f"rank {rank} failed {other[_FAILURE]}"
@@ -112,18 +112,18 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def gathers_parameters(model: torch.nn.Module) -> bool:
-    """True for a model whose parameters ranks gather together: under FSDP2 and ZeRO 3."""
+    """True if ranks gather the model's parameters together: under FSDP2 and ZeRO 3."""
     from torch.distributed.fsdp import FSDPModule
 
     return is_sharded_by_deepspeed(model) or any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def failing_together(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_loss` that ends all ranks where the first training forward of a run fails on one.
+    """Returns a `compute_loss` that stops all ranks if the first training forward of a run fails on one.
 
-    Then there is no gradient yet: DDP averages during the backward, and under DeepSpeed even the optimizer steps there
-    (accelerate, `DeepSpeedEngineWrapper.backward`). Where ranks gather parameters in the forward, a rank that fails
-    ends by itself: the others wait in a gather, which another collective would be mistaken for.
+    At that point no gradient has been reduced: DDP averages during the backward, and under DeepSpeed even the
+    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`). If ranks gather parameters in the forward, a
+    failing rank stops alone: the others wait in a gather, which would be matched with this check's collective.
     """
     checked: TrainerState | None = None
 
@@ -145,7 +145,7 @@ def failing_together(trainer: Trainer, compute_loss: Callable[..., Any]) -> Call
 
 
 def warn_unsharded(trainer: Trainer) -> None:
-    """Say where FSDP is asked for and each process trains the whole model, as accelerate has it on a CPU (1.15,
+    """Warn if FSDP is requested but each process trains the whole model, as accelerate does on a CPU (1.15,
     `state.py`)."""
     if fsdp_version(trainer.args) is not None and trainer.accelerator.distributed_type != "FSDP":
         get_logger().warning(
@@ -155,15 +155,15 @@ def warn_unsharded(trainer: Trainer) -> None:
 
 
 # Set by accelerate's launcher of one process and by none of its others (accelerate/utils/launch.py,
-# prepare_simple_launcher_cmd_env), so nobody else's parent process is ever looked at.
+# prepare_simple_launcher_cmd_env), so the parent process is only inspected if it is that launcher.
 _SET_BY_SIMPLE_LAUNCHER = "ACCELERATE_USE_CPU"
 
 
 def check_world(world_size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise a MemOptError where a run was launched as several processes and is a world of one.
+    """Raise a MemOptError if a run was launched as several processes but its world size is 1.
 
     Args:
-        world_size: of the training arguments, after they have set up their device.
+        world_size: world size of the training arguments, after they have set up their device.
     """
     if world_size > 1:
         return
@@ -187,15 +187,15 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def accelerate_launch(command: Sequence[str]) -> tuple[int, str] | None:
-    """Number of processes and script in the command line of an `accelerate launch`, read as accelerate reads it: its
-    flags, then its config file. None for any other command, and for one that cannot be read or names no number."""
+    """Returns the number of processes and the script of an `accelerate launch` command line, read as accelerate reads
+    it: flags, then config file. None for any other command, and for one that cannot be parsed or names no number."""
     words = _launch_arguments(command)
     if words is None:
         return None
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    # What cannot be parsed is let through: accelerate has parsed it already, so it must be another version.
+    # Ignore a command that cannot be parsed: accelerate has parsed it already, so it must be another version.
     try:
         args = launch_command_parser().parse_args(words)
         number = args.num_processes
@@ -208,7 +208,7 @@ def accelerate_launch(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _launch_arguments(command: Sequence[str]) -> list[str] | None:
-    """The words behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    """Returns the words after `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
     for place, word in enumerate(command):
         name, behind = PurePath(word).name, list(command[place + 1 :])
         if name in ("accelerate-launch", "accelerate.commands.launch"):

@@ -1,4 +1,4 @@
-"""The errors that this package raises for its users, and how a script ends in one."""
+"""The errors that this package raises for its users, helpers for error messages, and a script's exit on an error."""
 
 import contextlib
 import re
@@ -9,11 +9,11 @@ from typing import TypeVar
 
 
 class MemOptError(ValueError):
-    """Bad input or an unsupported combination; the message is one line: what, where, what is allowed."""
+    """Bad input or an unsupported combination; the message is one line: what is wrong, where, what is allowed."""
 
 
 class UnsupportedModelError(MemOptError):
-    """The engine cannot train this model on this machine; a suggestion what to do about it ends the message."""
+    """The engine cannot train this model on this machine; the message ends with a suggestion."""
 
     def __init__(self, why: str, suggestion: str = "") -> None:
         super().__init__(f"{why}; {suggestion}" if suggestion else why)
@@ -24,7 +24,7 @@ class DoesNotFitError(MemOptError):
     """No plan brings a training step within its budget.
 
     Attributes:
-        lowest: bytes that the step takes at least.
+        lowest: the lowest possible peak of the step, in bytes.
     """
 
     def __init__(self, text: str, lowest: int) -> None:
@@ -36,17 +36,17 @@ _OF_DYNAMO = ("TorchRuntimeError", "Unsupported")
 
 
 def line_of(error: BaseException) -> str:
-    """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
+    """Returns an error's class and first line; for an error wrapped by torch's compiler, those of the inner error."""
     error = getattr(error, "inner_exception", None) or error
     if type(error).__name__ == "TorchRuntimeError":
-        # An operator's error while dynamo traces it, of which torch 2.13 has in its first line that there was one.
+        # An operator's error while dynamo traced it; in torch 2.13 the first line says only that an error occurred.
         error = next((each for each in with_causes(error) if type(each).__name__ not in _OF_DYNAMO), error)
     reason = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from or while handling, and so on."""
+    """Yields an error, then its cause or context, and so on."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -60,18 +60,18 @@ def clear_frames(error: BaseException) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear these frames, and drop the tracebacks, which also keep the frames that called them."""
+    """Clear the frames of an error and its causes, and drop the tracebacks, which also keep the callers' frames."""
     clear_frames(error)
     for each in with_causes(error):
         each.__traceback__ = None
-        # An error of torch's compiler keeps one of them, in a circle with itself (`ShortenTraceback` in
+        # An error of torch's compiler keeps a traceback in a reference cycle with itself (`ShortenTraceback` in
         # `torch/_dynamo/exc.py`, 2.9 to 2.15), and so the caller's variables until the garbage collector runs.
         if getattr(each, "first_useful_frame", None) is not None:
             vars(each)["first_useful_frame"] = None
 
 
 def add_context(error: BaseException, earlier: BaseException) -> None:
-    """Have an error that is raised after another one show it, as if it was raised while handling it."""
+    """Chain an error to an earlier one, as if it had been raised while handling that one."""
     chain = list(with_causes(error))
     if earlier not in chain:
         chain[-1].__context__ = earlier
@@ -82,10 +82,10 @@ _BEFORE = 30
 
 
 def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
-    """A user's input for an error message: printable and at most `longest` characters, `…` where it is cut.
+    """Returns a user's input for an error message: printable, at most `longest` characters, `…` where it is cut.
 
     Args:
-        value: a string as it is, anything else by its `repr`.
+        value: the input; a string is shown as it is, anything else by its `repr`.
         around: position in a long string that stays visible.
     """
     text = value if isinstance(value, str) else _repr(value)
@@ -99,32 +99,32 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
 
 
 def path_excerpt(path: object) -> str:
-    """`excerpt` with a higher limit, since paths are long."""
+    """Returns `excerpt` with a higher limit, since paths are long."""
     return excerpt(str(path), longest=4 * QUOTED)
 
 
 def abbreviate(texts: Sequence[str], most: int = 3, separator: str = ", ") -> str:
-    """The first texts, and how many more there are."""
+    """Returns the first `most` texts, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{separator.join(texts[:most])}{more}"
 
 
 @contextlib.contextmanager
 def writing(what: str, path: object) -> Iterator[None]:
-    """Write a file within this.
+    """Convert errors of writing a file in the block to MemOptError.
 
     Raises:
-        MemOptError: it cannot be written.
+        MemOptError: the file cannot be written.
     """
     try:
         yield
-    # ValueError: a path with a NUL; TypeError: no path.
+    # ValueError: a path with a NUL; TypeError: not a path.
     except (OSError, ValueError, TypeError) as error:
         raise MemOptError(f"{what} {path_excerpt(path)}: not written: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be read or written."""
+    """Returns the reason why a file cannot be read or written."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -132,11 +132,11 @@ def _repr(value: object) -> str:
     try:
         return repr(value)
     except Exception:
-        # Python does not print numbers of more than 4,300 digits, and an object's own `__repr__` may raise anything.
+        # Python does not print integers of more than 4,300 digits, and an object's `__repr__` may raise any error.
         return f"of type {type(value).__name__}"
 
 
-# torch's allocators (`c10/core/impl/alloc_cpu.cpp`, `c10/cuda/CUDACachingAllocator.cpp`, 2.13), and C++.
+# Messages of torch's allocators (`c10/core/impl/alloc_cpu.cpp`, `c10/cuda/CUDACachingAllocator.cpp`, 2.13) and of C++.
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "failed to allocate memory")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)"
@@ -145,21 +145,21 @@ _ALLOCATED = re.compile(rf"{_AMOUNT} is allocated by PyTorch")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an error of memory that ran out, on whichever device."""
+    """True for an out-of-memory error of any device."""
     if isinstance(error, MemoryError):
         return True
-    # torch.OutOfMemoryError is one; what a compiler or a launcher has wrapped is not.
+    # torch.OutOfMemoryError is a RuntimeError; errors wrapped by a compiler or launcher are not.
     return isinstance(error, RuntimeError) and says_out_of_memory(error)
 
 
 def says_out_of_memory(error: BaseException) -> bool:
-    """True for the words of an allocator."""
+    """True if the message contains an allocator's words for out of memory."""
     return any(words in str(error).lower() for words in _WORDS)
 
 
 def shortage(error: BaseException) -> tuple[int | None, int | None]:
-    """Bytes of the allocation that failed, and those that torch's allocator held; None where an error does not say.
-    CUDA's are rounded to hundredths of their unit."""
+    """Returns the bytes of the failed allocation and those held by torch's allocator; None if the error does not say.
+    CUDA's numbers are rounded to hundredths of their unit."""
 
     def amount(pattern: re.Pattern[str]) -> int | None:
         match = pattern.search(str(error))
@@ -172,10 +172,10 @@ Result = TypeVar("Result")
 
 
 def run(main: Callable[[], Result]) -> Result:
-    """Run a script's `main`: a `MemOptError` ends it in one line on stderr and exit code 2, without a traceback.
+    """Run a script's `main`: a `MemOptError` ends it with one line on stderr and exit code 2, without a traceback.
 
     Raises:
-        SystemExit: `main` ended in a `MemOptError`, which is its cause.
+        SystemExit: `main` raised a `MemOptError`, which is its cause.
     """
     try:
         return main()
@@ -186,10 +186,10 @@ def run(main: Callable[[], Result]) -> Result:
 
 
 def _close_progress_bars() -> None:
-    """A bar that is still open would be drawn once more at exit, over and after the error."""
+    """Close tqdm's open bars, which would be drawn once more at exit, over and after the error."""
     from tqdm.auto import tqdm
 
-    # tqdm's own list (4.64 to 4.67); there before the first bar is, except under other kinds of bars.
+    # tqdm's own list (4.64 to 4.67); it exists before the first bar, except with other kinds of bars.
     for bar in tuple(getattr(tqdm, "_instances", ())):
         bar.leave = False
         bar.close()

@@ -1,4 +1,4 @@
-"""The random generators that a forward may draw from."""
+"""Saves, compares and restores the random generators that a forward may draw from."""
 
 import contextlib
 import copy
@@ -20,8 +20,8 @@ class GeneratorStates:
     """The states of Python's, NumPy's and torch's default generators.
 
     Attributes:
-        cpu: bytes of the CPU's generator, which are no tensor's while a forward runs.
-        device: a GPU with a generator of its own.
+        cpu: state of the CPU's generator, as bytes so that torch modes of a running forward do not affect it.
+        device: the GPU whose generator is included; None: no GPU.
     """
 
     python: Any
@@ -32,7 +32,7 @@ class GeneratorStates:
 
     @classmethod
     def of(cls, device: torch.device | None = None) -> "GeneratorStates":
-        """The states now, with that of `device` where it is a GPU."""
+        """Returns the current states, including that of `device` if it is a GPU."""
         gpu = device if device is not None and device.type == "cuda" else None
         with without_modes():
             cpu = torch.get_rng_state().numpy().tobytes()
@@ -40,7 +40,7 @@ class GeneratorStates:
         return cls(random.getstate(), numpy.random.get_state(), cpu, gpu, cuda)
 
     def changed(self) -> list[str]:
-        """Names of the generators that have drawn since."""
+        """Returns the names of the generators that have drawn since."""
         now = GeneratorStates.of(self.device)
         is_numpy = all(numpy.array_equal(*pair) for pair in zip(now.numpy, self.numpy, strict=True))
         is_torch = now.cpu == self.cpu and (now.cuda is None or self.cuda is None or torch.equal(now.cuda, self.cuda))
@@ -58,7 +58,7 @@ class GeneratorStates:
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the CPU's generators as they are."""
+    """Restore the CPU's generators after the block."""
     before = GeneratorStates.of()
     try:
         yield
@@ -67,7 +67,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def state_of(generator: object) -> Any:
-    """The state of an own generator of Python, NumPy or torch; None for any other object."""
+    """Returns the state of a generator object of Python, NumPy or torch; None for any other object."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, numpy.random.Generator):
@@ -78,7 +78,7 @@ def state_of(generator: object) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Give an own generator a state that `state_of` returned."""
+    """Set a generator object to a state that `state_of` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, numpy.random.Generator):

@@ -1,4 +1,4 @@
-"""The package's log: one logger, rank 0 only, written without breaking progress bars; and lines of long tasks."""
+"""The package's logger, which logs on rank 0 without breaking progress bars, and progress lines of long tasks."""
 
 import contextlib
 import logging
@@ -23,16 +23,16 @@ LOG_LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "devinfo": loggi
 
 
 def rank() -> int:
-    """The global rank of this process: that of its process group, else the launcher's; 0 without several processes."""
+    """Returns the global rank: from the process group, else from the launcher; 0 for a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    # RANK alone may be a variable of the user's, such as the rank of an adapter.
+    # RANK alone may be the user's own variable, such as the rank of an adapter.
     announced, processes = launcher_number("RANK"), launcher_number("WORLD_SIZE")
     return announced if announced is not None and processes is not None and announced < processes else 0
 
 
 def launcher_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number that a launcher tells its processes in a variable; None: there is none."""
+    """Returns the number in a launcher's environment variable; None if it is unset or no number."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -48,12 +48,12 @@ class _BarSafeHandler(logging.Handler):
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """True for records of rank 0; those below `info` (devinfo, verbose), and of `log_from_any_rank`, of every rank."""
+    """True for records of rank 0; on every rank for records below `info` or of `log_from_any_rank`."""
     return rank() == 0 or record.levelno < logging.INFO or getattr(record, _ANY_RANK, False)
 
 
 def get_logger() -> logging.Logger:
-    """The package's logger with its own handler; it does not propagate, which would print lines twice."""
+    """Returns the package's logger with its own handler; it does not propagate, which would print lines twice."""
     logger = logging.getLogger(LOGGER_NAME)
     if not any(isinstance(handler, _BarSafeHandler) for handler in logger.handlers):
         handler = _BarSafeHandler()
@@ -70,17 +70,17 @@ def set_log_level(name: str) -> None:
 
 
 def log_from_any_rank(line: str) -> None:
-    """A warning that only this rank may have."""
+    """Log a warning from any rank, since only this one may have it."""
     get_logger().warning(line, extra={_ANY_RANK: True})
 
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[None]:
-    """No lines below a warning, while something is tried that is not the user's run."""
+    """Suppress this thread's log lines below a warning, while something is tried that is not the user's run."""
     logger, thread = get_logger(), threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
-        # Progress is told by a thread of its own.
+        # Progress lines come from another thread.
         return record.levelno >= logging.WARNING or record.thread != thread
 
     logger.addFilter(passes)
@@ -92,10 +92,10 @@ def only_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def best_effort(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Run reporting code that must not stop training: its errors, other than the user's own mistakes, become warnings.
+    """Run reporting code that must not stop training: its errors become warnings, except for MemOptError.
 
     Args:
-        what: subject of the warning, as `a memory snapshot`.
+        what: subject of the warning, such as `a memory snapshot`.
         otherwise: called after an error.
     """
     try:
@@ -114,9 +114,9 @@ class Progress:
     """A running task.
 
     Attributes:
-        stage: what it does now, as `partitioning`, for the next log line.
-        part: a task within it that has a progress of its own.
-        done: for the last log line, where it has done something else than was announced.
+        stage: the current stage, such as `partitioning`, for the next log line.
+        part: the progress of a nested task.
+        done: text of the last log line, if the task has done something other than announced.
     """
 
     def __init__(self, stage: str = "") -> None:
@@ -132,13 +132,13 @@ _current: ContextVar[Progress | None] = ContextVar("current", default=None)
 
 @contextlib.contextmanager
 def watched(doing: str, stage: str = "", every: float = _EVERY_SECONDS) -> Iterator[Progress]:
-    """Log a line every `every` seconds while a task runs; within another task it is a part of that one's lines.
+    """Log a line every `every` seconds while a task runs; a nested task is shown in the lines of the outer one.
 
     The lines come from a thread, since neither torch's compilers nor engines' exporters report progress.
 
     Args:
-        doing: `predicting a training step`.
-        stage: the first one; the task sets those that follow.
+        doing: name of the task, such as `predicting a training step`.
+        stage: the first stage; the task sets the later ones.
     """
     progress, whole = Progress(stage), _current.get()
     if whole is not None:
@@ -163,7 +163,7 @@ def watched(doing: str, stage: str = "", every: float = _EVERY_SECONDS) -> Itera
     finally:
         _current.reset(token)
         is_over.set()
-        # No line of the thread may follow the task's last one.
+        # No line of the thread may follow the task's last line.
         reporter.join()
 
 
@@ -171,14 +171,15 @@ def watched(doing: str, stage: str = "", every: float = _EVERY_SECONDS) -> Itera
 def announced(
     doing: str, done: str, note: str = "", stage: str = "", every: float = _EVERY_SECONDS
 ) -> Iterator[Progress]:
-    """Log one line when a task begins, one every `every` seconds while it runs, and one when it has ended.
+    """Log a line when a task begins, a line every `every` seconds while it runs, and a line when it has ended.
 
     A task that raises has no last line.
 
     Args:
-        doing: `compiling the training graph of GPT2LMHeadModel`; `done` is the same in the past tense.
-        note: appended to the first line: what the task consists of, how often it runs.
-        stage: the first one; the task sets those that follow.
+        doing: name of the task, such as `compiling the training graph of GPT2LMHeadModel`.
+        done: the same in the past tense.
+        note: appended to the first line: the parts of the task, or how often it runs.
+        stage: the first stage; the task sets the later ones.
     """
     begin = time.monotonic()
     get_logger().info(f"{doing}{note and f': {note}'}")
@@ -188,11 +189,11 @@ def announced(
 
 
 class TimeIsUpError(Exception):
-    """A task has no time left for its next part."""
+    """Raised if a task has no time left for its next part."""
 
 
 class Deadline:
-    """The seconds that a task may take, from now on."""
+    """A time limit for a task, in seconds from its construction."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -203,6 +204,6 @@ class Deadline:
         return time.monotonic() - self._begin
 
     def check(self, needed: float = 0.0) -> None:
-        """Raise TimeIsUpError before a part of the task that takes more seconds than are left, as far as is known."""
+        """Raise TimeIsUpError if no time is left for a part that is expected to take `needed` seconds."""
         if self.elapsed + needed >= self.seconds:
             raise TimeIsUpError

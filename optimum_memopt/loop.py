@@ -1,4 +1,4 @@
-"""`optimize`: an engine in a training loop without a Trainer."""
+"""Defines `optimize`, which attaches an engine to a model in a training loop without a Trainer."""
 
 import weakref
 from dataclasses import fields
@@ -17,7 +17,7 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions, RunOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 
-# What `optimize` has no use for: it sees neither batches nor steps.
+# Options that `optimize` cannot use, since it sees neither batches nor steps.
 _OF_ENGINES = {option.name for option in fields(EngineOptions)}
 _OF_RUNS = (option.name for option in fields(RunOptions) if option.name not in _OF_ENGINES)
 _NEED_A_TRAINER = (*_OF_RUNS, "memory_opt_on_oom", "memory_opt_report")
@@ -30,20 +30,20 @@ def optimize(
     gradient_accumulation: bool = False,
     **options: Any,
 ) -> Engine:
-    """Have an engine train a model, in place, in a training loop without a Trainer.
+    """Attach an engine that trains a model, in place, in a training loop without a Trainer.
 
-    The first training forward logs the plan table, which the engine's `plans()` has from then on; `detach()` restores
+    The first training forward logs the plan table; from then on the engine's `plans()` returns it. `detach()` restores
     the model.
 
     Args:
-        model: on its device, in its final dtype, before DDP or another wrapper goes around it.
-        optimizer: of the model, for budgets and predicted peaks; None: an AdamW before its first step.
-        gradient_accumulation: gradients of several micro-batches are summed.
+        model: the model on its device, in its final dtype, not yet wrapped by DDP or the like.
+        optimizer: the model's optimizer, for budgets and predicted peaks; None: an AdamW before its first step.
+        gradient_accumulation: whether gradients of several micro-batches are summed.
         options: fields of `MemOptOptions`.
 
     Raises:
-        MemOptError: bad options, or a model that the engine cannot train. From the optimizer's first step: the forward
-            of the model, to which a plan is to apply, has not run.
+        MemOptError: bad options, or a model that the engine cannot train. Raised by the optimizer's first step: the
+            model's forward, to which the plan applies, has not run.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise MemOptError(f"optimizer is a {excerpt(type(optimizer).__name__)}; allowed is a torch.optim.Optimizer")
@@ -76,7 +76,7 @@ def optimize(
 
 
 def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Check before the first step of the optimizer that has a gradient that the engine has run."""
+    """Check, before the optimizer's first step with a gradient, that the engine has run."""
 
     def check(stepping: torch.optim.Optimizer, *_: Any) -> None:
         if any(each.grad is not None for group in stepping.param_groups for each in group["params"]):
@@ -89,12 +89,12 @@ def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 def _wrap_forwards(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:
     """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer.
 
-    Before the first forward of a model whose parameters ranks gather together, compare the options of the ranks, which
-    would wait for each other if they differed. The model may be sharded until then.
+    Before the first forward of a sharded model (FSDP2, ZeRO 3), compare the options of all ranks, which would deadlock
+    if they differed. The check runs this late because the model may still be sharded after `optimize`.
     """
     patch = training_forward(model)
     train = patch.train
-    # Batches of several kinds have tables that take turns.
+    # With several kinds of batches, their tables alternate.
     shown: list[PlanTable] = []
     is_first = True
     assert train is not None

@@ -1,15 +1,16 @@
-"""Measurements: a few training steps of one case in a process of its own, with peak and time as JSON; and
-`memopt plan --measure`, which runs no plan, both levels and each row alone, then searches for the set of rows with the
-lowest peak.
+"""Measures training steps: one case in a fresh process, with peak and time as JSON.
 
     python -m optimum_memopt.measure < case.json
+
+Also implements `memopt plan --measure`, which measures no plan, both levels and each row alone, then searches for the
+set of rows with the lowest peak.
 
 A step is forward and backward; an optimizer's states come on top, the same for every case. The first step compiles
 the model and is not measured.
 
-Savings do not add up: one row's recompute may read what another row drops, or keep it alive. So the search measures
-sets. It starts from sets that are known to be good (which hold rows that only help together), removes rows, then adds
-rows, until changing any single row makes it no better.
+Savings do not add up: one row's recompute may read an activation that another row drops, or keep it alive. So the
+search measures sets. It starts from sets known to be good (which contain rows that only help together), removes rows,
+then adds rows, until changing any single row no longer helps.
 """
 
 import contextlib
@@ -45,9 +46,9 @@ class Case:
 
     Attributes:
         options: fields of `MemOptOptions`; None trains with plain PyTorch.
-        steps: measured steps after the first.
-        bf16: forwards run under autocast to bfloat16, as with Trainer's `--bf16`.
-        optimizer: each step ends with one of a fused AdamW, Trainer's default.
+        steps: number of measured steps after the first.
+        bf16: whether forwards run under autocast to bfloat16, as with Trainer's `--bf16`.
+        optimizer: whether each step ends with a step of a fused AdamW, Trainer's default.
     """
 
     workload: Workload
@@ -57,7 +58,7 @@ class Case:
     optimizer: bool = False
 
     def prepare(self, model: Any) -> None:
-        """Change the model, on its device, before an engine is attached; a hook for baselines."""
+        """Modify the model, on its device, before an engine is attached; for baselines to override."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -75,14 +76,14 @@ class Measurement:
     """Memory and time of a case.
 
     Attributes:
-        peak_mib: peak memory of the measured steps: resident on the CPU; on CUDA allocated by torch, plus what an
-            engine with an allocator of its own took.
-        held_mib: of that, what is held between steps: weights, the optimizer's states, libraries.
-        step_seconds: wall time of a step, median.
-        cpu_seconds: CPU time of a step, median; on a busy machine it varies less than wall time.
-        method: `exact`, or `sampled` where the system cannot reset the high-water mark of resident memory.
+        peak_mib: peak memory of the measured steps: resident on the CPU; on CUDA allocated by torch, plus the memory
+            of an engine with its own allocator.
+        held_mib: the part of the peak that is held between steps: weights, the optimizer's states, libraries.
+        step_seconds: median wall time of a step.
+        cpu_seconds: median CPU time of a step; on a busy machine it varies less than wall time.
+        method: `exact`, or `sampled` if the system cannot reset the high-water mark of resident memory.
         table: the engine's plan table, None for plain PyTorch.
-        remarks: what the package logged.
+        remarks: lines that the package logged.
     """
 
     peak_mib: float
@@ -95,12 +96,12 @@ class Measurement:
 
     @property
     def activations_mib(self) -> float:
-        """The peak over what is held between steps: activations, gradients and workspaces."""
+        """Returns the peak minus the memory held between steps: activations, gradients and workspaces."""
         return self.peak_mib - self.held_mib
 
     @property
     def engine_table(self) -> PlanTable:
-        """The table; raises MemOptError where plain PyTorch trained the case."""
+        """Returns the table; raises MemOptError if plain PyTorch trained the case."""
         if self.table is None:
             raise MemOptError("a case without an engine has no plan table")
         return self.table
@@ -111,7 +112,7 @@ class Measurement:
 
     @property
     def applied(self) -> frozenset[str]:
-        """The `cluster_id:strategy:-1` that the engine reports as applied."""
+        """Returns the `cluster_id:strategy:-1` entries that the engine reports as applied."""
         enabled = self.table.enabled if self.table else ()
         return frozenset(part for plan in enabled for part in plan.config.split(","))
 
@@ -126,7 +127,7 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Run the case in this process, which should be fresh. Raises MemOptError where the engine cannot train it."""
+    """Run the case in this process, which should be fresh. Raises MemOptError if the engine cannot train it."""
     import torch
 
     from optimum_memopt.engines.api.run import AUTO
@@ -138,7 +139,7 @@ def measure(case: Case) -> Measurement:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = case.workload.build()
     model.to(device)
-    # The context and the libraries that are loaded by now are no engine's.
+    # The CUDA context and the libraries loaded so far do not count as the engine's memory.
     occupied = _outside_torch_mib(device)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     case.prepare(model)
@@ -148,14 +149,14 @@ def measure(case: Case) -> Measurement:
         own = {} if name == AUTO else factory(name).options_to_measure
         engine = optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
     if engine is None:
-        # As engines set it up.
+        # Engines set this up themselves.
         process.return_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
     _step(model, batch, autocast, optimizer)
     monitor = PeakMonitor(device)
     monitor.start_run()
-    # Nothing has run since, so the peak so far is what is held.
+    # Nothing has run since `start_run`, so the peak so far is the memory held between steps.
     held = monitor.run_peak
     times = [_step(model, batch, autocast, optimizer) for _ in range(case.steps)]
     allocates = engine is not None and factory(engine.name).allocates_outside_torch
@@ -176,7 +177,7 @@ def _step(
     autocast: contextlib.AbstractContextManager,
     optimizer: "torch.optim.Optimizer | None",
 ) -> tuple[float, float]:
-    """Wall and CPU seconds of forward, backward and the optimizer's step."""
+    """Run forward, backward and the optimizer's step; returns their wall and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     with autocast:
         loss = model(**batch).loss
@@ -189,8 +190,8 @@ def _step(
 
 
 def _outside_torch_mib(device: "torch.device") -> float:
-    """GPU memory in use that is not torch's allocator's: of this process and of others. ONNX Runtime has an arena that
-    never shrinks: what it holds at the end is its peak."""
+    """Returns the GPU memory in use outside of torch's allocator, by this and other processes, in MiB. ONNX Runtime's
+    arena never shrinks, so its size at the end is its peak."""
     import torch
 
     if device.type != "cuda":
@@ -203,7 +204,7 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure"))
     """Measure the case in a fresh process.
 
     Args:
-        program: a Python script or module that calls `main` with the case's class.
+        program: Python arguments that run a script or module which calls `main` with the case's class.
 
     Raises:
         MemOptError: the process failed; the message is the last line of its error.
@@ -225,24 +226,24 @@ def _reason(returncode: int, stderr: str) -> str:
 
 
 def main(kind: type[Case] = Case) -> None:
-    """Measure the case on standard input, one of the class `kind`."""
+    """Read a case of class `kind` from standard input, measure it, and print the result as JSON."""
     print(run(lambda: measure(kind.from_json(sys.stdin.read())).to_json()))
 
 
-# `cluster_id:strategy:-1`, each; a row of the plan table has one, or several that only save together.
+# A set of `cluster_id:strategy:-1` parts; a row of the plan table has one, or several that only save together.
 Rows = frozenset[str]
 NOTHING: Rows = frozenset()
 
 # Peaks of one case differ by about 0.1% between processes, times by a few percent.
 PEAK_TOLERANCE = 0.005
 TIME_TOLERANCE = 0.05
-# A row that claims a smaller part of the peak is within the noise, so no process is started for it.
+# A row that claims a smaller share of the peak is within the noise, so it is not measured.
 SMALLEST_CLAIM = 0.001
 _SET = "set"
 
 
 class Outcome(NamedTuple):
-    """The measurement of a set of rows: peak (any unit, infinite when it failed) and seconds per step."""
+    """The measurement of a set of rows: peak (any unit, infinite if it failed) and seconds per step."""
 
     peak: float
     seconds: float
@@ -256,11 +257,11 @@ class RowSearch:
     """A search over sets of rows.
 
     Attributes:
-        rows: those that may be turned on, as rows of the plan table.
-        measure: called once for each set.
-        budget: most measurements that it may start.
+        rows: the rows of the plan table that may be turned on.
+        measure: measures a set; called once for each.
+        budget: number of measurements that the search may still start.
         outcomes: every set measured so far.
-        complete: False when the search ran out of budget.
+        complete: False if the search ran out of budget.
     """
 
     rows: Sequence[Rows]
@@ -270,11 +271,11 @@ class RowSearch:
     complete: bool = True
 
     def run(self, starts: Iterable[Rows]) -> Rows:
-        """The set with the lowest peak; of those that measure the same within `PEAK_TOLERANCE`, the fastest, and of
-        those that are as fast within `TIME_TOLERANCE`, the smallest.
+        """Returns the set with the lowest peak; ties within `PEAK_TOLERANCE` go to the fastest set, ties within
+        `TIME_TOLERANCE` to the smallest.
 
         Args:
-            starts: sets to begin with, in addition to those in `outcomes`; one of the two has a set.
+            starts: sets to start from, in addition to those in `outcomes`; at least one of the two must not be empty.
         """
         for start in starts:
             self._outcome(start)
@@ -326,13 +327,13 @@ class RowSearch:
 
 
 def with_row(current: Rows, row: Rows) -> Rows:
-    """`current` with a row on; an id has one strategy, so the row's replaces another."""
+    """Returns `current` with a row turned on; an id has one strategy, so the row's strategy replaces another one."""
     ids = {_cluster_id(part) for part in row}
     return frozenset(part for part in current if _cluster_id(part) not in ids) | row
 
 
 def without_row(current: Rows, row: Rows, rows: Iterable[Rows]) -> Rows:
-    """`current` with a row off, along with parts that only it needs; other rows that are on stay complete."""
+    """Returns `current` without a row and the parts that only this row needs; other rows stay complete."""
     on = [other for other in rows if other <= current]
     return NOTHING.union(*(other for other in on if not row <= other)) if row in on else current
 
@@ -343,7 +344,7 @@ def _cluster_id(part: str) -> str:
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """One measured case; `measurement` is None and `error` says why where its process failed."""
+    """One measured case; if its process failed, `measurement` is None and `error` says why."""
 
     name: str
     options: Mapping[str, Any]
@@ -352,7 +353,7 @@ class MeasuredCase:
 
     @property
     def measured(self) -> Measurement:
-        """The measurement; raises MemOptError with `error` where there is none."""
+        """Returns the measurement; raises MemOptError with `error` if there is none."""
         if self.measurement is None:
             raise MemOptError(self.error)
         return self.measurement
@@ -363,7 +364,7 @@ class MeasuredCase:
         return FAILED if measurement is None else Outcome(measurement.peak_mib, measurement.step_seconds)
 
     def saving_bytes(self, no_plan: "MeasuredCase") -> int | None:
-        """How far the peak is below that of `no_plan`; None where the run failed."""
+        """Returns how far the peak is below that of `no_plan`; None if the run failed."""
         return None if self.measurement is None else round((no_plan.outcome.peak - self.outcome.peak) * _MIB)
 
     def to_dict(self) -> dict[str, Any]:
@@ -384,10 +385,10 @@ class Sweep:
     """The measured runs of a sweep.
 
     Attributes:
-        runs: in order; the first is the one without a plan.
-        table: the rows of the graph, with a measured column.
-        winner: one of the runs, with the lowest peak.
-        complete: False when the search reached the number of processes allowed.
+        runs: all runs in order; the first is the one without a plan.
+        table: the plan table, with a measured column.
+        winner: the run with the lowest peak.
+        complete: False if the search reached the allowed number of processes.
     """
 
     runs: tuple[MeasuredCase, ...]
@@ -396,7 +397,7 @@ class Sweep:
     complete: bool
 
     def to_text(self) -> str:
-        """Both tables, what failed, and the winner as an option to paste."""
+        """Returns both tables, the failed runs, and the winner as an option to paste."""
         cells = [self._cells(run) for run in self.runs if run.name != _SET or run is self.winner]
         peak, no_plan_peak = self.winner.measured.peak_mib, self.runs[0].measured.peak_mib
         how = "search complete" if self.complete else "search not finished: raise --max_runs"
@@ -457,12 +458,12 @@ def sweep(
     on_start: Callable[[str], None] = lambda name: None,
     measure: Callable[[Case], Measurement] = spawn,
 ) -> Sweep:
-    """Measure and search.
+    """Measure no plan, both levels and each row, then search for the set of rows with the lowest peak.
 
     Args:
-        case: with options that hold neither config nor level.
+        case: the case to measure; its options hold neither config nor level.
         config: a user's config, which is measured and is one of the sets that the search starts from.
-        budget: most processes that may be started.
+        budget: maximum number of processes to start.
         on_start: called with the name of each run before it starts.
 
     Raises:
@@ -505,7 +506,7 @@ def sweep(
     of_levels = [level.measurement.applied for level in levels if level.measurement is not None]
     starts = [NOTHING.union(*(row for row in rows if row <= applied)) for applied in of_levels]
     best = measured[search.run([*starts, NOTHING.union(*helpful)])]
-    # A level looks for rows inside each layer: where it finds others than a config can name, it may go lower.
+    # A level looks for rows inside each layer; it may go lower if it finds rows that a config cannot name.
     lower = [level for level in levels if level.outcome.peak < best.outcome.peak * (1 - PEAK_TOLERANCE)]
     winner = min(lower, key=lambda level: level.outcome.peak, default=best)
     savings = {_joined(row): measured[row].saving_bytes(no_plan) for row in rows if row in measured}

@@ -1,4 +1,4 @@
-"""Checks the values of a dataclass of options against its own fields: their types, `choices` and `Numbers`."""
+"""Checks the values of an options dataclass against its fields: their types, `choices` and `Numbers`."""
 
 import dataclasses
 import importlib.util
@@ -23,19 +23,24 @@ _PLURALS = {
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field of a dataclass of options: its default and help, `choices` where only some values are allowed, and what
-    else argparse takes."""
+    """Returns a field of an options dataclass.
+
+    Args:
+        default: the field's default.
+        text: its help.
+        metadata: `choices`, if only some values are allowed, and other keyword arguments for argparse.
+    """
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The whole numbers that an option takes, both ends included: `Annotated[int, Numbers(1, 9)]`.
+    """The range of whole numbers that an option takes, both ends included: `Annotated[int, Numbers(1, 9)]`.
 
-    It is no metadata of the field, since HfArgumentParser passes those on to argparse (transformers 5.23).
+    Not part of the field's metadata, which HfArgumentParser passes on to argparse (transformers 5.23).
 
     Attributes:
-        meaning: for the error's line, where the numbers alone say too little.
+        meaning: text for error messages, if the numbers alone say too little.
     """
 
     low: int = -(2**63)
@@ -51,12 +56,12 @@ class Numbers:
 
 
 def check(options: Any, kind: type) -> None:
-    """Check the fields of the dataclass `kind` in `options`, an object of it or of a subclass.
+    """Check the fields of the dataclass `kind` in `options`, an instance of it or of a subclass.
 
-    Paths become strings and other libraries' integers Python's, so that the options stay serialisable.
+    Converts paths to strings and other libraries' integers to Python's, so that the options stay serialisable.
 
     Raises:
-        MemOptError: the first wrong value: the option, the value, and what is allowed.
+        MemOptError: a value is wrong; names the first such option, its value, and what is allowed.
     """
     # Not `field.type`, which HfArgumentParser overwrites.
     hints = get_type_hints(kind, include_extras=True)
@@ -67,7 +72,7 @@ def check(options: Any, kind: type) -> None:
 
 
 def check_written(flag: str, path: str) -> None:
-    """Raise a MemOptError for a file in a folder that does not exist, and the name of a folder; a flag names it."""
+    """Raise a MemOptError if a flag's output path is a folder, or lies in a folder that does not exist."""
     if not os.path.isdir(os.path.dirname(path) or os.curdir):
         raise MemOptError(f"{flag} {path_excerpt(path)}: no such folder; make it first")
     if os.path.isdir(path):
@@ -75,27 +80,27 @@ def check_written(flag: str, path: str) -> None:
 
 
 def check_page(flag: str, path: str) -> None:
-    """Raise a MemOptError for a page that cannot be drawn, or not be written."""
+    """Raise a MemOptError if a page cannot be drawn or written."""
     check_written(flag, path)
     check_drawing(flag)
 
 
 def check_drawing(flag: str, what: str = "the page", packages: Sequence[str] = ("matplotlib", "jinja2")) -> None:
-    """Raise a MemOptError where a package is missing that draws `what`."""
+    """Raise a MemOptError if a package needed to draw `what` is missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise MemOptError(f"{flag}: {what} needs {' and '.join(missing)}: pip install optimum-memopt[report]")
 
 
 def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = None) -> Any:
-    """A value, with a path as a string and another library's integer as Python's.
+    """Returns a checked value, with a path as a string and another library's integer as Python's.
 
     Args:
-        name: of the option or parameter, for the error.
+        name: the name of the option or parameter, for the error.
         hint: the annotation of the option or parameter.
-        choices: None: all of the type are allowed.
+        choices: the allowed values; None: all values of the type.
 
     Raises:
-        MemOptError: the value is of another type, or not among the choices or `Numbers`.
+        MemOptError: the value has another type, or is not among the choices or `Numbers`.
     """
     hint, numbers = without_numbers(hint)
     is_union = get_origin(hint) in (Union, UnionType)
@@ -119,12 +124,12 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
 
 
 def without_numbers(hint: Any) -> tuple[Any, Numbers]:
-    """Returns the type in an annotation, and the numbers that it takes."""
+    """Returns the type in an annotation, and its range of numbers."""
     return get_args(hint) if get_origin(hint) is Annotated else (hint, Numbers())
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """`isinstance` that tells truth values from numbers and takes other libraries' integers."""
+    """Returns `isinstance`, but a bool is no int, and other libraries' integers are."""
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, kind)

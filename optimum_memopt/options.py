@@ -1,6 +1,6 @@
-"""Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`.
+"""Defines every option of the package: the command-line flags, and the arguments of `attach` and `optimize`.
 
-`resolve` decides, once for a run, what they come to on this machine.
+`resolve` decides, once for a run, which engine and plan they select on this machine.
 """
 
 import copy
@@ -69,7 +69,7 @@ class RunOptions(EngineOptions):
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.options import CompileOptions
 
-    # Flags of other engines are not known to a type checker.
+    # A type checker does not know the flags of other engines.
     @dataclass
     class _AllOptions(CompileOptions, RunOptions, Any):
         pass
@@ -81,7 +81,7 @@ else:
 
 @dataclass
 class MemOptOptions(_AllOptions):
-    """Every option of the package, those of each engine among them; `check` finds what is wrong with them."""
+    """Every option of the package, including those of each engine; `check` validates them."""
 
     memory_opt_engine: str = flag(
         AUTO,
@@ -90,10 +90,10 @@ class MemOptOptions(_AllOptions):
     )
 
     def check(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Find everything that is wrong before a model or data is loaded.
+        """Validate all options before a model or data is loaded.
 
         Raises:
-            MemOptError: one line that names the option, or an engine's variable in the environment, and what is
+            MemOptError: an invalid option or environment variable of an engine; one line with its name and what is
                 allowed.
         """
         self.check_values()
@@ -101,7 +101,7 @@ class MemOptOptions(_AllOptions):
             factory(name).in_force(self, environ)
 
     def check_values(self) -> None:
-        """`check` without the environment."""
+        """Validate all options, but not the environment."""
         config = self.memory_opt_config
         option_values.check(self, MemOptOptions)
         if config is not None:
@@ -114,7 +114,7 @@ class MemOptOptions(_AllOptions):
                 predicting_factory().simulator(self.memory_opt_dry_run)
             except MemOptError as error:
                 raise MemOptError(f"--memory_opt_dry_run: {error}") from error
-        # A mistake in them is an error whichever engine trains.
+        # Parse both: a mistake in them is an error whichever engine trains.
         _ = self.plan_config, self.plan_file
         if self.memory_opt_engine != AUTO:
             check_flags_of_others(self, self.memory_opt_engine)
@@ -139,10 +139,10 @@ class MemOptOptions(_AllOptions):
 
 
 def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> Resolved[MemOptOptions]:
-    """Decide what trains the model under which plan; `options`, which are checked already, stay as they are.
+    """Decide which engine trains the model under which plan; the options, already checked, are not changed.
 
     Raises:
-        MemOptError: no engine that works here does what the options ask for.
+        MemOptError: no engine that works here supports the options.
     """
     names, reason = choose_engines(options.memory_opt_engine, options)
     check_flags_of_others(options, names[0])
@@ -158,10 +158,10 @@ def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> 
 
 
 def from_keywords(**options: Any) -> MemOptOptions:
-    """The options of `attach` and `optimize`, not yet checked.
+    """Returns the options of `attach` and `optimize`, not yet checked.
 
     Raises:
-        MemOptError: a name that is no field of `MemOptOptions`; near names come with it.
+        MemOptError: a name is no field of `MemOptOptions`; suggests similar names.
     """
     names = [option.name for option in fields(MemOptOptions)]
     for name in options:

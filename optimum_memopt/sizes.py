@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them: `24GiB`, `800MiB`, `24GB`, `90%`, `auto`. Pure."""
+"""Parses amounts of memory as users write them: `24GiB`, `800MiB`, `24GB`, `90%`, `auto`. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
-# No device has as much as an exbibyte.
+# An exbibyte, more than any device has.
 LARGEST = 2**60
 _ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of the device's memory as 90%, and auto"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that the peak of a training step must not pass.
+    """The limit for the peak of a training step.
 
     Attributes:
-        text: as it was written.
-        bytes: None where it depends on the device.
-        share: of the device's memory, None for a size and `auto`.
+        text: the budget as the user wrote it.
+        bytes: the limit in bytes; None if it depends on the device.
+        share: the share of the device's memory; None for a size and for `auto`.
     """
 
     text: str
@@ -33,17 +33,17 @@ class Budget:
     share: Fraction | None = None
 
     def on_device(self, total: int, available: int) -> int:
-        """Bytes of the budget, of a device with `total` bytes for this process, `available` of them for `auto`."""
+        """Returns the budget in bytes, on a device with `total` bytes for this process, `available` for `auto`."""
         if self.bytes is not None:
             return self.bytes
         return available if self.share is None else int(self.share * total)
 
 
 def parse_budget(text: str) -> Budget:
-    """The budget that a user wrote.
+    """Parse a budget.
 
     Raises:
-        MemOptError: one line that says what is allowed, and which unit a bare number lacks.
+        MemOptError: it is malformed; one line that says what is allowed, and that a bare number lacks a unit.
     """
     if text.lower() == AUTO:
         return Budget(AUTO)
@@ -60,5 +60,5 @@ def parse_budget(text: str) -> Budget:
 
 
 def gib_text(size: int) -> str:
-    """`24.00 GiB`, `812.5 MiB`."""
+    """Returns a size in bytes as text: `24.00 GiB`, `812.5 MiB`."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.1f} MiB"

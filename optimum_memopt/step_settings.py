@@ -1,7 +1,7 @@
-"""The settings of a step that is planned, each declared here, once, as a field with its type, default and help.
+"""Declares the settings of a planned step, each once, as a field with its type, default and help.
 
-`optimum-cli memopt plan` and `advise` have them as flags, `plan()` as keyword arguments, of the same names but for
-`KEYWORDS`. Imports nothing heavy, since the commands read it before they run.
+They are flags of `optimum-cli memopt plan` and `advise`, and keyword arguments of `plan()`, with the same names except
+for `KEYWORDS`. Imports nothing heavy, since the commands read it before they run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from optimum_memopt.sizes import AUTO
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Types of weights, and of the products of quantized ones.
+# Dtypes of weights, and of matrix products with quantized weights.
 DTYPES = ("float32", "bfloat16", "float16")
-# Rows, tokens, steps: beyond as many elements torch's operators index with more than 32 bits.
+# Rows, tokens, steps: beyond this many elements torch's operators need indices of more than 32 bits.
 COUNTS = Numbers(1, 2**31)
 
 
 def patterns(trainable: object) -> tuple[str, ...]:
-    """Patterns of parameters: texts, or one text with commas between them. Raises MemOptError."""
+    """Returns patterns of parameter names from a sequence, or from a comma-separated string. Raises MemOptError."""
     found = trainable.split(",") if isinstance(trainable, str) else trainable
     if not isinstance(found, Sequence) or not all(isinstance(pattern, str) for pattern in found):
         raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
@@ -31,7 +31,7 @@ def patterns(trainable: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A model by its config, and the batch that it trains on."""
+    """A model, given by its config, and the batch that it trains on."""
 
     model: "str | PretrainedConfig" = flag(
         MISSING, "Folder with a config.json, path of a config file, or name on the hub."
@@ -59,7 +59,7 @@ class ModelSettings:
         "Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it.",
         allowed=DTYPES,
     )
-    # Those that need no GPU: flash attention's package does.
+    # Implementations that need no GPU; flash attention's package does.
     attention: str | None = flag(
         None, "transformers' attention: sdpa or eager. Default: transformers' choice.", allowed=("eager", "sdpa")
     )
@@ -80,10 +80,10 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """How a step that is planned runs.
+    """The settings under which a planned step runs.
 
     Attributes:
-        unit: `auto`, `layer` or `model`, as the engine compiles it.
+        unit: the compilation unit: `auto`, `layer` or `model`.
     """
 
     device: str | None = flag(
@@ -120,17 +120,17 @@ class StepSpec:
 
     @property
     def autocast(self) -> str:
-        """`bfloat16` or `float16`; empty: float32."""
+        """Returns the autocast dtype, `bfloat16` or `float16`; empty for float32."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else ""
 
     def check(self, dashes: str = "") -> None:
-        """Refuse settings that do not go together.
+        """Reject conflicting settings.
 
         Args:
-            dashes: in front of the settings' names.
+            dashes: prefix of the settings' names in the error.
 
         Raises:
-            MemOptError: they do not.
+            MemOptError: settings conflict.
         """
         if self.bf16 and self.fp16:
             raise MemOptError(f"{dashes}bf16 together with {dashes}fp16: give one of the two")
@@ -141,7 +141,7 @@ THIS_MACHINE = StepSpec()
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The plan of a step, by the options of an engine that have these names."""
+    """The plan of a step; an engine's options have the same names, prefixed `memory_opt_`."""
 
     budget: str | None = flag(
         None, "Bytes that the step must not pass, as 24GiB, 90%% or auto; the cheapest plan that fits."
@@ -152,19 +152,19 @@ class PlanSettings:
     compress: str | None = flag(None, "What the plan saves, as --memory_opt_compress takes it.")
 
 
-# The keywords of settings that have another name.
+# Settings whose keyword argument has another name.
 KEYWORDS = {"plan": "plan_file"}
 _OPTIONS = {"compiler", "loss", *(setting.name for setting in fields(PlanSettings))}
 
 
 def flags_of(kind: type) -> "dict[str, Field[Any]]":
-    """The fields of a dataclass that have flags, by their names, behind `no_` where they are on by default."""
+    """Returns a dataclass's fields that have flags, by flag name; `no_` prefixes those that are on by default."""
     declared = [setting for setting in fields(kind) if "help" in setting.metadata]
     return {f"no_{each.name}" if each.default is True else each.name: each for each in declared}
 
 
 def described() -> Iterator[tuple[str, str, str]]:
-    """Flag, keyword and help of each setting."""
+    """Yields flag, keyword and help of each setting."""
     for kind in (ModelSettings, StepSpec, PlanSettings):
         for name, setting in flags_of(kind).items():
             keyword = KEYWORDS.get(setting.name, setting.name)
@@ -173,5 +173,5 @@ def described() -> Iterator[tuple[str, str, str]]:
 
 
 def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an engine among settings, by the names that they have there."""
+    """Returns the engine options among settings, by their option names."""
     return {f"memory_opt_{name}": value for name, value in settings.items() if name in _OPTIONS}

@@ -1,9 +1,10 @@
 """Attaches an engine to a Trainer: checks options, installs callbacks and method wrappers.
 
 The engine is attached inside `create_optimizer`: after `model_init` has built the model and a checkpoint is loaded
-into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`); DeepSpeed
-calls it twice, every `train()` once. Earlier, `model_init` silently replaces the wrapped model; later, autocast is
-silently bypassed or ranks go separate ways. The engine is suspended when `train()` is over, however it ends.
+into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`). Every
+`train()` calls `create_optimizer` once, with DeepSpeed twice. Attached earlier, the engine would be lost when
+`model_init` silently replaces the model; attached later, autocast would be silently bypassed or ranks would diverge.
+The engine is suspended when `train()` ends, even by an error.
 """
 
 import contextlib
@@ -48,11 +49,11 @@ from optimum_memopt.training.loss_step import NotedLoss
 
 @dataclass(eq=False)
 class Attachment:
-    """The engine of a Trainer, and the results of its runs; `trainer.memopt`.
+    """The engine attached to a Trainer and the results of its runs; `trainer.memopt`.
 
     Attributes:
-        options: those in force: of the flags, the keywords and the environment.
-        patches: what `attach` has put on the Trainer.
+        options: the options in force, from flags, keywords and the environment.
+        patches: the wrappers and callbacks that `attach` installed on the Trainer.
     """
 
     options: MemOptOptions
@@ -64,12 +65,12 @@ class Attachment:
 
     @property
     def table(self) -> PlanTable | None:
-        """The plan table, None before the first training step."""
+        """Returns the plan table; None before the first training step."""
         return self.engine.plans()
 
     @property
     def measured_peak_mib(self) -> float:
-        """Peak of the training run so far in MiB: resident on the CPU, allocated on CUDA; 0 before it."""
+        """Returns the peak of the training run so far in MiB: resident on the CPU, allocated on CUDA; 0 before it."""
         return self.plan_stats.measured_peak_mib
 
     def _repr_html_(self) -> str:
@@ -80,13 +81,12 @@ class Attachment:
         return f"<div><p>{text}</p>{self.table._repr_html_()}</div>"
 
     def save_plan(self, path: Path | str) -> None:
-        """Write the plan in force for `--memory_opt_plan`, so that a later run applies it without solving.
+        """Write the active plan for `--memory_opt_plan`, so that a later run applies it without solving.
 
-        Of several plans (`--memory_opt_variants`) that for the largest batch is written.
+        If there are several plans (`--memory_opt_variants`), writes the plan for the largest batch.
 
         Raises:
-            MemOptError: there is none before the first training step, the engine has no plan files, or the file cannot
-                be written.
+            MemOptError: no training step has run yet, the engine has no plan files, or the file cannot be written.
         """
         if (plan := self.engine.plan_file()) is None:
             why = "has no plan before the first training step" if self.table is None else "has no plan files"
@@ -94,7 +94,7 @@ class Attachment:
         plan.save(path)
 
     def report(self, path: Path | str | None = None) -> Page:
-        """A page about the memory of a training step: where it went, what was predicted, what plans would save.
+        """Returns a page about a training step's memory: its use, the prediction and what plans would save.
 
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
@@ -104,18 +104,18 @@ class Attachment:
         return training_page(trainer, self.engine, path)
 
     def detach(self) -> None:
-        """Restore the model and free what was compiled for it; the next `train()` compiles again.
+        """Restore the model and free its compiled graphs; the next `train()` compiles again.
 
-        Between two `train()` another `attach` may follow, with other options.
+        Between two `train()` calls, another `attach` with other options may follow.
         """
-        # A run that goes on has what was put on the Trainer.
+        # During a run the Trainer's patches are still in use, so it does not count as detached.
         trainer = self._trainer()
         self._was_detached = trainer is None or engine_of(cast(torch.nn.Module, trainer.model)) is not self.engine
         self.engine.detach()
 
     @property
     def is_in_use(self) -> bool:
-        """True until `detach`, and from the next training forward on."""
+        """True until `detach`, and again from the next training forward on."""
         return not self._was_detached or self.engine.plans() is not None
 
 
@@ -126,7 +126,7 @@ class MemOptTrainer(Trainer):
         memopt: the engine, its plan table and the measured peak.
 
     Raises:
-        MemOptError: the arguments ask for what the engine cannot do on this machine.
+        MemOptError: the engine does not support the arguments on this machine.
     """
 
     memopt: Attachment
@@ -137,18 +137,18 @@ class MemOptTrainer(Trainer):
 
 
 def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: Any) -> Attachment:
-    """Have an engine train a Trainer's model, in place, in each `train()`. With several processes all ranks call this.
+    """Attach an engine that trains a Trainer's model, in place, in each `train()`; all ranks must call this.
 
-    After `train()`, also one that failed or was interrupted, the model is as it was. What was compiled is kept for the
+    `train()` restores the model when it ends, even if it failed or was interrupted. Compiled graphs are kept for the
     next `train()` on the same model, until `detach`.
 
     Args:
-        trainer: of any class.
-        options: for a Trainer whose arguments are not `MemOptTrainingArguments`.
-        overrides: single fields of `MemOptOptions`, over `options` or the Trainer's arguments.
+        trainer: a Trainer of any class.
+        options: options for a Trainer whose arguments are not `MemOptTrainingArguments`.
+        overrides: single fields of `MemOptOptions` that override `options` or the Trainer's arguments.
 
     Raises:
-        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`
+        MemOptError: bad options, options that conflict with the Trainer's arguments, a second `attach`
             without `trainer.memopt.detach()`, a launch of several processes that would each train alone, or ranks
             with different options or software.
     """
@@ -182,7 +182,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
             batches.check(trainer.args, trainer.train_dataset)
         if chosen.memory_opt_batch is not None:
             batches.check_micro_batch(trainer)
-        # Whatever is likely to fail comes before the Trainer is changed.
+        # Steps that are likely to fail come before the Trainer is changed.
         if former is not None:
             former.patches.close()
         callbacks = _callbacks(trainer, chosen)
@@ -195,7 +195,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     with TrainerPatches() as patches:
         patches.put(trainer, Patch.NOTED_LOSS, loss.wrap)
         _put_on(patches, trainer, engine, chosen, callbacks, parts)
-        # They stay, unless one of them could not be put on.
+        # Keep the patches, unless installing one of them failed.
         own = patches.pop_all()
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], weakref.ref(trainer), own)
     own.put_attachment(trainer, attachment)
@@ -210,7 +210,7 @@ def _put_on(
     callbacks: Mapping[type, Any],
     parts: Sequence[TrainerParts],
 ) -> None:
-    """Put callbacks and wrappers on a Trainer; `Patch` has the order of the wrappers."""
+    """Install callbacks and wrappers on a Trainer; `Patch` defines the order of the wrappers."""
     undo = leave_out_fsdp_checkpointing(trainer)
     if undo is not None:
         patches.callback(undo)
@@ -244,7 +244,7 @@ def _put_on(
 
 
 def run_summary(trainer: Trainer) -> str:
-    """A few lines for the end of a run of a Trainer with an engine: plans, claimed and measured memory, speed."""
+    """Returns a summary of a finished run of a Trainer with an engine: plans, claimed and measured memory, speed."""
     memopt: Attachment | None = getattr(trainer, ATTACHMENT, None)
     if memopt is None:
         raise MemOptError("run_summary needs a Trainer with an engine; see attach(trainer)")
@@ -264,7 +264,7 @@ def run_summary(trainer: Trainer) -> str:
 
 
 def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, Any]) -> MemOptOptions:
-    """The options that `attach` was asked for, each in one place."""
+    """Returns the options given to `attach`, with `overrides` applied; raises MemOptError if they are given twice."""
     if options is not None and not isinstance(options, MemOptOptions):
         raise MemOptError(
             f"attach(trainer, {type(options).__name__}): the second argument is a MemOptOptions; give single options "
@@ -277,7 +277,7 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
         )
     given = options if options is not None else args
     if not isinstance(given, MemOptOptions):
-        # Which becomes level 1.
+        # Trainer's own checkpointing becomes level 1.
         asked = (getattr(args, name, False) for name in CHECKPOINTING_FIELDS)
         if not overrides and not any(asked):
             get_logger().warning(
@@ -287,7 +287,7 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
             )
         given = MemOptOptions()
     from_keywords(**overrides)
-    # A copy of the same class, whose defaults may be others.
+    # A copy of the same class: a subclass may have other defaults.
     chosen = copy.copy(given)
     for name, value in overrides.items():
         setattr(chosen, name, value)
@@ -295,8 +295,8 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
 
 
 def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str, Any]) -> None:
-    """Give the Trainer's arguments the values as they were checked: the Trainer and its trackers write them, and could
-    not write a `Path` that was assigned to one of them since they were made."""
+    """Copy the checked option values back to the Trainer's arguments, which the Trainer and its trackers serialise;
+    a `Path` assigned after construction could not be serialised."""
     if isinstance(args, MemOptOptions):
         for option in fields(MemOptOptions):
             if option.name not in overrides:
@@ -304,7 +304,7 @@ def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str
 
 
 def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
-    """The callbacks that the options ask for, by kind: the Trainer's own where the user gave one, else new ones."""
+    """Returns the callbacks that the options ask for, by class: the Trainer's own if it has one, else a new one."""
     path, log_steps = options.memory_opt_log_file, options.memory_opt_log_steps
     wanted: dict[type, dict[str, Any]] = {PlanStatsCallback: {"path": path}, MemoryReportCallback: {}}
     if options.log_input_density:
@@ -320,7 +320,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
 
 @contextlib.contextmanager
 def _releasing(trainer: Trainer, engine: Engine, report: os.PathLike | str | None) -> Iterator[None]:
-    """A run, after which the engine is suspended, and the page written that was asked for."""
+    """Run `train()`, then suspend the engine and write the page `report`, if one was requested."""
     failure = ""
     try:
         yield
@@ -336,14 +336,15 @@ def _releasing(trainer: Trainer, engine: Engine, report: os.PathLike | str | Non
 def _attaching(
     trainer: Trainer, engine: Engine, optimizer: str | None, checkpoints: bool, create_optimizer: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`create_optimizer` that attaches the engine, and makes the optimizer that was asked for.
+    """Returns a `create_optimizer` that first attaches the engine, and creates `optimizer` if one is named.
 
     Args:
-        checkpoints: the model's layers, where accelerate would wrap them for it; the engine takes the place of that.
+        checkpoints: enable activation checkpointing on the model's layers, since accelerate's own was disabled
+            (`leave_out_fsdp_checkpointing`); the engine replaces it.
     """
 
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        # Else a user calls this before `train`, which calls it again.
+        # Outside of `train` the user calls this; `train` will call it again.
         if trainer.is_in_train:
             if checkpoints:
                 checkpoint_layers(trainer.model, 1)
@@ -356,6 +357,6 @@ def _attaching(
 
 
 def _run_of(trainer: Trainer, loss: NotedLoss) -> Callable[[], Run]:
-    """Asks for the Trainer's run; the engine must not keep the Trainer alive."""
+    """Returns a function that reads the Trainer's current run; it must not keep the Trainer alive."""
     held = weakref.ref(trainer)
     return lambda: Run() if (alive := held()) is None else replace(batches.run_of(alive), loss=loss)

@@ -14,8 +14,8 @@ class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options of `MemOptOptions`.
 
     Raises:
-        MemOptError: at construction, when an option of this package is malformed or contradicts another or DeepSpeed,
-            or when this is one of several processes that would each train alone.
+        MemOptError: at construction, if an option of this package is malformed or contradicts another one or
+            DeepSpeed, or if this is one of several processes that would each train alone.
     """
 
     def __post_init__(self) -> None:
@@ -23,5 +23,5 @@ class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
         super().__post_init__()
         check_world(self.world_size)
         if self.deepspeed_plugin is not None:
-            # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
+            # ZeRO 3 shards the weights while from_pretrained loads them, so checking in the Trainer would be too late.
             create(resolve(self)).check_arguments(self)

@@ -1,9 +1,9 @@
 """Every patch applied to a Trainer, in order, with undo. Copies of the Trainer have none of them.
 
-A method is replaced once, by a function that calls the wrappers of `Patch` in their order around what was there.
-Where somebody else has wrapped that function meanwhile, `close` leaves it inside of theirs, with nothing to do. What
-is put on for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays
-with the Trainer for its next `train()`, unless `attach` itself fails.
+A method is replaced once, by a function that calls the wrappers of `Patch` in their order around the original method.
+If other code has wrapped that function meanwhile, `close` leaves it in place as a plain pass-through. Patches of a run
+(`HookingCallback`) are undone when `train()` ends, even by an error; patches of `attach` stay on the Trainer for its
+next `train()`, unless `attach` itself fails.
 """
 
 import copy
@@ -20,12 +20,12 @@ from optimum_memopt import copies
 from optimum_memopt.compat.transformers import GRADIENT_NORM, TRAIN_SAMPLER
 from optimum_memopt.logs import get_logger
 
-# The method as it is before, to the method with the wrapper around it.
+# Takes the method to wrap, returns the wrapped method.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Patch(Enum):
-    """A wrapper around a method, and why it is there; of each method from the innermost to the outermost."""
+    """The method that a wrapper patches, and its reason; for each method from the innermost to the outermost."""
 
     NOTED_LOSS = ("compute_loss", "what it takes beside the model's forward is counted with its own inputs")
     SMOOTHED_LOSS = "compute_loss", "the engine smooths labels where it computes the loss"
@@ -71,7 +71,7 @@ class _Method:
 
     @classmethod
     def of(cls, owner: Any, name: str) -> "_Method":
-        """The method that is in place; a new one where nobody has put one on, or somebody has wrapped it since."""
+        """Returns the `_Method` in place; a new one if there is none, or if other code has wrapped it since."""
         known = copies.patched_of(vars(owner).get(name))
         return known if isinstance(known, cls) else cls(owner, name)
 
@@ -98,24 +98,24 @@ class _Method:
             self._call = wrap(self._call)
 
 
-# The attribute by which a Trainer has its engine.
+# The Trainer attribute that holds the `Attachment`.
 ATTACHMENT = "memopt"
-# Not those that the user gave to the Trainer.
+# Callbacks that this package added, without those that the user gave to the Trainer.
 _callbacks_put_on: "weakref.WeakSet[TrainerCallback]" = weakref.WeakSet()
 
 
 def innermost(owner: Any, name: str) -> Callable[..., Any]:
-    """Returns a method of a Trainer or its optimizer without the wrappers that were put around it."""
+    """Returns a method of a Trainer or its optimizer without this package's wrappers."""
     method = getattr(owner, name)
     known = copies.patched_of(method)
     return known.inner if isinstance(known, _Method) else method
 
 
 class TrainerPatches(ExitStack):
-    """Wrappers and callbacks that are put on together; `close` takes them off, the last first."""
+    """Wrappers and callbacks that are installed together; `close` removes them in reverse order."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing is put on a copy.
+        # A copy has no patches.
         return TrainerPatches, ()
 
     def put_attachment(self, trainer: Trainer, attachment: Any) -> None:
@@ -123,7 +123,7 @@ class TrainerPatches(ExitStack):
         self.callback(delattr, trainer, ATTACHMENT)
 
     def put(self, owner: Any, patch: Patch, wrap: Wrap) -> None:
-        """Put a wrapper around a method of a Trainer or its optimizer, at its place among those that are there."""
+        """Wrap a method of a Trainer or its optimizer, at the wrapper's place in the order of `Patch`."""
         self.callback(_Method.of(owner, patch.method).add(patch, wrap))
 
     def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
@@ -134,7 +134,7 @@ class TrainerPatches(ExitStack):
 
 
 def _without_engine(state: dict[str, Any]) -> dict[str, Any]:
-    """A Trainer's attributes, without the engine and the callbacks that came with it; an optimizer has neither."""
+    """Returns a Trainer's attributes without the engine and its callbacks; an optimizer has neither."""
     if ATTACHMENT not in state:
         return state
     get_logger().info(

@@ -1,4 +1,4 @@
-"""How much of each batch is padding: what share of the tokens that a step computes on are real ones."""
+"""Reports input density: the share of a step's tokens that are not padding."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from optimum_memopt.callbacks.reporting import StepCallback, is_final
 from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.trainer_patches import Patch
 
-# What torch's losses, and with them transformers' models and label smoother, leave out by default.
+# The label that torch's losses, and so transformers' models and label smoother, ignore by default.
 IGNORE_INDEX = -100
 
 _NAMES = "STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS", "VALID TOKENS/BATCH"
@@ -36,15 +36,15 @@ class Density:
 
     @property
     def percent(self) -> float:
-        """Valid of total tokens, 0 to 100; a tensor without elements holds no padding, so it is 100."""
+        """Returns valid tokens in percent of total tokens; 100 for a tensor without elements, as it has no padding."""
         return 100.0 * self.valid / self.total if self.total else 100.0
 
 
 def valid_per_row(tensor: torch.Tensor, padding_index: int | None) -> torch.Tensor:
-    """How many elements of each row differ from `padding_index` (None: all are valid).
+    """Returns how many elements of each row differ from `padding_index` (None: all are valid).
 
-    Takes (batch, ...), also (batch,) and a scalar, which is one row; gives (batch,), int64, on the tensor's device
-    and without waiting for it.
+    Takes (batch, ...), also (batch,) and a scalar, which is one row; returns (batch,), int64, on the tensor's device,
+    without synchronizing.
     """
     rows = tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.unsqueeze(-1).flatten(1)
     valid = torch.ones_like(rows, dtype=torch.bool) if padding_index is None else rows != padding_index
@@ -52,17 +52,17 @@ def valid_per_row(tensor: torch.Tensor, padding_index: int | None) -> torch.Tens
 
 
 def valid_count(tensor: torch.Tensor, padding_index: int | None) -> torch.Tensor | int:
-    """The sum of `valid_per_row`: on the CPU a number, else a scalar on its device, which is not waited for."""
+    """Returns the sum of `valid_per_row`: on the CPU a number, else a scalar tensor, without synchronizing."""
     if padding_index is None:
         return tensor.numel()
     if tensor.device.type == "cpu":
-        return int(np.count_nonzero(tensor.numpy() != padding_index))  # a third of the time of torch's two operators
+        return int(np.count_nonzero(tensor.numpy() != padding_index))  # takes a third of the time of torch's two ops
     return (tensor != padding_index).sum()
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The mark of padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
+    """The padding marker of one input: `index` in the ids, zeros in the input `mask`, or neither."""
 
     index: int | None = None
     mask: str | None = None
@@ -71,7 +71,7 @@ class Padding:
         return "mask" if self.mask else "none" if self.index is None else str(self.index)
 
     def counted_in(self, name: str, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int | None]:
-        """The tensor to count in for the input `name`, and what marks padding in it."""
+        """Returns the tensor to count in for the input `name`, and the value that marks padding in it."""
         if self.mask is not None and _is_mask_of(batch.get(self.mask), batch[name]):
             return batch[self.mask], 0
         return batch[name], self.index
@@ -86,25 +86,25 @@ def _is_integer(value: Any) -> bool:
 
 
 def embedding_inputs(batch: Mapping[str, Any], main_input: str | None) -> list[str]:
-    """Names of the inputs that hold token ids for an embedding that may see padding.
+    """Returns the names of the inputs that hold token ids for an embedding, which may include padding.
 
-    In transformers these are `input_ids`, `decoder_input_ids` and the like, and a model's `main_input_name` where it
+    In transformers these are `input_ids`, `decoder_input_ids` and the like, and a model's `main_input_name` if it
     holds integers. `token_type_ids` and `position_ids` feed embeddings too, but have no padding index of their own.
     """
     return [name for name in batch if ("input_ids" in name or name == main_input) and _is_integer(batch[name])]
 
 
 def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
-    """Names of the labels that hold classes; float labels (regression, several labels at once) ignore nothing."""
+    """Returns the names of labels that hold classes; float labels (regression, multi-label) ignore nothing."""
     return [name for name in dict.fromkeys([*label_names, "labels"]) if _is_integer(batch.get(name))]
 
 
 def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module | None) -> Padding:
-    """The mark of padding in the embedding input `name` of this batch.
+    """Returns the padding marker of the embedding input `name` in this batch.
 
-    The index is the tokenizer's, else the input embedding's, else the config's. Where there is none, or where it is
-    also a real token (the end of text in GPT-2 style set-ups, the first decoder token of T5), the attention mask that
-    goes with the input is the better witness, if the batch has one.
+    The index is the tokenizer's, else the input embedding's, else the config's. If there is none, or if it is also a
+    real token (the end of text in GPT-2 style set-ups, the first decoder token of T5), the input's attention mask is
+    more reliable, if the batch has one.
     """
     config = getattr(model, "config", None)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -125,13 +125,13 @@ def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model
 
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
-    """Every second of the points, where there are more than `most`; the last is one of them."""
+    """Returns every second point and the last one if there are more than `most`, else all points."""
     return list(points) if len(points) <= most else [*points[:-1:2], points[-1]]
 
 
 @dataclass
 class _Tally:
-    """One input's counts over the micro-batches of a reported step and over the run, left on the device until then."""
+    """Counts of one input over the micro-batches of a reported step and over the run, on the device until reported."""
 
     kind: str
     padding: Padding
@@ -164,22 +164,22 @@ def _rows_cell(rows: tuple[int, ...]) -> str:
 class InputDensityCallback(StepCallback):
     """Logs the density of each embedding input and label, with the columns of ONNX Runtime's observer.
 
-    A step is all micro-batches of one optimizer step, on this process (rank 0's share of the batch). PAD IDX says what
-    was counted as padding: an index, `mask` for zeros of the attention mask (see `padding_of`), or `none`.
-    VALID TOKENS/BATCH is the number of valid tokens in each row. Steps count from 0, as ONNX Runtime's do; trackers
+    A step is all micro-batches of one optimizer step in this process (rank 0's share of the batch). PAD IDX says what
+    counts as padding: an index, `mask` for zeros of the attention mask (see `padding_of`), or `none`.
+    VALID TOKENS/BATCH is the number of valid tokens in each row. Steps count from 0, as in ONNX Runtime; trackers
     get the Trainer's own `global_step`.
 
-    It reads the batches that the Trainer hands to `training_step`, before label smoothing takes the labels out, so it
-    works with any engine. Counts stay on the batch's device until a step is reported: the other steps wait for
-    nothing. The file and the trackers get all steps that are reported, the log some of them (`is_printed`), and on
-    `devinfo` all.
+    It reads the batches that the Trainer passes to `training_step`, before label smoothing removes the labels, so it
+    works with any engine. Counts stay on the batch's device until a step is reported, so other steps do not
+    synchronize. The file and the trackers get all reported steps, the log some of them (`is_printed`), or all of them
+    on `devinfo`.
 
     Args:
-        log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
+        log_steps: report every N steps; 0 reports steps 0-9 of the run and then steps at powers of two.
         path: JSON-lines file to append the same numbers to.
 
     Attributes:
-        densities: percent of each input that is not padding, by optimizer steps; of a long run some of the steps.
+        densities: (optimizer step, percent that is not padding) points of each input; thinned out in a long run.
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
@@ -214,7 +214,7 @@ class InputDensityCallback(StepCallback):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
-        """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
+        """Report a step (`scope` empty) or the run (`scope` is `run_`), which omits counts per row."""
         if not densities:
             return
         table = ["input density (valid tokens / all tokens)", _ROW.format(*_NAMES)]

@@ -1,4 +1,4 @@
-"""Memory at the borders of forward, backward and the optimizer's step, and the peak in between."""
+"""Reports memory at the boundaries of forward, backward and the optimizer's step, and the peak in between."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakM
 
 
 def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: str) -> str:
-    """One phase as a line in the shape of ONNX Runtime's observer, MiB; on the CPU with how the peak was measured."""
+    """Returns one phase as a line in the format of ONNX Runtime's observer, MiB; on the CPU with the peak's method."""
     values = dataclasses.asdict(reading).items()
     cells = "".join(f" | {name.replace('_', ' ')}: {value:.0f}" for name, value in values)
     suffix = f" ({method})" if isinstance(reading, CpuMemory) else ""
@@ -27,7 +27,7 @@ def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: 
 
 
 def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], method: str) -> str:
-    """All phases of a step as a table, MiB; on the CPU with how the peak was measured."""
+    """Returns all phases of a step as a table, MiB; on the CPU with the peak's method."""
     values = {phase: dataclasses.asdict(reading) for phase, reading in readings.items()}
     names = [name.replace("_", " ") for name in next(iter(values.values()))]
     kind = f", {method}" if "resident" in names else ""
@@ -40,7 +40,7 @@ def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], meth
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The phases of one step, and how many optimizer steps there had been with it."""
+    """The phases of one step, and the number of optimizer steps up to and including it."""
 
     step: int
     phases: tuple[Phase, ...]
@@ -53,28 +53,28 @@ class MeasuredStep:
 class MemoryPhasesCallback(StepCallback):
     """Logs memory at `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `post_optimizer_step`.
 
-    Each row holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
+    Each row shows the memory held at that moment and the peak since the previous phase, in MiB. On CUDA these are
     allocated, cached and inactive memory of torch's allocator; on the CPU resident memory. With gradient accumulation
-    a row shows the last micro-batch, and peaks are the maximum over the micro-batches. Steps count from 0, as ONNX
-    Runtime's do; trackers get the Trainer's own `global_step`.
+    a row shows the last micro-batch, and peaks are the maximum over the micro-batches. Steps count from 0, as in ONNX
+    Runtime; trackers get the Trainer's own `global_step`.
 
-    The file and the trackers get all steps that are reported. The log shows a table of some of them (`is_printed`),
-    and on `devinfo` a line of ONNX Runtime's observer for each phase of all of them.
+    The file and the trackers get all reported steps. The log shows a table for some of them (`is_printed`), and on
+    `devinfo` a line of ONNX Runtime's observer for each phase of every reported step.
 
-    Steps that are not reported cost nothing, and the run's peak stays exact on them: the high-water mark runs on. A
-    reported step reads and clears the mark at most six times a micro-batch.
+    Other steps cost nothing and still count in the run's exact peak, since the high-water mark is not reset. A
+    reported step reads and clears the mark at most six times per micro-batch.
 
-    Works with plain models and with any engine that keeps the model object, since it hooks that object and its
-    outputs and never looks inside. On CUDA it resets torch's peak statistics on reported steps: use
-    `measured_peak_mib` in place of `torch.cuda.max_memory_allocated()`.
+    Works with plain models and with any engine that keeps the model object, since it only hooks that object and its
+    outputs. On CUDA it resets torch's peak statistics on reported steps: use `measured_peak_mib` in place of
+    `torch.cuda.max_memory_allocated()`.
 
     Args:
-        log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
+        log_steps: report every N steps; 0 reports steps 0-9 of the run and then steps at powers of two.
         path: JSON-lines file to append the same numbers to.
 
     Attributes:
-        highest_step: the measured step of the run with the highest peak; the first, which compiles, only where there
-            is no other.
+        highest_step: the measured step of the run with the highest peak; the first step, which compiles, only if
+            there is no other.
     """
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
@@ -82,13 +82,13 @@ class MemoryPhasesCallback(StepCallback):
         self._monitor: PeakMonitor | None = None
         self._readings: dict[str, CpuMemory | CudaMemory] = {}
         self.highest_step: MeasuredStep | None = None
-        # Peak, phase and step of the highest phase of the run, of the steps that were read.
+        # Peak, phase and step of the phase with the highest peak among the reported steps.
         self._highest: tuple[float, str, int] | None = None
         self._in_backward = False
 
     @property
     def measured_peak_mib(self) -> float | None:
-        """Peak of the training run so far (frozen when it ends): resident on the CPU, allocated on CUDA, in MiB."""
+        """Returns the peak of the run so far (frozen when it ends): resident on the CPU, allocated on CUDA, in MiB."""
         return None if self._monitor is None else self._monitor.run_peak
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class MemoryPhasesCallback(StepCallback):
         self.reporter.metrics({"measured_peak_mib": run_peak})
 
     def _is_peak_shown(self) -> bool:
-        """True where another callback shows the peak of the run, beside the plans' saving."""
+        """True if another callback shows the peak of the run, together with the plans' saving."""
         trainer = self.reporter.trainer
         plan_stats = callback_of(trainer, PlanStatsCallback) if trainer is not None else None
         return plan_stats is not None and plan_stats.table is not None
@@ -162,8 +162,9 @@ class MemoryPhasesCallback(StepCallback):
             self._readings[phase] = merged(self._readings.get(phase), self._monitor.start_phase())
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
-        # They ask which module calls, since a shallow copy of the model may share its hooks. The reference is weak, as
-        # dynamo may keep what it was told to leave alone. A compiled model must not trace them.
+        # The hooks check which module calls them, since a shallow copy of the model may share them. The reference to
+        # the model is weak, as dynamo may keep functions under `torch.compiler.disable` alive. They are disabled for
+        # the compiler, since a compiled model must not trace them.
         hooked = weakref.ref(model)
 
         def observed(module: torch.nn.Module) -> bool:
@@ -187,7 +188,7 @@ class MemoryPhasesCallback(StepCallback):
         self._hooks.callback(add_hook(model, "forward", after_forward))
 
     def _begin_backward(self) -> None:
-        # Every output that the loss depends on calls this; the first is the start of backward.
+        # Every output that the loss depends on calls this; the first call is the start of the backward.
         if not self._in_backward:
             self._in_backward = True
             self._observe("pre_backward")

@@ -1,4 +1,4 @@
-"""Shows the plan table of the engine that holds the model, and at the end the claimed beside the measured."""
+"""Logs the plan table of a model's engine, and finally the claimed saving and the measured peak."""
 
 import os
 import weakref
@@ -16,41 +16,41 @@ from optimum_memopt.memory import process
 from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable
 
-# By model: the table that `optimize` has logged, so that a callback beside it does not log it again.
+# The table that `optimize` has logged for each model, so that a callback does not log it again.
 tables_shown: "weakref.WeakKeyDictionary[torch.nn.Module, PlanTable]" = weakref.WeakKeyDictionary()
 
-# Steps after which the prediction is compared with what was measured: an optimizer's states are there from the first
-# step on, so that the second is the first complete one.
+# Steps after which the predicted peak is compared with the measured one: the optimizer's states exist from the first
+# step on, so the second step is the first complete one.
 _COMPARED_AFTER = 2
 
 
 class PlanStatsCallback(TrainerCallback):
     """Logs the plan table after the first step, again whenever the engine builds another graph, and a summary.
 
-    Where the engine predicts the peak, the prediction is set beside what was measured after two steps and at the end.
-    On `devinfo` every rank also logs the engine's own insight into each node.
+    If the engine predicts the peak, logs prediction and measurement after two steps and at the end. On `devinfo` every
+    rank also logs the engine's own insight into each node.
 
     Args:
         path: JSON-lines file to append a record of each plan to.
 
     Attributes:
         table: the latest table, None before the first step or without an engine.
-        predicted_peak_mib: what the engine predicted for the largest step of the run, None before the second step's
-            end or where it does not predict.
+        predicted_peak_mib: the engine's prediction for the largest step of the run, None before the end of the second
+            step or if the engine does not predict.
     """
 
     def __init__(self, path: str | os.PathLike | None = None) -> None:
         self.reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
         self._is_checked = False
-        # Batches of several kinds have tables that take turns.
+        # With several kinds of batches, their tables alternate.
         self._shown: list[PlanTable] = []
         self.table: PlanTable | None = None
         self.predicted_peak_mib: float | None = None
 
     @property
     def measured_peak_mib(self) -> float:
-        """Peak of the run so far in MiB: resident on the CPU, allocated on CUDA; 0 before the run."""
+        """Returns the peak of the run so far in MiB: resident on the CPU, allocated on CUDA; 0 before the run."""
         return self._monitor.run_peak if self._monitor else 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class PlanStatsCallback(TrainerCallback):
             self.reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # Before the first optimizer step has changed a weight.
+        # Check before the first optimizer step changes a weight.
         if not self._is_checked:
             self._is_checked = True
             if (engine := engine_of(kwargs["model"])) is not None:
@@ -92,7 +92,7 @@ class PlanStatsCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not is_final(kwargs.get("logs")) or self._monitor is None:
             return
-        # Frozen before it is reported, so that whoever asks later is told the same.
+        # Freeze the peak before it is reported, so that later readers get the same value.
         self._monitor.end_run()
         if self.table is None:
             return
@@ -109,7 +109,7 @@ class PlanStatsCallback(TrainerCallback):
     def _compared(
         self, engine: Engine, args: TrainingArguments, optimizer: torch.optim.Optimizer | None, when: str
     ) -> dict[str, float]:
-        """Metrics of the prediction, which is logged beside what was measured so far; none without a prediction."""
+        """Log predicted and measured peak, and return them as metrics; empty without a prediction."""
         predicted = engine.predicted_peak_mib(optimizer, gradient_accumulation=args.gradient_accumulation_steps > 1)
         if not predicted:
             return {}

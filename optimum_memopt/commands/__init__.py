@@ -2,5 +2,5 @@
 
 memopt  the group of commands and their arguments
 plan    `memopt plan`
-flags   the flags of commands that predict a step
+flags   the flags of commands that predict or measure a step
 """

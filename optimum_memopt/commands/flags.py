@@ -1,4 +1,4 @@
-"""The command-line flags of `memopt plan` and `memopt advise`; settings of a step come from `step_settings`.
+"""Defines the command-line flags of `memopt plan` and `memopt advise`; step settings come from `step_settings`.
 
 Nothing heavy is imported before a command runs.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _COUNT = Annotated[int | None, COUNTS]
 Settings = TypeVar("Settings")
 ALL, PLAIN = "all", "plain"
-# Shown before all groups of the help.
+# Flags that the help shows before all groups.
 _FIRST = ("model", "batch_size", "device", "budget", "global_batch")
 
 
@@ -94,7 +94,7 @@ class AdviseFlags:
     json: bool = flag(False, "Print JSON instead of a table.")
 
 
-# By the titles of their groups.
+# Dataclasses of flags, by the titles of their groups in the help.
 _OF_STEP = {"model and batch": ModelSettings, "training": StepSpec}
 OF_PLAN = {
     **_OF_STEP,
@@ -107,7 +107,7 @@ CHOSEN_BY_ADVISE = ("batch_size", "gradient_accumulation_steps", "loss")
 
 
 def add_flags(parser: ArgumentParser, kinds: Mapping[str, type], without: Collection[str] = ()) -> None:
-    """Add the flags of dataclasses, by the titles of their groups."""
+    """Add the flags of dataclasses to a parser, except `without`; keys of `kinds` are the titles of groups."""
     for title, kind in kinds.items():
         titled = parser.add_argument_group(title)
         for name, field in flags_of(kind).items():
@@ -122,13 +122,13 @@ def add_flags(parser: ArgumentParser, kinds: Mapping[str, type], without: Collec
 
 
 def _numbers(field: "Field[Any]") -> Numbers | None:
-    """Returns the range of a field; None for a field without a number."""
+    """Returns the range of a number field; None for other fields."""
     hint, numbers = without_numbers(field.type)
     return numbers if int in (get_args(hint) or (hint,)) else None
 
 
 def given_flags(args: Any) -> dict[str, str]:
-    """The flags that were given other values than their defaults, as on the command line, by name."""
+    """Returns the flags with other values than their defaults, by name, as text of the command line."""
     given = {}
     for name, field in (each for kind in OF_PLAN.values() for each in flags_of(kind).items()):
         value = getattr(args, field.name, field.default)
@@ -139,7 +139,7 @@ def given_flags(args: Any) -> dict[str, str]:
 
 
 def read(kind: type[Settings], args: Any, **others: Any) -> Settings:
-    """Returns a dataclass with the values of its flags."""
+    """Returns an instance of `kind` with the values of its flags."""
     given = {field.name: getattr(args, field.name) for field in flags_of(kind).values() if hasattr(args, field.name)}
     return kind(**{**given, **others})
 
@@ -154,17 +154,17 @@ def check_numbers(args: Any, kind: type) -> None:
 
 
 def workload_of(args: Any, rows: int = 8) -> "Workload":
-    """The model and a batch of n rows, checked without a model. Raises MemOptError."""
+    """Returns the model and a batch of `rows` rows, checked without loading the model. Raises MemOptError."""
     from optimum_memopt.predict.workload import Workload
 
     return read(Workload, args, batch_size=rows).checked()
 
 
 def spec_of(args: Any) -> StepSpec:
-    """How the step runs.
+    """Returns the settings under which the step runs.
 
     Raises:
-        MemOptError: an unknown optimizer, wrong numbers, or settings that do not go together.
+        MemOptError: an unknown optimizer, numbers out of range, or conflicting settings.
     """
     from optimum_memopt.memory import optimizers
 
@@ -179,10 +179,10 @@ def spec_of(args: Any) -> StepSpec:
 
 
 def checked_options(args: Any, engine: str) -> "MemOptOptions":
-    """The options of an engine that flags stand for.
+    """Returns the engine options set by the flags.
 
     Raises:
-        MemOptError: one line, with the commands' shorter names of flags.
+        MemOptError: an invalid option; one line, with the command's shorter flag names.
     """
     from optimum_memopt.options import MemOptOptions
 

@@ -1,4 +1,4 @@
-"""`optimum-cli memopt`: the group of commands, and their arguments.
+"""Defines `optimum-cli memopt`: the command group, its commands and their arguments.
 
 Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
 """
@@ -24,7 +24,7 @@ _ADVISE_DESCRIPTION = (
     "recommends one. The model is traced from its config; no training step is run. Without --device the speed of "
     "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
 )
-# Of --device: this machine.
+# The value of --device that means this machine.
 _HERE = "here"
 
 
@@ -113,7 +113,7 @@ class EnvCommand(BaseOptimumCLICommand):
 
 
 def report_of(reports: "Sequence[Report]") -> dict[str, Any]:
-    """The reports of all engines, and the versions of packages that they share; None for one that is not installed."""
+    """Returns the engines' reports merged, with versions of shared packages; None for one that is not installed."""
     from optimum_memopt.compat.installed import installed_version
 
     versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
@@ -135,7 +135,7 @@ def _cuda() -> str | None:
 
 
 def advice(reports: "Sequence[Report]") -> list[str]:
-    """When to take which engine, and what `auto` takes."""
+    """Returns lines that say when to use which engine, and which one `auto` selects."""
     from optimum_memopt.engines.api.run import AUTO
     from optimum_memopt.engines.shared.registry import choose_engines
     from optimum_memopt.errors import MemOptError
@@ -146,12 +146,12 @@ def advice(reports: "Sequence[Report]") -> list[str]:
     except MemOptError as error:
         default = str(error)
     given = (report.advice for report in reports if report.advice)
-    # A recommendation of the engine itself comes first.
+    # Lines that recommend an engine come first.
     return [*sorted(given, key=lambda line: not line.startswith("recommended")), default]
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """`report_of` for a terminal."""
+    """Returns a `report_of` report as text for a terminal."""
     from tabulate import tabulate
 
     abilities, extensions = report["works"], report["extensions"]

@@ -1,4 +1,4 @@
-"""`optimum-cli memopt plan`: its arguments are checked before anything is traced or run."""
+"""Implements `optimum-cli memopt plan`; arguments are checked before anything is traced or run."""
 
 import json
 import re
@@ -28,28 +28,28 @@ from optimum_memopt.sizes import AUTO, gib_text
 from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
 _OF_PLAN = tuple(flags_of(PlanSettings))
-# Why several batch sizes are refused, by the flags that need one.
+# Flags that need a single batch size, and why.
 _OF_ONE_SIZE = {
     **dict.fromkeys(("budget", "budget_curve", "html"), "a budget has a plan for each"),
     "at_peak": "each has a peak of its own",
 }
-# What only a prediction has: of a device and its peak, and of the step.
+# Flags that only a prediction takes: about a device and its peak, and about the step (`_OF_STEP`).
 _OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
 _MEASURED = {"model", "task", "batch_size", "seq_len", "device", "compiler"}
 _OF_STEP = [name for kind in (StepSpec, ModelSettings) for name in flags_of(kind) if name not in _MEASURED]
-# What is refused beside --ways plain, and beside --measure.
+# Flags that conflict with --ways plain, and with --measure.
 _OF_ENGINE = (*_OF_PLAN, "loss", "compiler", "budget_curve", "output", "measure", "fsdp")
 _OF_PREDICTION = (*(name for name in _OF_PLAN if name not in ("level", "config")), "compiler", *_OF_DEVICE)
 _NUMBER = re.compile(r"[1-9][0-9]*")
-# Digits up to which the error of a step of too many tokens has the number.
+# Longer numbers of --batch_size are rejected at once; shorter ones reach the error about a step of too many tokens.
 _MOST_DIGITS = 19
 
 
 def case_of(args: Any) -> Case:
-    """The case; checks everything that needs no model.
+    """Returns the case to measure or predict, after all checks that need no model.
 
     Raises:
-        MemOptError: one line.
+        MemOptError: a check fails; the message is one line.
     """
     sizes = batch_sizes(args.batch_size)
     workload, given = flags.workload_of(args, max(sizes)), flags.given_flags(args)
@@ -77,7 +77,7 @@ def _refuse(given: Mapping[str, str], names: Iterable[str], why: str) -> None:
 
 
 def _check_measured(args: Any, engine: str, sizes: Sequence[int], given: Mapping[str, str]) -> None:
-    """Refuse what only a prediction has. Raises MemOptError."""
+    """Reject flags that only a prediction takes. Raises MemOptError."""
     _refuse(given, _OF_DEVICE, f": the {engine} engine is measured, on this machine; leave it out")
     for name in _OF_STEP:
         if name in given:
@@ -89,10 +89,10 @@ def _check_measured(args: Any, engine: str, sizes: Sequence[int], given: Mapping
 
 
 def batch_sizes(text: str | int) -> tuple[int, ...]:
-    """The numbers of `--batch_size`, in order.
+    """Returns the numbers of `--batch_size`, in ascending order.
 
     Raises:
-        MemOptError: what is no number from 1 on, or far beyond any batch.
+        MemOptError: one is not a whole number from 1 on, or is far too large.
     """
     numbers = [part.strip() for part in str(text).split(",")]
     if not all(_NUMBER.fullmatch(number) for number in numbers):
@@ -103,7 +103,7 @@ def batch_sizes(text: str | int) -> tuple[int, ...]:
 
 
 def _check(args: Any, sizes: Sequence[int], given: Mapping[str, str]) -> None:
-    """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
+    """Reject conflicting arguments, and files that cannot be written. Raises MemOptError."""
     flags.check_numbers(args, MeasureFlags)
     if args.max_runs is not None and not args.measure:
         raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
@@ -146,8 +146,8 @@ class PlanOutput:
     """The results of the command.
 
     Attributes:
-        config: the plans that are on, or that won.
-        estimate: None where nothing is predicted but plain PyTorch.
+        config: the plans that are on, or the best ones measured.
+        estimate: the prediction; None if measured, or if only plain PyTorch is predicted.
         ways: the ways to train that were compared.
     """
 
@@ -182,7 +182,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
     engine = factory(resolved.engine)
     device = engine.planned_device(spec.device)
     warn_of_precision(device, spec.autocast, workload)
-    # Plain PyTorch is simulated on one device.
+    # Plain PyTorch is simulated on one device only.
     has_plain = len(sizes) == 1 and spec.fsdp == 1
     plain = engine.plain_ways(workload, spec) if has_plain else ()
     header = _header(workload, spec)
@@ -218,7 +218,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
 
 
 def _at_peak(report: dict[str, Any], timeline: StepTimeline | None, peak: int) -> str:
-    """Add the tensors at the peak to a report; returns their table, empty where they are not known."""
+    """Add the tensors at the peak to a report; returns their table as text, empty if there is no timeline."""
     if timeline is None:
         return ""
     report["at_peak"] = [{**asdict(group), "where": group.where} for group in timeline.at_peak(peak)]
@@ -226,7 +226,7 @@ def _at_peak(report: dict[str, Any], timeline: StepTimeline | None, peak: int) -
 
 
 def ranks_text(ranks: int, peak: int, of_twice: int) -> str:
-    """A line about twice the ranks, by the peaks of a rank in bytes."""
+    """Returns a line that compares `ranks` and twice as many ranks; peaks are bytes per rank."""
     less = peak - of_twice
     change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "as"
     return f"{2 * ranks} ranks: predicted peak {gib_text(of_twice)}, {change} on each of {ranks}"
@@ -252,7 +252,7 @@ def _header(workload: Workload, spec: StepSpec) -> str:
 
 
 def _ways_text(ways: Sequence[Way], header: str, memory: Capacity) -> str:
-    """A table with a row for each way, and what the first one holds at its peak."""
+    """Returns a table with a row for each way to train, and the memory that the first one holds at its peak."""
     has_reserved = any(way.reserved is not None for way in ways)
     has_time = any(way.seconds is not None for way in ways)
     rows = [
@@ -275,7 +275,7 @@ def _ways_text(ways: Sequence[Way], header: str, memory: Capacity) -> str:
 
 
 def _ways_dict(ways: Sequence[Way], memory: Capacity) -> list[dict[str, Any]]:
-    """For JSON; bytes and seconds."""
+    """Returns the ways to train for JSON, in bytes and seconds."""
     return [
         {
             "name": way.plan.name,
@@ -292,7 +292,7 @@ def _ways_dict(ways: Sequence[Way], memory: Capacity) -> list[dict[str, Any]]:
 
 
 def measured(args: Any) -> PlanOutput:
-    """A sweep over plans, and the winner's config."""
+    """Run a sweep over plans; returns its results and the winner's config."""
     case = replace(case_of(args), options={"memory_opt_engine": args.engine})
     max_runs = args.max_runs or 60
     with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
@@ -312,7 +312,7 @@ def _log_once(remarks: Iterable[str]) -> None:
 
 
 def _save_page(args: Any, result: PlanOutput) -> None:
-    # It imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
+    # Imported here, since it imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
     from optimum_memopt.report.page import of_estimate, of_way, render
 
     data = of_way(result.ways[0], args.model) if args.ways == PLAIN else of_estimate(result.estimate, args.model)
@@ -326,7 +326,7 @@ def run(args: Any) -> None:
         charts.draw(result.estimate.frontier, Path(args.budget_curve))
     if args.html:
         _save_page(args, result)
-    # A level in fp8 recomputes some activations of an id and compresses others, which no config says.
+    # A level in fp8 recomputes some activations of an id and compresses others, which a config cannot express.
     if args.output and (args.budget or args.compress):
         result.estimate.plan.save(args.output)
     elif args.output:

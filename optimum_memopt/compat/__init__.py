@@ -1,9 +1,9 @@
-"""Private names of other libraries that the package needs beside those of its engines, a file a library.
+"""Private names of other libraries, one file per library; engines have compat files of their own.
 
 torch         modules and their hooks, tensors, the backward, the process group
 transformers  a Trainer's batches and outputs, models, activation checkpointing
-accelerate    sharding that is asked for, outputs
-bitsandbytes  weights of 4 bits
-deepspeed     parameters that ZeRO 3 has sharded
-installed     versions
+accelerate    configured sharding and parallelism
+bitsandbytes  weights of 4 and 8 bits
+deepspeed     parameters sharded by ZeRO 3
+installed     versions of packages
 """

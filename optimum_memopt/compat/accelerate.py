@@ -1,4 +1,4 @@
-"""Private names of accelerate: sharding and parallelism that are asked for, outputs under autocast."""
+"""Private names of accelerate: configured sharding and parallelism."""
 
 import importlib
 import os
@@ -9,9 +9,10 @@ import torch
 
 
 def fsdp_version(args: Any) -> int | None:
-    """The version of FSDP that a Trainer's arguments, or accelerate's launcher and config file, ask for; None: none.
+    """Returns the FSDP version that a Trainer's arguments or accelerate's launcher and config file request, or None.
 
-    accelerate's launcher asks in the environment, without the Trainer's argument (1.15, `utils/dataclasses.py`).
+    accelerate's launcher requests it in the environment, without the Trainer's argument (1.15,
+    `utils/dataclasses.py`).
     """
     if args.fsdp:
         return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
@@ -21,8 +22,8 @@ def fsdp_version(args: Any) -> int | None:
 
 
 def parallelisms(args: Any) -> tuple[str, ...]:
-    """The kinds of parallelism, of tensor, context and sequence, that a Trainer's arguments or accelerate's launcher
-    in the environment ask for (accelerate 1.15, `parallelism_config.py`)."""
+    """Returns the kinds of parallelism (tensor, context, sequence) that a Trainer's arguments request, or accelerate's
+    launcher in the environment (accelerate 1.15, `parallelism_config.py`)."""
     config = getattr(args, "parallelism_config", None)
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         config = importlib.import_module("accelerate").parallelism_config.ParallelismConfig()
@@ -31,11 +32,10 @@ def parallelisms(args: Any) -> tuple[str, ...]:
 
 
 def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
-    """Have accelerate wrap no layer for activation checkpointing, as `activation_checkpointing` of an FSDP config asks
-    for (1.15).
+    """Disable `activation_checkpointing` of the FSDP config, so that accelerate wraps no layer for it (1.15).
 
     Returns:
-        What undoes it; None where no layer was to be wrapped.
+        A function that undoes it; None if it was not enabled.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None or not plugin.activation_checkpointing:
@@ -45,7 +45,7 @@ def leave_out_fsdp_checkpointing(trainer: Any) -> Callable[[], None] | None:
 
 
 def final_norm(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The norm that accelerate shards together with the head (1.15); None: it finds none."""
+    """Returns the norm that accelerate shards together with the head (1.15); None if it finds none."""
     find = getattr(importlib.import_module("accelerate.utils.fsdp_utils"), "_find_final_norm", None)
     norm: torch.nn.Module | None = None if find is None else find(model)
     return norm

@@ -1,4 +1,4 @@
-"""bitsandbytes' quantized weights (0.50): their scales and codes, and weights of 4 bits without data."""
+"""Private names of bitsandbytes (0.50): scales and codes of quantized weights, and weights of 4 bits without data."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,23 +9,23 @@ import torch
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
-# Weights of a block with one scale, and of a block of scales, which are quantized too (double quantization).
+# Number of weights that share a scale; number of scales that share one, with double quantization.
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
-# The values that four bits and eight bits stand for.
+# Sizes of the code tables for 4-bit weights and 8-bit scales.
 _CODES, _CODES_OF_SCALES = 16, 256
 _STATE = "quant_state"
-# Layers of 8 bits move what their weight holds to their state in the first forward.
+# 8-bit layers move their weight's scales to the module's state in the first forward.
 _FIRST_FORWARD, _STATE_OF_8_BITS = "init_8bit_state", "state"
 _MAY_PACK = "support_avx512bf16_for_cpu"
 
 
 def is_4bit(tensor: torch.Tensor) -> bool:
-    """True for a weight of 4 bits, or a fake tensor in its place."""
+    """True for a weight of 4 bits, or a fake tensor that replaces it."""
     return getattr(tensor, _STATE, None) is not None
 
 
 def statistics_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The scales and codes of a weight of 4 bits, which are no parameters and no buffers; none of another tensor."""
+    """Returns scales and codes of a weight of 4 bits, which are no parameters or buffers; empty for other tensors."""
     return _statistics(getattr(tensor, _STATE)) if is_4bit(tensor) else ()
 
 
@@ -35,7 +35,7 @@ def _statistics(state: Any) -> tuple[torch.Tensor, ...]:
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's buffers, and the scales and codes of its weights of 4 bits, each once."""
+    """Yields a model's buffers, and the scales and codes of its weights of 4 bits, each once."""
     yield from model.named_buffers()
     for name, parameter in model.named_parameters():
         for place, each in enumerate(statistics_of(parameter)):
@@ -47,16 +47,17 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _has_gathered_weight(product: Any) -> bool:
-    """True for a product whose weight of 4 bits FSDP2 shards: the gathered weight has no scales, the module has."""
+    """True for a linear layer whose 4-bit weight FSDP2 shards: the module has scales, the gathered weight has none."""
     if getattr(product, _STATE, None) is None:
-        # A weight may be computed where it is read, and not twice alike (`torch.nn.utils.parametrize`).
+        # Do not read the weight: a parametrized one is computed at each access, with different results
+        # (`torch.nn.utils.parametrize`).
         return False
     weight = getattr(product, "weight", None)
     return weight is not None and not is_4bit(weight)
 
 
 def states_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """Yields each module that holds scales and codes itself, the attribute's name, and its value."""
+    """Yields each module that itself holds scales and codes, the attribute's name, and its value."""
     for module in model.modules():
         name = _STATE if _has_gathered_weight(module) else _STATE_OF_8_BITS if is_8bit(module) else ""
         if name:
@@ -64,7 +65,7 @@ def states_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, An
 
 
 def is_8bit(module: torch.nn.Module) -> bool:
-    """True for a product with a weight of 8 bits."""
+    """True for a linear layer with a weight of 8 bits."""
     return hasattr(module, _FIRST_FORWARD)
 
 
@@ -75,16 +76,16 @@ def move_to_state(product: Any) -> None:
 
 
 def gathered_products(model: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yields replacements of `Linear4bit.forward`, where FSDP2 gathers weights, by a forward that torch can trace.
+    """Yields class, attribute and replacement of `Linear4bit.forward` under FSDP2: a forward that torch can trace.
 
-    bitsandbytes' own puts a new parameter into the module (`fix_4bit_weight_quant_state_from_module`).
+    bitsandbytes' own forward puts a new parameter into the module (`fix_4bit_weight_quant_state_from_module`).
     """
     for kind in {type(product) for product in model.modules() if _has_gathered_weight(product)}:
         yield kind, "forward", _forward_of_gathered
 
 
 def _forward_of_gathered(product: Any, given: torch.Tensor) -> torch.Tensor:
-    """As `Linear4bit.forward` in training."""
+    """Compute what `Linear4bit.forward` does in training."""
     from bitsandbytes import matmul_4bit
 
     if not product.compute_type_is_set:
@@ -102,15 +103,19 @@ def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Give a tensor what makes another one a weight of 4 bits; `memo` as of `copy.deepcopy`, with other statistics."""
+    """Copy the attributes that make `tensor` a weight of 4 bits to `other`.
+
+    Args:
+        memo: as of `copy.deepcopy`; maps scales and codes to their replacements.
+    """
     if is_4bit(tensor):
         for name, value in vars(tensor).items():
             setattr(other, name, copy.deepcopy(value, memo))
 
 
 def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":
-    """The `BitsAndBytesConfig` that is given to `from_pretrained` or in a model's config; None where it does not load
-    weights of 4 bits."""
+    """Returns the `BitsAndBytesConfig` passed to `from_pretrained` or stored in a model's config; None if it does not
+    load weights of 4 bits."""
     from transformers import BitsAndBytesConfig
 
     if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
@@ -119,8 +124,8 @@ def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":
 
 
 def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
-    """Give a model on the meta device weights of 4 bits where transformers loads such (5.0 to 5.24): all products but
-    those of its head, and what the config leaves out."""
+    """Quantize a model on the meta device to 4 bits where transformers does (5.0 to 5.24): all linear layers except
+    the head and the modules that the config skips."""
     from bitsandbytes.nn import Linear4bit
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import HfQuantizer
@@ -135,12 +140,12 @@ def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
             product.weight = _packed(weight, config)
             product.quant_state = getattr(product.weight, _STATE)
             product.bias = bias
-    # As the quantizer of transformers does; PEFT asks for it.
+    # transformers' quantizer sets it; PEFT reads it.
     vars(model)["is_loaded_in_4bit"] = True
 
 
 def cast_biases(model: torch.nn.Module) -> None:
-    """Give the biases beside weights of 4 bits the dtype of their products, as the first forward does."""
+    """Cast the biases of 4-bit linear layers to their compute dtype, as the first forward does."""
     from bitsandbytes.nn import Linear4bit
 
     for product in model.modules():
@@ -149,11 +154,11 @@ def cast_biases(model: torch.nn.Module) -> None:
 
 
 def keep_unpacked(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Keep evaluations on a CPU with AVX512-BF16 from packing weights of 4 bits, and unpack those that are packed.
+    """Prevent evaluations on a CPU with AVX512-BF16 from packing weights of 4 bits, and unpack packed weights.
 
-    They would stay packed, and products with packed weights have no backward: later steps get wrong gradients, with a
-    warning of torch's alone (0.50, `Linear4bit.forward` in `bitsandbytes/nn/modules.py`). Scales of unpacked weights
-    are rounded to bfloat16.
+    Weights would stay packed, and the product with a packed weight has no backward: later steps would get wrong
+    gradients, with only a warning from torch (0.50, `Linear4bit.forward` in `bitsandbytes/nn/modules.py`). Scales of
+    unpacked weights are rounded to bfloat16.
 
     Returns:
         The modules, for `allow_packing`.
@@ -176,7 +181,7 @@ def allow_packing(held: Iterable[torch.nn.Module]) -> None:
 
 
 def _packed(weight: torch.Tensor, config: "BitsAndBytesConfig") -> torch.nn.Parameter:
-    """A weight of 4 bits without data; sizes as in `bitsandbytes/functional.py`, `quantize_4bit`."""
+    """Returns a weight of 4 bits without data; sizes as in `bitsandbytes/functional.py`, `quantize_4bit`."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 

@@ -1,4 +1,4 @@
-"""What is installed, and a warning of it that says nothing here."""
+"""Finds installed package versions, and silences an irrelevant warning of bitsandbytes."""
 
 import contextlib
 import importlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 
 def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
-    """Name and version of the first of these distributions that is installed, without an import of it."""
+    """Returns name and version of the first of these distributions that is installed, without importing it."""
     for distribution in distributions:
         try:
             return distribution, importlib.metadata.version(distribution)
@@ -19,8 +19,8 @@ def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def without_kernel_warning() -> Iterator[None]:
-    """Without the warning of bitsandbytes, which PEFT and Trainer import, about a kernel for CPUs that it did not load
-    (0.50): what is predicted runs none.
+    """Suppress the warning of bitsandbytes (0.50), which PEFT and Trainer import, about a CPU kernel that it did not
+    load: predictions do not run it.
 
     https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/backends/cpu/ops.py
     """
@@ -37,6 +37,6 @@ def without_kernel_warning() -> Iterator[None]:
 
 
 def software() -> dict[str, str]:
-    """The versions of this package, torch and transformers, by their distributions."""
+    """Returns the versions of this package, torch and transformers, by distribution."""
     versions = (installed_version((distribution,)) for distribution in ("optimum-memopt", "torch", "transformers"))
     return dict(filter(None, versions))

@@ -13,47 +13,47 @@ from torch.nn.modules import module as torch_module
 
 from optimum_memopt.errors import MemOptError
 
-# Hooks of a module, or of all of them, that are given outputs or the gradients of outputs.
+# Hooks, of a module or global, that receive outputs or gradients of outputs.
 _OUTPUT_HOOKS = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
 
-# Trainer's fields; the older one warns since transformers 5.23, which has both.
+# Trainer's fields; transformers 5.23 has both and warns about the older one.
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 
-# The method from which a Trainer takes its training sampler, given a data set (transformers 5.23).
+# The method that returns a Trainer's training sampler, given a dataset (transformers 5.23).
 TRAIN_SAMPLER = "_get_train_sampler"
 
-# The method that returns the norm of a step's gradients where none is clipped, given the model (transformers 5.12 to
-# 5.24; older ones log no norm then).
+# The method that returns the norm of a step's gradients if clipping is off, given the model (transformers 5.12 to
+# 5.24; older versions log no norm then).
 GRADIENT_NORM = "_get_grad_norm"
 
 
 def train_batch_size(trainer: Any) -> int:
-    """Rows of a batch of a Trainer's data loader, as `auto_find_batch_size` has left them."""
+    """Returns the batch size of a Trainer's data loader, as last set by `auto_find_batch_size`."""
     return trainer._train_batch_size
 
 
 def reread_batch_size(trainer: Any) -> None:
-    """Have a Trainer's data loader take the rows of its arguments (transformers 5.23).
+    """Reset a Trainer's data loader batch size to that of its arguments (transformers 5.23).
 
-    Gradient accumulation is read from the arguments in `train()`: Trainer's own accelerate accumulates nothing
-    (`create_accelerator_and_postprocess`).
+    Gradient accumulation needs no reset: `train()` reads it from the arguments, since Trainer's own accelerator
+    accumulates nothing (`create_accelerator_and_postprocess`).
     """
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
 def collator(trainer: Any, kind: str) -> Callable[[list[Any]], Any]:
-    """The collator of rows for `training` or `evaluation`, which lose the columns that the model does not take
+    """Returns the collator for `training` or `evaluation`, which drops columns that the model does not take
     (transformers 5.23)."""
     return trainer._get_collator_with_removed_columns(trainer.data_collator, description=kind)
 
 
 def prepared_inputs(trainer: Any, batch: Any) -> Any:
-    """A batch as the Trainer gives it to its model (transformers 5.23)."""
+    """Returns a batch prepared as the Trainer passes it to its model (transformers 5.23)."""
     return trainer._prepare_inputs(batch)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """transformers' name of the attention that a model with this config runs; None: the config has none."""
+    """Returns transformers' name of the attention implementation in a model's config; None if it has none."""
     return getattr(config, "_attn_implementation", None)
 
 
@@ -62,13 +62,13 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def layer_classes(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the classes of layers that accelerate shards by themselves, where nobody names others; empty: none is
-    known (transformers 5.23)."""
+    """Returns the names of the layer classes that accelerate shards individually by default; empty if the model
+    declares none (transformers 5.23)."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def embeddings(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
-    """transformers' input or output embeddings of a model; None: it has none, or is none of transformers'.
+    """Returns the input or output embeddings of a transformers model; None if it has none, or for other models.
 
     Args:
         kind: `input` or `output`.
@@ -76,29 +76,30 @@ def embeddings(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
     try:
         module: torch.nn.Module | None = getattr(model, f"get_{kind}_embeddings", lambda: None)()
     except NotImplementedError:
-        # A model whose embeddings transformers does not find by their usual names.
+        # transformers does not find this model's embeddings by their usual names.
         return None
     return module
 
 
 def is_mask(name: str) -> bool:
-    """True for the name of an input of transformers' models that marks the tokens that are no padding."""
+    """True for the name of a transformers input that marks the tokens that are not padding."""
     return name.endswith("attention_mask")
 
 
-# Code between `Trainer.compute_loss` and the model's forward that returns the outputs and reads no values of them:
-# wrappers of modules, autocast, context managers used as decorators.
+# Packages with code between `Trainer.compute_loss` and the model's forward that returns the outputs without reading
+# their values: module wrappers, autocast, context managers used as decorators.
 _PASSES_THROUGH = frozenset({"optimum_memopt", "torch", "accelerate", "deepspeed", "contextlib"})
 
-# Their hooks look at memory or time, or wait for the gradient of whatever the loss is made of (FSDP2, DeepSpeed).
+# Packages whose hooks read only memory or time, or wait for gradients of the loss's inputs (FSDP2, DeepSpeed).
 _HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed", "torch"})
 
 
 def outputs_read_by() -> str:
-    """Who may read more of the model's outputs than the loss; empty when nobody does. Costs 10 microseconds.
+    """Returns a name for the code that may read outputs other than the loss; empty if none does. Takes 10
+    microseconds.
 
-    Nobody does where the code that runs now was called by stock `Trainer.compute_loss`, which returns the model's own
-    loss and nothing else, and no hook on the model or on a wrapper around it sees the other outputs.
+    No code does if the running forward was called by stock `Trainer.compute_loss`, which returns only the model's own
+    loss, and no hook of the model or of its wrappers sees the other outputs.
     """
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and _package(_module(caller)) in _PASSES_THROUGH:
@@ -106,7 +107,7 @@ def outputs_read_by() -> str:
     if caller is None:
         return "the training loop"
     if caller.f_code.co_name != "compute_loss" or _module(caller) != "transformers.trainer":
-        # The qualified name is there from Python 3.11 on.
+        # The qualified name exists from Python 3.11 on.
         return getattr(caller.f_code, "co_qualname", caller.f_code.co_name)
     given = caller.f_locals
     trainer = given["self"]
@@ -121,7 +122,8 @@ def outputs_read_by() -> str:
 
 
 def _output_hooks(model: torch.nn.Module) -> Iterator[Any]:
-    """Those of the model, its wrappers (DDP and DeepSpeed name what they wrap `module`), all modules (torch 2.13)."""
+    """Yields output hooks that are global, or of a model or its wrappers, which hold it as `module` (DDP, DeepSpeed;
+    torch 2.13)."""
     for name in _OUTPUT_HOOKS:
         yield from getattr(torch_module, f"_global_{name}").values()
         inner: Any = model
@@ -140,21 +142,21 @@ def _package(module: Any) -> str:
 
 @functools.cache
 def checkpointing_flag() -> str:
-    """Trainer's flag for activation checkpointing, which a script's parser knows."""
+    """Returns Trainer's command-line flag for activation checkpointing."""
     from transformers import TrainingArguments
 
     return next(f"--{name}" for name in CHECKPOINTING_FIELDS if name in TrainingArguments.__dataclass_fields__)
 
 
 def checkpoint_layers(model: Any, every: int) -> None:
-    """Trainer's activation checkpointing of every nth layer.
+    """Enable transformers' activation checkpointing of every nth layer.
 
     Raises:
-        MemOptError: the model has none, or this transformers can only checkpoint all layers.
+        MemOptError: the model does not support it, or this transformers can only checkpoint all layers.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise MemOptError(f"{type(model).__name__} does not support activation checkpointing")
-    # transformers 5.23 has both, and warns of the older one.
+    # transformers 5.23 has both methods, and warns about the older one.
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
     elif every == 1:
@@ -166,13 +168,13 @@ def checkpoint_layers(model: Any, every: int) -> None:
 
 
 def checkpoint_function(module: Any) -> Any:
-    """The function that checkpoints a module's layers, a partial of torch's (5.23); None without one."""
+    """Returns the function that checkpoints a module's layers, a partial of torch's (5.23); None if there is none."""
     return getattr(module, "_gradient_checkpointing_func", None)
 
 
 def offloads_checkpoints(module: Any) -> bool:
-    """True for a module whose activation checkpointing holds its inputs in host memory: `offload` of transformers'
-    `activation_checkpointing_enable` (5.23), or a function of the user's that does as much."""
+    """True if a module's activation checkpointing keeps inputs in host memory: `offload` of transformers'
+    `activation_checkpointing_enable` (5.23), or an equivalent function of the user."""
     function = checkpoint_function(module)
     while isinstance(function, functools.partial):
         function = function.func
@@ -180,8 +182,8 @@ def offloads_checkpoints(module: Any) -> bool:
 
 
 def torch_init() -> AbstractContextManager[Any]:
-    """torch's own functions for initial values, also within transformers' `no_init_weights` (5.23): PEFT's VeRA uses
-    what they return."""
+    """Returns a context that restores torch's own init functions within transformers' `no_init_weights` (5.23): PEFT's
+    VeRA uses their return values."""
     from transformers.initialization import TORCH_INIT_FUNCTIONS
 
     functions: dict[str, Any] = TORCH_INIT_FUNCTIONS

@@ -1,7 +1,7 @@
 """The memory of this process and its device.
 
-capacity      what the process may take
-peak_monitor  what it holds, and its peak
-process       malloc and the garbage collector
-optimizers    bytes of optimizers by their names
+capacity      the memory that the process may use
+peak_monitor  the memory that it holds, and its peak
+process       settings of malloc and the garbage collector
+optimizers    memory of optimizers by name
 """

@@ -1,4 +1,4 @@
-"""The memory that this process may take of its device, within the control groups of containers, Slurm and systemd."""
+"""Finds the device memory that this process may use, within the control groups of containers, Slurm and systemd."""
 
 import contextlib
 import os
@@ -18,18 +18,18 @@ from optimum_memopt.sizes import gib_text
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A group whose processes, with those of the groups in it, share an amount of memory; bytes.
+    """A control group whose processes, including those of nested groups, share a memory limit; bytes.
 
     Attributes:
-        limit: that they must not pass.
-        held: by all of them, without files that the kernel can drop; 0 where it is not known.
+        limit: the limit for all processes together.
+        held: memory of all processes, without file pages that the kernel can drop; 0 if unknown.
     """
 
     limit: int
     held: int
 
 
-# Files with limit and usage, and the prefix of numbers in `memory.stat`, by type of file system: version 2 and 1
+# File names of limit and usage, and the prefix of keys in `memory.stat`, by file system type: versions 2 and 1
 # (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst in Linux).
 _VERSIONS = {
     "cgroup2": ("memory.max", "memory.current", ""),
@@ -39,21 +39,21 @@ _CONTROLLER = "memory"
 
 
 def control_groups(root: Path) -> list[ControlGroup]:
-    """This process's groups that have a limit, its own first; `root` is the folder of `proc` and `sys`."""
+    """Returns this process's groups with a limit, innermost first; `root` is the folder of `proc` and `sys`."""
     groups = []
     for kind, folder in _folders(root):
         of_limit, of_usage, prefix = _VERSIONS[kind]
         limit, usage = _text(folder / of_limit), _text(folder / of_usage)
         stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
         files = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
-        # "max" is none.
+        # "max" means no limit.
         if limit.isdigit():
             groups.append(ControlGroup(int(limit), max(0, int(usage) - files) if usage.isdigit() else 0))
     return groups
 
 
 def _folders(root: Path) -> Iterator[tuple[str, Path]]:
-    """Types of file system and folders of this process's groups."""
+    """Yields file system type and folder of each of this process's groups."""
     # `4:memory:/docker/12ab` in version 1, `0::/user.slice/run.scope` in version 2.
     lines = (line.split(":", maxsplit=2) for line in _text(root / "proc/self/cgroup").splitlines())
     paths = {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
@@ -70,8 +70,11 @@ def _folders(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _inner(path: str, top: str) -> PurePosixPath | None:
-    """Where a group is in a mount of the group `top`; None: elsewhere. A container may see a part of its host."""
-    # As a namespace of groups shows what is outside of it.
+    """Returns a group's path relative to a mount of the group `top`; None if it lies outside of the mount.
+
+    A container may see only a part of its host's groups.
+    """
+    # A cgroup namespace shows paths outside of it with "..".
     if ".." in (*PurePosixPath(path).parts, *PurePosixPath(top).parts):
         return PurePosixPath()
     with contextlib.suppress(ValueError):
@@ -80,7 +83,7 @@ def _inner(path: str, top: str) -> PurePosixPath | None:
 
 
 def _unescaped(path: str) -> str:
-    """Spaces and backslashes are octal in `mountinfo`."""
+    """Decode the octal escapes of `mountinfo` for spaces and backslashes."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
 
 
@@ -93,7 +96,7 @@ def _text(path: Path) -> str:
 
 _ON_HOST = "LOCAL_WORLD_SIZE"
 _ROOT = Path("/")
-# Of what is free, the share that tensors get: torch's caching allocator holds 4 to 23% more than is allocated
+# The share of free memory that tensors can use: torch's caching allocator reserves 4 to 23% more than is allocated
 # (RoBERTa, Llama with recompute; torch 2.13).
 _ALLOCATED = 0.85
 
@@ -103,9 +106,10 @@ class Capacity:
     """Memory of a device, in bytes.
 
     Attributes:
-        total: all that this process may take.
-        available: what a training run may take, with what this process holds already, less what allocators waste.
-        elsewhere: held by other processes, and by libraries of this one.
+        total: the most that this process may use.
+        available: memory for a training run, including memory that this process already holds, less the allocator's
+            waste.
+        elsewhere: memory held by other processes, and by libraries of this one.
     """
 
     total: int
@@ -113,7 +117,7 @@ class Capacity:
     elsewhere: int = 0
 
     def verdict(self, peak: int) -> str:
-        """`fits: 12.30 GiB of 13.60 GiB` of a step with this peak in bytes, as a budget of `auto` bounds it."""
+        """Returns `fits: 12.30 GiB of 13.60 GiB` for a step's peak in bytes; the limit is a budget of `auto`."""
         fits = "fits" if peak <= self.available else "does not fit"
         return f"{fits}: {gib_text(peak)} of {gib_text(self.available)}"
 
@@ -123,7 +127,7 @@ def capacity(device: torch.device) -> Capacity:
     share of the host.
 
     Raises:
-        MemOptError: `LOCAL_WORLD_SIZE` is no number of processes.
+        MemOptError: `LOCAL_WORLD_SIZE` is not a valid number of processes.
     """
     if device.type == "cuda":
         free, on_device = torch.cuda.mem_get_info(device)
@@ -136,9 +140,9 @@ def capacity(device: torch.device) -> Capacity:
     address_space, data = (_limit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     total = min(host // processes, address_space, data)
     own = psutil.Process().memory_info()
-    # psutil has `data` on Linux alone.
+    # psutil has `data` on Linux only.
     free = min(memory.available // processes, data - getattr(own, "data", own.rss)) + own.rss
-    # What is shared is files mostly, libraries among them, which are in no group's `held`.
+    # Shared memory is mostly files, including libraries, which no group's `held` includes.
     in_groups = ((group.limit - group.held) // processes + own.rss - own.shared for group in groups)
     available = max(0, min(total, free, *in_groups))
     return Capacity(total, available, total - available)
@@ -151,17 +155,17 @@ def _limit(kind: int) -> int:
 
 
 def host_available() -> int:
-    """Bytes of the host's memory that this process may still take."""
+    """Returns the bytes of host memory that this process may still use."""
     return capacity(torch.device("cpu")).available - psutil.Process().memory_info().rss
 
 
 def capacity_of(total: int) -> Capacity:
-    """The memory of a device that is not here and runs nothing else, of `total` bytes."""
+    """Returns the capacity of a device of `total` bytes that is not in this machine and runs nothing else."""
     return Capacity(total, int(total * _ALLOCATED))
 
 
 def _processes() -> int:
-    """How many a launcher has started on this host; torchrun, accelerate and DeepSpeed tell each of them."""
+    """Returns the number of processes on this host, from the variable that torchrun, accelerate and DeepSpeed set."""
     text = os.environ.get(_ON_HOST, "").strip()
     if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is None:
         raise MemOptError(

@@ -1,8 +1,8 @@
-"""The bytes of optimizers that are not there yet, by Trainer's names of them (`--optim`).
+"""Predicts the memory of optimizers before they exist, by Trainer's names (`--optim`).
 
-States and temporary tensors are those of Trainer's default arguments: no momentum for SGD and RMSprop, no first moment
-for Adafactor. After `torch/optim` (2.13), `transformers/optimization.py` (5.23) and `bitsandbytes/optim/optimizer.py`
-(0.48).
+States and temporary tensors are those with Trainer's default arguments: no momentum for SGD and RMSprop, no first
+moment for Adafactor. Follows `torch/optim` (2.13), `transformers/optimization.py` (5.23) and
+`bitsandbytes/optim/optimizer.py` (0.48).
 """
 
 import difflib
@@ -18,11 +18,11 @@ from optimum_memopt.errors import QUOTED, MemOptError, excerpt
 
 DEFAULT = "adamw_torch_fused"
 _FLOAT32 = 4
-# bitsandbytes: smaller parameters have states in float32, larger ones a scale for each block.
+# bitsandbytes: parameters with fewer elements have float32 states, larger ones 8-bit states with a scale per block.
 _LEAST_IN_8_BITS = 4096
 _BLOCK = 256
 _HALVES = (torch.bfloat16, torch.float16)
-# A gradient is read for its norm, read and written.
+# Passes over the gradients for clipping: read for the norm, then read and written.
 _CLIPPING = 3
 _States = Callable[[torch.Tensor], list[int]]
 
@@ -32,10 +32,10 @@ class _Kind:
     """The memory of an optimizer.
 
     Attributes:
-        states: bytes of each state of a parameter.
-        loop: copies of a parameter that a step makes, where it takes one parameter after the other.
-        foreach: copies of all parameters that a step makes on CUDA.
-        of_embeddings: bytes of each state of an embedding, where they are others.
+        states: returns the bytes of each state of a parameter.
+        loop: number of temporary copies of a parameter, if the step takes one parameter after the other.
+        foreach: number of temporary copies of all parameters that a step makes on CUDA.
+        of_embeddings: as `states`, for embeddings; None: no difference.
         remarks: how the update differs from AdamW's in float32, and what is not exact.
     """
 
@@ -47,7 +47,7 @@ class _Kind:
 
 
 def _copies(count: int) -> _States:
-    """States like the parameter."""
+    """Returns a function for the sizes of `count` states with the parameter's shape and dtype."""
     return lambda parameter: [parameter.nbytes] * count
 
 
@@ -66,7 +66,8 @@ def _in_8_bits(count: int) -> _States:
 
 
 def _of_ademamix(in_8_bits: bool) -> _States:
-    """A fast and a slow first moment in one state, and a second moment (`bitsandbytes/optim/ademamix.py`, 0.50)."""
+    """Returns a function for the sizes of AdEMAMix's states: a fast and a slow first moment in one state, and a second
+    moment (`bitsandbytes/optim/ademamix.py`, 0.50)."""
     moment = _in_8_bits(1) if in_8_bits else _in_32_bits(1)
 
     def states(parameter: torch.Tensor) -> list[int]:
@@ -76,7 +77,7 @@ def _of_ademamix(in_8_bits: bool) -> _States:
 
 
 def _factored(parameter: torch.Tensor) -> list[int]:
-    """Adafactor's: a mean for each row and column of a matrix."""
+    """Returns the sizes of Adafactor's states: a mean for each row and column of a matrix."""
     size = parameter.numel() * _FLOAT32
     if parameter.dim() < 2:
         return [size]
@@ -109,7 +110,7 @@ _KINDS = {
         _of_ademamix(in_8_bits=True), of_embeddings=_of_ademamix(in_8_bits=False), remarks=(_BLOCKWISE, _OF_ADEMAMIX)
     ),
 }
-# bitsandbytes' own, whose larger states the driver pages; no state on the device is smaller for it.
+# bitsandbytes' paged optimizers: the driver pages larger states; sizes on the device are the same.
 _PAGED = {
     f"paged_{name}": replace(kind, remarks=(*kind.remarks, _IN_PAGES))
     for name, kind in {
@@ -123,7 +124,7 @@ _PAGED = {
 }
 _ALL = {**_KINDS, **_PAGED}
 
-# The kind of a class, and the options that give it other states. By name: transformers' file takes seconds to import.
+# Optimizer name of a class, and its options that add states. Classes by name: transformers' takes seconds to import.
 _CLASSES = {
     "torch.optim.sgd.SGD": ("sgd", ("momentum",)),
     "torch.optim.adagrad.Adagrad": ("adagrad", ()),
@@ -137,7 +138,7 @@ def planned_like(optimizer: torch.optim.Optimizer | None, is_on_cuda: bool = Fal
     None.
 
     Args:
-        optimizer: may be wrapped, as accelerate does.
+        optimizer: the real optimizer, which accelerate may have wrapped.
     """
     inner: Any = getattr(optimizer, "optimizer", optimizer)
     name, adds_states = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
@@ -147,18 +148,19 @@ def planned_like(optimizer: torch.optim.Optimizer | None, is_on_cuda: bool = Fal
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:
-    """Names of optimizers with less memory than others that work here; the first one is AdamW without temporaries."""
+    """Returns the names of low-memory optimizers that work here; the first one is AdamW without temporaries."""
     in_8_bits = ["adamw_8bit"] if is_on_cuda and installed_version(("bitsandbytes",)) else []
     return [DEFAULT, *in_8_bits, "adafactor"]
 
 
 def is_known(name: str) -> bool:
-    """True where the sizes of an optimizer's states are known; `check` refuses those whose place is not."""
+    """True if the sizes of an optimizer's states are known; `check` rejects paged ones, which move to the host."""
     return name in _ALL
 
 
 def unknown() -> tuple[str, ...]:
-    """Trainer's optimizers whose memory is not known: of other libraries, as GaLore, which projects gradients."""
+    """Returns the names of Trainer's optimizers with unknown memory: other libraries' ones, such as GaLore, which
+    projects gradients."""
     from transformers.training_args import OptimizerNames
 
     return tuple(each.value for each in OptimizerNames if each.value not in _ALL)
@@ -169,9 +171,9 @@ class OptimizerMemory:
     """An optimizer's memory for the parameters of one model, in bytes.
 
     Attributes:
-        name: Trainer's.
-        states: after the first step.
-        temporaries: of a step.
+        name: Trainer's name.
+        states: bytes of the states after the first step.
+        temporaries: bytes of a step's temporary tensors.
         remarks: how its update differs from AdamW's in float32, and what is not exact.
     """
 
@@ -182,7 +184,7 @@ class OptimizerMemory:
 
 
 def check(name: str) -> None:
-    """Raise a MemOptError where an optimizer's memory is not known."""
+    """Raise a MemOptError if an optimizer's memory cannot be predicted."""
     if name in _KINDS:
         return
     supported = f"predicted are {', '.join(_KINDS)}"
@@ -193,17 +195,17 @@ def check(name: str) -> None:
         )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
-    # Among so many names half of a quotation is enough.
+    # The message lists many names, so the quotation is shorter.
     raise MemOptError(f"--optim {excerpt(name, longest=QUOTED // 2) or repr(name)}: {hint}{supported}")
 
 
 @dataclass(frozen=True)
 class PlannedOptimizer:
-    """An optimizer that is not there yet.
+    """An optimizer that does not exist yet.
 
     Attributes:
-        name: Trainer's, one that `check` lets pass.
-        embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer asks it to.
+        name: Trainer's name; `check` accepts it.
+        embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer configures it.
     """
 
     name: str = DEFAULT
@@ -214,14 +216,14 @@ class PlannedOptimizer:
         return "AdamW" if self.name == DEFAULT else self.name
 
     def state_sizes(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Bytes of each state of these parameters, after the first step."""
+        """Returns the bytes of each state of these parameters, after the first step."""
         kind = _ALL[self.name]
         of_embeddings = kind.of_embeddings or kind.states
         states = ((of_embeddings if id(each) in self.embeddings else kind.states)(each) for each in parameters)
         return list(itertools.chain.from_iterable(states))
 
     def compared(self, parameters: Sequence[torch.Tensor]) -> tuple[OptimizerMemory, ...]:
-        """The memory of all known optimizers for these parameters, this one first."""
+        """Returns the memory of all known optimizers for these parameters, this one first."""
         every = (self, *(replace(self, name=name) for name in _ALL if name != self.name))
         return tuple(
             OptimizerMemory(
@@ -231,19 +233,20 @@ class PlannedOptimizer:
         )
 
     def moved(self, parameters: Sequence[torch.Tensor]) -> int:
-        """Bytes that the kernels of a step read and write on CUDA, and those of clipping before it.
+        """Returns the bytes that gradient clipping and the kernels of a step read and write on CUDA.
 
-        A fused kernel reads and writes a parameter and its states, and reads the gradient. AdamW by foreach (2.13,
-        `_multi_tensor_adamw`) takes ten kernels for it, which pass 21 times over as many bytes as the parameter has.
+        A fused kernel reads and writes a parameter and its states, and reads the gradient. AdamW with foreach (2.13,
+        `_multi_tensor_adamw`) takes ten kernels, which together move 21 times the parameter's bytes.
         """
         size = sum(parameter.nbytes for parameter in parameters)
         fused = 3 * size + 2 * sum(self.state_sizes(parameters))
         return _CLIPPING * size + (21 * size if self.name == "adamw_torch" else fused)
 
     def step_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
-        """Bytes of the temporary tensors of a step.
+        """Returns the bytes of a step's temporary tensors.
 
-        Trainer has biases and norms in a group of their own, which is stepped alone.
+        Counts tensors of two or more dimensions only, if there are any: Trainer puts biases and norms into a group of
+        their own, which is stepped separately.
         """
         kind = _ALL[self.name]
         group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
@@ -254,13 +257,14 @@ class PlannedOptimizer:
         if self.name == "adafactor":
             return _adafactor_step(group)
         sizes = [0, *(parameter.nbytes for parameter in group)]
-        # The last copy of a parameter is there until the next one's is made.
+        # The last copy of a parameter lives until the next parameter's copy is made.
         return max((before + kind.loop * size for before, size in itertools.pairwise(sizes)), default=0)
 
 
 def _adafactor_step(parameters: Collection[torch.Tensor]) -> int:
-    """Adafactor computes in float32: the squared gradient and its sum with epsilon, over the update of the parameter
-    before; for a parameter in half precision also a copy of it and of its gradient."""
+    """Returns the peak bytes of an Adafactor step, which computes in float32: the squared gradient and its sum with
+    epsilon, while the previous parameter's update is alive; for a parameter in half precision also float32 copies of
+    it and its gradient."""
     peak = before = 0
     for parameter in parameters:
         size = parameter.numel() * _FLOAT32
@@ -271,7 +275,7 @@ def _adafactor_step(parameters: Collection[torch.Tensor]) -> int:
     return peak
 
 
-# One that is there, or not yet.
+# A real optimizer, or a planned one.
 Optimizer = torch.optim.Optimizer | PlannedOptimizer
 
 

@@ -1,8 +1,8 @@
-"""Current and peak memory of this process: resident pages on the CPU, torch's caching allocator on CUDA.
+"""Measures current and peak memory of this process: resident pages on the CPU, torch's caching allocator on CUDA.
 
 All numbers are MiB (2**20 bytes). A process has only one high-water mark (the kernel's VmHWM, the allocator's peak
 statistics), so resetting it loses it for all other readers. `PeakMonitor` shares it: before a reset, the mark is
-folded into the maxima of every monitor alive.
+folded into the maxima of every live monitor.
 """
 
 import dataclasses
@@ -57,17 +57,17 @@ class CudaMemory:
 
 
 def held(reading: CpuMemory | CudaMemory) -> float:
-    """Memory that is held: resident or allocated, MiB."""
+    """Returns the memory held: resident or allocated, MiB."""
     return reading.resident if isinstance(reading, CpuMemory) else reading.allocated
 
 
 def peak(reading: CpuMemory | CudaMemory) -> float:
-    """The number that decides whether a step fits: peak resident or peak allocated, MiB."""
+    """Returns the peak that decides whether a step fits: peak resident or peak allocated, MiB."""
     return reading.peak_resident if isinstance(reading, CpuMemory) else reading.max_allocated
 
 
 def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
-    """`later`, with each peak the higher one of both readings."""
+    """Returns `later`, with each peak the maximum of both readings."""
     if earlier is None:
         return later
     peaks = [name for name in vars(later) if name.startswith(("peak_", "max_"))]
@@ -75,13 +75,13 @@ def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
 
 
 def parse_status(text: str) -> CpuMemory:
-    """VmRSS and VmHWM (kB) in the text of /proc/PID/status; KeyError where it lacks one of them."""
+    """Parse VmRSS and VmHWM (kB) from the text of /proc/PID/status; raises KeyError if one is missing."""
     kib = dict(_STATUS_LINES.findall(text))
     return CpuMemory(resident=int(kib["VmRSS"]) / 1024, peak_resident=int(kib["VmHWM"]) / 1024)
 
 
 def cuda_memory(stats: Mapping[str, int]) -> CudaMemory:
-    """A reading of `torch.cuda.memory_stats()` (bytes; empty before CUDA is initialised, which counts as 0)."""
+    """Convert `torch.cuda.memory_stats()` (bytes; empty before CUDA is initialised, which counts as 0)."""
     values = {}
     for name, key in (("allocated", "allocated"), ("cached", "reserved"), ("inactive", "inactive_split")):
         values[name] = stats.get(f"{key}_bytes.all.current", 0) / MIB
@@ -90,7 +90,7 @@ def cuda_memory(stats: Mapping[str, int]) -> CudaMemory:
 
 
 class _Gauge:
-    """One high-water mark of this process and the monitors that share it."""
+    """A high-water mark of this process, and the monitors that share it."""
 
     method = "exact"
 
@@ -107,7 +107,7 @@ class _Gauge:
         raise NotImplementedError
 
     def reset(self) -> CpuMemory | CudaMemory:
-        """Read, then reset the mark to what is held now; every watcher has folded it into its own maxima."""
+        """Read the mark, fold it into every watcher's maxima, then reset it to the memory held now."""
         reading = self.read()
         for monitor in tuple(self.watchers):
             monitor.fold(reading)
@@ -116,7 +116,7 @@ class _Gauge:
 
 
 class _ResidentGauge(_Gauge):
-    """The kernel's own mark, exact to a few pages per thread.
+    """The kernel's mark of resident memory, exact to a few pages per thread.
 
     The two files stay open, which makes a reading three times as fast; a forked process has a gauge of its own.
     """
@@ -130,12 +130,12 @@ class _ResidentGauge(_Gauge):
         return parse_status(os.pread(self._status, _STATUS_BYTES, 0).decode())
 
     def _clear(self) -> None:
-        # proc(5): 5 resets the peak resident set size, and nothing else, to the current one.
+        # proc(5): writing 5 resets only the peak resident set size, to the current size.
         os.pwrite(self._clear_refs, b"5", 0)
 
 
 class _SampledResidentGauge(_Gauge):
-    """For systems that cannot reset the mark: a thread samples every 5 ms and may miss a shorter peak."""
+    """A mark for systems that cannot reset the kernel's: a thread samples every 5 ms and may miss a shorter peak."""
 
     method = "sampled"
 
@@ -178,7 +178,7 @@ class _CudaGauge(_Gauge):
 
 
 def can_reset_resident_peak() -> bool:
-    """True where this system resets VmHWM on request; tried, since some sandboxes accept the write and ignore it."""
+    """True if this system resets VmHWM on request; tests it, since some sandboxes accept the write and ignore it."""
     try:
         with mmap.mmap(-1, _PROBE_BYTES) as pages:
             for offset in range(0, _PROBE_BYTES, mmap.PAGESIZE):
@@ -198,7 +198,7 @@ def _gauge(index: int | None, pid: int) -> _Gauge:
 
 
 def _cuda_index(device: torch.device) -> int | None:
-    """`cuda` is the current one, which shares its mark with `cuda:0`; None for other devices."""
+    """Returns a CUDA device's index (for `cuda` the current device's, so that both share a mark); None for others."""
     if device.type != "cuda":
         return None
     if device.index is None and torch.cuda.is_available():
@@ -207,7 +207,7 @@ def _cuda_index(device: torch.device) -> int | None:
 
 
 class PeakMonitor:
-    """Peak memory of this process, of a phase and of a run, which `start_run()` begins; several can be active at once.
+    """Measures the peak memory of this process in a phase and in a run; several monitors can be active at once.
 
     Code that resets torch's peak statistics or VmHWM on its own (Trainer with
     `skip_memory_metrics=False` does on CUDA) hides earlier peaks from all monitors.
@@ -216,7 +216,7 @@ class PeakMonitor:
         device: CUDA devices are read from torch's allocator, every other device as resident memory of the process.
 
     Attributes:
-        method: `exact`, or `sampled` where the system cannot reset the mark of resident memory.
+        method: `exact`, or `sampled` if the system cannot reset the mark of resident memory.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -227,7 +227,7 @@ class PeakMonitor:
         self.method = self._gauge.method
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy keeps what was read until now; the mark is the process's.
+        # A copy keeps the readings so far; the mark belongs to the process.
         return PeakMonitor, (self._device,), {"_phase": self._phase, "_run_peak": self.run_peak}
 
     def start_run(self) -> None:
@@ -236,17 +236,17 @@ class PeakMonitor:
         self._gauge.watch(self)
 
     def start_phase(self) -> CpuMemory | CudaMemory:
-        """Begin a phase, whose peaks later readings show, and return what `read()` was (under 0.1 ms)."""
+        """Begin a phase, and return the reading of the phase before it, as `read()` does (takes under 0.1 ms)."""
         reading, self._phase = merged(self._phase, self._gauge.reset()), None
         return reading
 
     def read(self) -> CpuMemory | CudaMemory:
-        """Memory that is held now, and the peaks since `start_phase()`, in MiB."""
+        """Returns the memory held now, and the peaks since `start_phase()`, in MiB."""
         return merged(self._phase, self._gauge.read())
 
     @property
     def run_peak(self) -> float:
-        """Peak since `start_run()`, until `end_run()`: resident on the CPU, allocated on CUDA, in MiB."""
+        """Returns the peak from `start_run()` until `end_run()`: resident on the CPU, allocated on CUDA, in MiB."""
         if self in self._gauge.watchers:
             return max(self._run_peak, peak(self._gauge.read()))
         return self._run_peak
@@ -262,10 +262,10 @@ class PeakMonitor:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes that this process holds now: on CUDA allocated by torch, else resident."""
+    """Returns the bytes that this process holds now: on CUDA allocated by torch, else resident."""
     return round(held(PeakMonitor(device).read()) * MIB)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The high-water mark of `held_bytes`, since somebody has reset it."""
+    """Returns the high-water mark of `held_bytes` since its last reset, by any code."""
     return round(peak(PeakMonitor(device).read()) * MIB)

@@ -1,5 +1,8 @@
-"""Memory of this process: glibc's malloc keeps freed blocks by default, and a step on the CPU holds more than its
-tensors; Python's garbage collector takes its time where many objects are made."""
+"""Tunes this process's malloc and garbage collector.
+
+By default glibc's malloc keeps freed blocks, so a step on the CPU holds more than its tensors, and Python's garbage
+collector is slow when many objects are created.
+"""
 
 import contextlib
 import ctypes
@@ -16,25 +19,25 @@ _M_MMAP_THRESHOLD = -3
 _MMAP_BYTES = 256 * 1024
 _TRIM_BYTES = 64 * 1024 * 1024
 _DEFAULT_BYTES = 128 * 1024
-# The highest that glibc's dynamic thresholds become, as in a process whose malloc nobody has told anything.
+# The maximum of glibc's dynamic thresholds, as in a process with default settings of malloc.
 _KEPT_BYTES = 32 * 1024 * 1024
 
-# New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
+# Thresholds of Python's garbage collector: new objects per run on the youngest generation, then runs per older one.
 _COLLECT_AFTER = (100_000, 50, 100)
 
-# Numbers of `return_freed_memory` and `keep_freed_memory` calls in force: malloc's settings are the process's,
-# engines may be several.
+# Numbers of `return_freed_memory` and `keep_freed_memory` calls in force: malloc's settings are global to the process,
+# which may have several engines.
 _users = _keeping = 0
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    # Looking for it starts a process.
+    # Cached, since `find_library` starts a process.
     return ctypes.CDLL(ctypes.util.find_library("c"))
 
 
 def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
-    # malloc's environment variables are the user's own setting; other systems' libc has no mallopt.
+    # malloc's environment variables are the user's own setting and take precedence; other libcs have no mallopt.
     if {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         return False
     if (mallopt := getattr(_libc(), "mallopt", None)) is None:
@@ -43,14 +46,14 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
 
 
 class _Info(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
+    """The `struct mallinfo2` of malloc.h."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def kept_bytes() -> int:
-    """Bytes that are freed and not returned to the system; 0 where malloc does not tell (glibc does from 2.33)."""
+    """Returns the freed bytes that malloc keeps; 0 if it does not report them (glibc does from 2.33)."""
     if (mallinfo := getattr(_libc(), "mallinfo2", None)) is None:
         return 0
     mallinfo.restype = _Info
@@ -58,13 +61,13 @@ def kept_bytes() -> int:
 
 
 def trim() -> None:
-    """Return freed pages to the system now, those in the middle of the heap too; without effect without glibc."""
+    """Return freed pages to the system now, including pages in the middle of the heap; no effect without glibc."""
     if (malloc_trim := getattr(_libc(), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
 def return_freed_memory() -> bool:
-    """Return freed blocks from 256 KiB to the system until `restore_malloc`; False where malloc does not let it."""
+    """Return freed blocks from 256 KiB to the system until `restore_malloc`; False if malloc cannot be configured."""
     global _users
     _users += 1
     return _settle()
@@ -78,9 +81,9 @@ def restore_malloc() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed blocks for the next ones, where every caller of `return_freed_memory` asks for it.
+    """Keep freed blocks for reuse, if every caller of `return_freed_memory` has also called this.
 
-    Each page that comes from the system again is a page fault, in which the kernel fills it with zeros.
+    Each page that comes from the system again costs a page fault, in which the kernel fills it with zeros.
     """
     global _keeping
     _keeping += 1
@@ -88,7 +91,7 @@ def keep_freed_memory() -> None:
 
 
 def keep_no_more() -> None:
-    """Undo one `keep_freed_memory`, and return what was kept; blocks that fit into its place stay kept."""
+    """Undo one `keep_freed_memory` and return the kept memory; later blocks that fit into its heap space stay kept."""
     global _keeping
     _keeping = max(0, _keeping - 1)
     if _settle():
@@ -96,7 +99,7 @@ def keep_no_more() -> None:
 
 
 def keeps_freed_memory() -> bool:
-    """True where an engine has malloc keep freed blocks, which are no tensors of a step and count as resident."""
+    """True if malloc keeps freed blocks for an engine; they count as resident, but hold no tensors of a step."""
     return 0 < _users <= _keeping
 
 
@@ -108,10 +111,10 @@ def _settle() -> bool:
 
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Imports and tracing make millions of objects and little garbage: Python's collector takes a tenth to a fifth of
-    their time."""
+    """Run Python's garbage collector less often within the block: imports and tracing create millions of objects and
+    little garbage, and the collector takes a tenth to a fifth of their time."""
     before = gc.get_threshold()
-    # A first threshold of 0 is the user's way to switch it off.
+    # A first threshold of 0 means that the user has disabled the collector.
     if before[0]:
         gc.set_threshold(*map(max, before, _COLLECT_AFTER))
     try:

@@ -1,6 +1,6 @@
-"""A step that runs out of memory.
+"""Handling of steps that run out of memory.
 
 guard   watches a Trainer's steps
-report  what was held, and what would have fit
-replan  runs the step again, under a plan that fits
+report  reports the memory held, and settings that would have fit
+replan  reruns the step under a plan that fits
 """

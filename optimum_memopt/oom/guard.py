@@ -1,4 +1,4 @@
-"""Guards a Trainer's steps: one that runs out of memory is explained, or runs again, on all ranks alike."""
+"""Guards a Trainer's steps: explains or reruns a step that runs out of memory, on all ranks alike."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -37,8 +37,8 @@ class OtherRankRanOutError(Exception):
 
 
 def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_loss` that fails on all ranks when it ran out of memory on one, with OtherRankRanOutError on those that
-    had enough: one small all-gather a forward."""
+    """Returns `compute_loss` that fails on all ranks if one rank runs out of memory; ranks with enough memory raise
+    OtherRankRanOutError. Costs one small all-gather per forward."""
 
     def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[...
             _outcomes(_RAN_OUT if is_out_of_memory(error) else _FAILED, trainer.args.device)
             raise
         outcomes = _outcomes(_FINE, trainer.args.device)
-        # A rank that failed in another way ends the run by itself.
+        # A rank that failed with another error ends the run by itself.
         if _RAN_OUT in outcomes and _FAILED not in outcomes:
             raise OtherRankRanOutError(f"rank {outcomes.index(_RAN_OUT)} ran out of memory in the forward")
         return result
@@ -64,17 +64,17 @@ def _outcomes(own: int, device: torch.device) -> list[int]:
 
 
 class MemoryReportCallback(HookingCallback):
-    """Explains an out-of-memory error of a training step, and lets it go on unchanged; where
-    `--auto_find_batch_size` tries one micro-batch after another, the first one's.
+    """Explains an out-of-memory error of a training step and re-raises it unchanged. If `--auto_find_batch_size` tries
+    several micro-batches, only the first error is explained.
 
-    Works in any Trainer, with or without an engine. The report is logged and written into `output_dir` as
-    `memory_report.json` and `memory_report.md`. To make it, the step's memory is freed, and the model's forward is
-    traced on tensors without data. Costs 0.1 ms a step while memory suffices.
+    Works in any Trainer, with or without an engine. The report is logged and written to `output_dir` as
+    `memory_report.json` and `memory_report.md`. To create it, the step's memory is freed, and the model's forward is
+    traced on tensors without data. Costs 0.1 ms per step while memory suffices.
 
     Attributes:
-        report: of the last step that ran out of memory; None: none has.
-        replanner: has the step run again; None: it does not.
-        call: the arguments of the model's last training forward, without its tensors' data.
+        report: report of the last explained step; None: no step has run out of memory.
+        replanner: plans for less memory so that the step can be rerun; None: steps are not rerun.
+        call: the arguments of the model's last training forward, without the data of tensors.
     """
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ class MemoryReportCallback(HookingCallback):
         self.replanner: Replanner | None = None
         self.call: ForwardCall | None = None
         self._start: StepStart | None = None
-        # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
+        # Bytes of `OTHER` before the run's first step, when a CPU's malloc keeps nothing of earlier steps.
         self._first_outside: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no run, and to no engine.
+        # A copy belongs to no run and no engine.
         return {**vars(self), "replanner": None, "call": None, "_start": None}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class MemoryReportCallback(HookingCallback):
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
         self._hooks.put(trainer, Patch.GUARDED_STEP, partial(self._guard_step, trainer))
-        # Each train() wraps the optimizer anew.
+        # Each train() wraps the optimizer again.
         if trainer.optimizer is not None:
             self._hooks.put(trainer.optimizer, Patch.GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
 
@@ -129,7 +129,7 @@ class MemoryReportCallback(HookingCallback):
     def _runs_again(
         self, error: Exception, before: StepState | None, trainer: Trainer, inputs: Mapping[str, Any]
     ) -> bool:
-        """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
+        """True if a failed step can be rerun; else explains the error if this rank ran out of memory."""
         replanner, is_own = self.replanner, is_out_of_memory(error)
         if isinstance(error, DoesNotFitError) and replanner is not None and replanner.times:
             log_from_any_rank(f"no plan fits: {error}")
@@ -157,7 +157,7 @@ class MemoryReportCallback(HookingCallback):
         return step
 
     def _explain(self, failure: Failure, trainer: Trainer, inputs: Mapping[str, Any]) -> None:
-        """Log and write why memory ran out; whatever fails here is a line, never another error."""
+        """Log and write why memory ran out; failures in this method are logged, never raised."""
         if trainer.args.auto_find_batch_size and self.report is not None:
             tried, first = train_batch_size(trainer), self.report.rows
             log_from_any_rank(f"memory ran out with a micro-batch of {tried} rows, too; explained for {first}")
@@ -178,8 +178,8 @@ class MemoryReportCallback(HookingCallback):
             log_from_any_rank(f"the report is not written ({line_of(second)})")
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
-        self.remove_hooks()  # of a run that died
-        # A plain function, since shallow copies of the model share its hooks.
+        self.remove_hooks()  # left by a run that failed
+        # A plain function with weak references, since shallow copies of the model share its hooks.
         hooked, held = weakref.ref(model), weakref.ref(self)
 
         @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
+"""Reruns a step that ran out of memory under a plan that fits, with its state restored."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -20,19 +20,21 @@ from optimum_memopt.trainer_patches import innermost
 from optimum_memopt.training.fake_run import held_by
 
 _MOST = 3
-# Of what was held when an allocation failed, and of the last budget: what a step holds is predicted, not known.
+# Share by which a new budget stays below the memory held at the failure and below the last budget, since the memory of
+# a step is predicted.
 _ROOM = 0.03
 
 
 @dataclass(frozen=True)
 class StepState:
-    """The state that a step changes: random generators, buffers, gradients, what the loss of a Trainer counts.
+    """The state that a step changes: random generators, buffers, gradients, and the state of a Trainer's loss.
 
     Attributes:
-        parameters: each with the number of writes to it.
-        gradients: that were there, each with the number of writes to it.
-        values: of those gradients that belong to no parameter of the model: Trainer sets them to zero after no step
-            (transformers 5.23), so that they are there before most.
+        forward: the state that a forward changes.
+        parameters: each parameter with the number of writes to it.
+        gradients: the gradient of each parameter that had one, with the number of writes to it.
+        values: copies of the gradients of parameters outside of the model: Trainer never sets these to zero
+            (transformers 5.23), so they exist before most steps.
     """
 
     forward: ForwardState
@@ -42,7 +44,7 @@ class StepState:
 
     @classmethod
     def of(cls, trainer: Trainer, on_host: bool) -> "StepState":
-        """The state before a step; `on_host` as in `ForwardState.of`."""
+        """Returns the state before a step; `on_host` as in `ForwardState.of`."""
         model, modules = model_of(trainer), modules_beside(trainer)
         of_model = dict.fromkeys(model.parameters())
         beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
@@ -56,7 +58,7 @@ class StepState:
         )
 
     def restore(self) -> str:
-        """Make it as it was; returns why that cannot be, else an empty text."""
+        """Restore the state; returns why it cannot be restored, else an empty text."""
         if _steps_in_backward(self.parameters) or any(writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
         for parameter, (gradient, writes) in self.gradients.items():
@@ -72,10 +74,10 @@ class StepState:
 
 
 class Replanner:
-    """Has an engine plan for less each time that a step runs out of memory.
+    """Makes an engine plan for less memory each time a step runs out of memory.
 
     Attributes:
-        times: that it has, in this run.
+        times: number of reruns in this training run.
     """
 
     def __init__(self, engine: Engine, trainer: Trainer) -> None:
@@ -93,7 +95,7 @@ class Replanner:
         self.times = 0
 
     def begin(self, trainer: Trainer) -> None:
-        """A run begins. Raises MemOptError where a step of this Trainer changes what cannot be restored."""
+        """Begin a run. Raises MemOptError if this Trainer's steps change state that cannot be restored."""
         self.times = 0
         trained = list(_trained(trainer))
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
@@ -114,10 +116,12 @@ class Replanner:
             )
 
     def replan(self, failure: Failure, is_own: bool, before: StepState, trainer: Trainer) -> bool:
-        """Choose a plan for less memory and restore what the step has changed; False: it cannot be run again.
+        """Choose a plan for less memory and restore the state that the step changed; False: it cannot be rerun.
 
         Args:
-            is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
+            is_own: True if this rank ran out of memory; False if another one did, so this one reruns the step under
+                the same plan.
+            before: the state before the step.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
         if why := self._refused(failure) or before.restore():
@@ -127,7 +131,7 @@ class Replanner:
         if not is_own:
             return True
         last = self._engine.selection.budget
-        # More than that may be held, of what is not predicted.
+        # A step may hold more than its budget, by memory that is not predicted.
         most = failure.held if last is None or last.bytes is None else min(failure.held, last.bytes)
         budget = int(most * (1 - _ROOM))
         log_from_any_rank(
@@ -148,25 +152,25 @@ class Replanner:
 
 
 def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
-    """Modules beside the model that may take part in its training steps, as one that computes the loss.
+    """Returns modules other than the model that may take part in training steps, such as one that computes the loss.
 
-    A model for reference is in evaluation mode, and changes nothing.
+    A reference model is in evaluation mode, changes no state, and is left out.
     """
     return tuple(value for value in held_by(trainer) if isinstance(value, torch.nn.Module) and value.training)
 
 
 def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """Parameters of the optimizer, without what stands in for them (transformers' `LayerWiseDummyOptimizer`)."""
+    """Yields the optimizer's parameters, without placeholders (transformers' `LayerWiseDummyOptimizer`)."""
     for group in trainer.optimizer.param_groups if trainer.optimizer is not None else ():
         yield from (parameter for parameter in group["params"] if parameter.requires_grad)
 
 
 def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
-    """True where hooks on parameters are called with their gradients, which is where optimizers step one by one."""
+    """True if parameters have gradient accumulation hooks, in which layer-wise optimizers step."""
     return any(map(accumulation_hooks, parameters))
 
 
-# Quantized weights may be buffers (GPTQ), whose copies would take the host's memory and seconds.
+# Maximum bytes of buffers to copy. Quantized weights may be buffers (GPTQ); copies take host memory and seconds.
 _MOST_BUFFERS = 64 * 2**20
 
 
@@ -186,10 +190,10 @@ def kept_inputs(inputs: Any) -> Callable[[], None]:
 def falling_back(
     trainer: Trainer, engine: Engine, training_step: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """`training_step` that goes on without a plan where the first one's backward cannot run.
+    """Returns `training_step` that continues without a plan if the first step's backward cannot run.
 
-    The model's forward is the engine's: what fails there never gets here. With several processes the error is left
-    alone, since DDP's other ranks wait in the backward's all-reduce.
+    The engine handles errors of the forward itself. With several processes the error is raised, since DDP's other
+    ranks wait in the backward's all-reduce.
     """
 
     def step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """The report about a training step that ran out of memory: what was held, when, and what would have fit.
-The step is read before anything of it is freed."""
+The failure is read before any of the step's memory is freed."""
 
 import gc
 import itertools
@@ -57,9 +57,10 @@ class StepStart:
     """The memory of the process when a forward and backward began, in bytes.
 
     Attributes:
-        peak: the most until then.
-        has_gradients: of earlier micro-batches.
-        kept: see `process.kept_bytes`; 0 elsewhere than on a CPU.
+        held: bytes held at that moment.
+        peak: the peak until then.
+        has_gradients: whether gradients of earlier micro-batches exist.
+        kept: see `process.kept_bytes`; 0 on devices other than the CPU.
     """
 
     held: int
@@ -70,16 +71,16 @@ class StepStart:
     @classmethod
     def of(cls, trainer: Trainer) -> "StepStart":
         device = trainer.args.device
-        # A head under `no_grad` may come first, and has none.
+        # Checks all parameters: the first may belong to a head under `no_grad`, without gradients.
         has_gradients = any(parameter.grad is not None for parameter in model_of(trainer).parameters())
         return cls(held_bytes(device), peak_bytes(device), has_gradients, _kept(device))
 
 
 def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) -> dict[str, int]:
-    """Bytes of what was there when a forward and backward began, by category.
+    """Returns the bytes held when a forward and backward began, by category.
 
-    `OTHER` belongs to no tensor of the model, optimizer or batch. Where more of it is there when the step's memory is
-    free again, it counts as there before.
+    `OTHER` belongs to no tensor of the model, optimizer or batch. If there is more of it after the step's memory is
+    freed, the larger value is taken.
     """
     model = model_of(trainer)
     parameters = tensor_bytes([*model.parameters(), *buffers_of(model)])
@@ -88,18 +89,18 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     optimizer = tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
     batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
     tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
-    # Those of earlier micro-batches stay where they are.
+    # Gradients of earlier micro-batches are updated in place.
     accumulated = gradients if start.has_gradients else 0
-    # A first forward imports and compiles.
+    # May be more than at the start, since a first forward imports and compiles.
     now = held_bytes(trainer.args.device) - tensors - gradients
     other = max(0, start.held - tensors - accumulated, now)
     return {PARAMETERS: parameters, GRADIENTS: accumulated, OPTIMIZER: optimizer, BATCH: batch, OTHER: other}
 
 
 def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Place | None = None) -> Failure:
-    """The failure that an error tells of, read before anything is freed; `place`: where that is known already."""
+    """Returns the failure that an error reports, read before anything is freed; `place`: the place, if known."""
     (requested, allocated), device = shortage(error), trainer.args.device
-    # What a backward or another runtime held is free again when its error gets here.
+    # Memory held by a backward or another runtime is already free when its error is caught here.
     highest = peak_bytes(device)
     held = allocated or (highest if highest > start.peak else held_bytes(device))
     place = place or place_of(error.__traceback__, model_of(trainer))
@@ -107,7 +108,7 @@ def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Plac
 
 
 def free_step(error: BaseException) -> None:
-    """Release what a failed step holds."""
+    """Free the memory that a failed step holds."""
     clear_frames(error)
     gc.collect()
     process.trim()
@@ -120,7 +121,7 @@ def forward_call(args: Any, kwargs: Any, reader: str) -> ForwardCall:
 
 
 def _alike(given: Any) -> Any:
-    """With `TensorLike` for tensors, in containers too."""
+    """Returns a value with its tensors, also those in containers, replaced by `TensorLike`."""
     if isinstance(given, torch.Tensor):
         return TensorLike.of(given)
     if isinstance(given, Mapping):
@@ -145,10 +146,10 @@ def _kept(device: torch.device) -> int:
 
 
 _NAME = "memory_report"
-# Rows of saved activations and temporaries on the screen; the files have all.
+# Maximum rows per category in the log; the files have all rows.
 _SHOWN = 5
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# No recompute helps in the optimizer's step: the activations are gone by then.
+# Recompute does not help in the optimizer's step: the activations are freed by then.
 _FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
 
 
@@ -157,18 +158,18 @@ class MemoryReport:
     """A training step that ran out of memory.
 
     Attributes:
-        error: its first line.
-        step: optimizer steps that were done before.
-        device: type of its device, as `cuda`.
-        engine: what trained it, and under which plan.
-        rows: of the micro-batch that failed.
+        error: first line of the error.
+        step: number of optimizer steps completed before.
+        device: device type, such as `cuda`.
+        engine: the engine that trained the model, and its plan.
+        rows: rows of the micro-batch that failed.
         accumulation: micro-batches of an optimizer step.
-        sizes: of that micro-batch, by input: `input_ids` to `64 x 128`.
-        held: bytes when the allocation failed: on CUDA allocated, on a CPU resident.
+        sizes: shape of each input of that micro-batch, such as `input_ids` to `64 x 128`.
+        held: bytes held when the allocation failed: allocated on CUDA, resident on a CPU.
         requested: bytes of that allocation; None: the error does not say.
-        parts: what was held, in the order of the categories.
-        suggestions: what would have fit, the recommended one first.
-        remarks: what is not exact or not known, a line each.
+        parts: the held memory by category, in the order of the categories.
+        suggestions: settings that would have fit, the recommended one first.
+        remarks: a line for everything that is inexact or unknown.
     """
 
     error: str
@@ -189,11 +190,11 @@ class MemoryReport:
 
     @property
     def accounted(self) -> float:
-        """The share of `held` that the parts add up to."""
+        """Returns the share of `held` that the parts add up to."""
         return sum(part.bytes for part in self.parts) / self.held if self.held else 0.0
 
     def to_text(self) -> str:
-        """One screen."""
+        """Returns the report as text for one screen."""
         lines = [
             *self._heading,
             "",
@@ -209,7 +210,7 @@ class MemoryReport:
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
     def to_markdown(self) -> str:
-        """Tables, with all rows."""
+        """Returns the report as Markdown tables with all rows."""
         lines = [f"# {self._heading[0]}", "", *(f"{line.strip()}  " for line in self._heading[1:]), ""]
         lines += ["## Held at that moment", "", "| category | bytes | share |", "|---|---:|---:|"]
         lines += [
@@ -239,7 +240,7 @@ class MemoryReport:
         return {**asdict(self), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
-        """Write `memory_report.json` and `.md`; of a rank beside the first with its number. Raises OSError."""
+        """Write `memory_report.json` and `.md`, with the rank in the name on ranks other than 0. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         name = _NAME if self.rank == 0 else f"{_NAME}_rank{self.rank}"
         written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
@@ -275,18 +276,18 @@ def _time(suggestion: Suggestion) -> str:
 
 
 def _named(tensors: Group) -> str:
-    """`Gelu+ in model.layers.*.mlp x 16`."""
+    """Returns the name and place of a group, such as `Gelu+ in model.layers.*.mlp x 16`."""
     return " in ".join(filter(None, (tensors.name, tensors.where)))
 
 
 def report_of(
     failure: Failure, trainer: Trainer, start: StepStart, call: ForwardCall | None, first_outside: int
 ) -> MemoryReport:
-    """Explain a failure, whose memory is free again.
+    """Returns the report about a failure whose memory has been freed.
 
     Args:
-        call: of the model's last training forward; None: there was none.
-        first_outside: `OTHER` bytes before the run's first step, when a CPU's malloc had kept nothing of earlier ones.
+        call: call of the model's last training forward; None: there was none.
+        first_outside: `OTHER` bytes before the run's first step, when a CPU's malloc keeps nothing of earlier steps.
     """
     model, args = model_of(trainer), trainer.args
     engine = engine_of(model)
@@ -320,7 +321,7 @@ def _explained(
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
         return Explanation(moment, (), (), ("no forward of the model was seen",))
-    # It is being handled, and so among the causes of what fails here.
+    # The step's error is being handled, so it is among the causes of any error raised here.
     failed_with = sys.exc_info()[1]
     failed = FailedStep(
         **vars(failure),
@@ -344,17 +345,17 @@ def _explained(
 def _parts(
     failure: Failure, held: Mapping[str, int], of_graphs: Iterable[Part], first_outside: int, engine: Engine | None
 ) -> tuple[Part, ...]:
-    """The bytes by category: `held` when the step began, and `of_graphs`, which is empty where that is free again."""
+    """Returns the bytes by category: `held` when the step began plus `of_graphs`, which is empty if already freed."""
     outside, by_category = held[OTHER], {part.category: part for part in of_graphs}
     rest = failure.held - sum(held.values())
     if not by_category:
         category = TEMPORARY if failure.place.phase == OPTIMIZER_STEP else SAVED
         by_category = {category: Part(category, max(0, rest))}
     elif (excess := sum(part.bytes for part in by_category.values()) - rest) > 0:
-        # This step has taken again what malloc had kept.
+        # This step has reused memory that malloc had kept.
         outside -= max(0, min(excess, outside - first_outside))
     elif excess < 0 and engine is not None and not factory(engine.name).predicts:
-        # Its runtime holds tensors that no graph of PyTorch's has.
+        # The engine's runtime holds tensors that are in no PyTorch graph.
         part = by_category.get(TEMPORARY, Part(TEMPORARY, 0))
         own = Group(TEMPORARY, f"other tensors of the {engine.name} engine", 0, -excess)
         by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (own, *part.tensors))
@@ -368,7 +369,7 @@ def _parts(
 
 
 def _untraced(error: Exception, failed_with: BaseException | None) -> tuple[str, ...]:
-    """Remarks where a step could not be traced; `failed_with` is its own error."""
+    """Returns the remarks for a step that could not be traced; `failed_with` is the step's own error."""
     causes = itertools.takewhile(lambda cause: cause is not failed_with, with_causes(error))
     own = ("tracing takes some hundred MiB of the process's own memory, which are not left",)
     return (

@@ -1,7 +1,7 @@
 """Plans as text and files. Pure: imports neither torch nor transformers.
 
-grammar    `cluster_id:strategy:count`
-matching   requests and the plans that they mean
+grammar    the plan grammar `cluster_id:strategy:count`
+matching   matches requests with the rows of a graph
 table      the plan table
 plan_file  plans of graphs as JSON
 """

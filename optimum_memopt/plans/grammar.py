@@ -1,11 +1,11 @@
-"""The plan grammar: `cluster_id:strategy:count, …`, inline or as a JSON list of such strings.
+"""Parses the plan grammar: `cluster_id:strategy:count, …`, inline or as a JSON list of such strings.
 
     config     = request { "," request }
     request    = cluster_id ":" strategy ":" count
     cluster_id = ONNX operator names, each followed by "+": `Gelu+`, `FusedMatMul+Add+`
 
 This is ONNX Runtime Training's own grammar (docs/Memory_Optimizer.md in its repository), parsed strictly: ORT ignores
-what it does not understand, here every mistake is an error with its column.
+text that it does not understand; here every mistake is an error with its column.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class Strategy(IntEnum):
 
 
 _CLUSTER_ID = re.compile(r"(?:[A-Za-z_]\w*\+)+", re.ASCII)
-# Python does not parse numbers of more than 4,300 digits; no graph has a billion occurrences.
+# Nine digits: Python does not parse integers of more than 4,300 digits, and no graph has a billion occurrences.
 _INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
 _LARGEST_FILE = 2**20
 _SHAPE = "cluster_id:strategy:count, for example Gelu+:1:-1"
@@ -47,7 +47,7 @@ _STRATEGIES = (
 
 
 class ConfigError(MemOptError):
-    """An invalid memory-optimizer config; the message says where, and what is allowed there."""
+    """An invalid memory-optimizer config; the message says where it is wrong and what is allowed there."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The requests of a user in their order, each cluster id once."""
+    """A user's requests in their order, each cluster id once."""
 
     requests: tuple[PlanRequest, ...]
 
@@ -76,7 +76,7 @@ class PlanConfig:
         return ",".join(str(request) for request in self.requests)
 
     def to_json(self) -> str:
-        """The text of a JSON file that both `load` and ONNX Runtime 1.19 read."""
+        """Returns the text of a JSON file that both `load` and ONNX Runtime 1.19 read."""
         return json.dumps([str(request) for request in self.requests])
 
     @classmethod
@@ -90,13 +90,13 @@ class PlanConfig:
         return parse_file(Path(text)) if _is_path(text) else parse(text)
 
 
-# Accepted by `to_text`. HfArgumentParser parses a flag as the second type of a union, so that has to be str
+# The forms that `to_text` accepts. HfArgumentParser parses a flag as the second type of a union, so that must be str
 # (transformers 5.23).
 ConfigSource = os.PathLike[str] | str | list[str] | tuple[str, ...] | dict[str, int | str] | PlanConfig
 
 
 def to_text(source: ConfigSource) -> str:
-    """A config as the text of the flag; for a file, its path (the file is not read).
+    """Returns a config as the flag's text; for a file, its path (the file is not read).
 
     Args:
         source: the text itself, a config or the path of a JSON list of strings; a list of `cluster_id:strategy:count`;
@@ -104,7 +104,7 @@ def to_text(source: ConfigSource) -> str:
             (`{"Gelu+": "1:4"}`); a `Path`; a `PlanConfig`.
 
     Raises:
-        ConfigError: another type, or an empty list or dict.
+        ConfigError: `source` has another type, or is an empty list or dict.
     """
     if isinstance(source, str | PlanConfig):
         return str(source)
@@ -138,7 +138,7 @@ def _entry(cluster_id: Any, plan: Any) -> str:
 
 
 def _path_text(path: str) -> str:
-    """The path, spelled so that `_is_path` recognizes it."""
+    """Returns the path, spelled so that `_is_path` recognizes it."""
     text = path if _is_path(path) else os.path.join(os.curdir, path)
     if not _is_path(text):
         raise ConfigError(
@@ -182,7 +182,7 @@ def parse_file(path: Path) -> PlanConfig:
 
 
 def _requests(text: str, source: str) -> Iterator[tuple[PlanRequest, str]]:
-    """Each with its place."""
+    """Yields each request with its position, for errors."""
     start = 0
     for piece in text.split(","):
         begin = start + len(piece) - len(piece.lstrip())

@@ -1,6 +1,6 @@
-"""Matches a user's requests with the plans of a graph: other spellings of an activation, near matches. Pure.
+"""Matches a user's requests with the plans of a graph: equivalent cluster ids and near matches. Pure.
 
-The same activation has different cluster ids where ONNX Runtime fuses different operators: its CUDA provider fuses
+The same activation has different cluster ids if ONNX Runtime fuses different operators: its CUDA provider fuses
 bias and dropout operators that the CPU provider does not (onnxruntime 1.19.2,
 core/optimizer/{bias_gelu_fusion,bias_softmax_fusion,bias_dropout_fusion,bitmask_dropout_replacement}.cc).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from optimum_memopt.errors import excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, PlanRequest
 
-# A fused operator to the unfused operators of the same activation, nearest first; the last one produces it.
+# Maps a fused operator to unfused operators of the same activation, nearest first; the last of each produces it.
 UNFUSED = {
     "BiasGelu": (("Gelu",), ("Add", "Gelu")),
     "BiasSoftmax": (("Softmax",), ("Add", "Softmax")),
@@ -25,24 +25,24 @@ UNFUSED = {
 
 
 def operators(cluster_id: str) -> tuple[str, ...]:
-    """`FusedMatMul+Add+` to its operator names."""
+    """Returns the operator names in a cluster id such as `FusedMatMul+Add+`."""
     return tuple(cluster_id.split("+")[:-1])
 
 
 def is_fused(cluster_id: str) -> bool:
-    """True where the id contains an operator that only some providers fuse."""
+    """True if the id contains an operator that only some providers fuse."""
     return not UNFUSED.keys().isdisjoint(operators(cluster_id))
 
 
 def unfused(cluster_id: str) -> tuple[str, ...]:
-    """Ids of the same activation without provider-specific fusions, nearest first."""
+    """Returns ids of the same activation without provider-specific fusions, nearest first."""
     choices = [UNFUSED.get(operator, ((operator,),)) for operator in operators(cluster_id)]
     spelled = (itertools.chain.from_iterable(parts) for parts in itertools.product(*choices))
     return tuple("".join(f"{operator}+" for operator in parts) for parts in spelled)
 
 
 def translate(cluster_id: str, existing: Collection[str]) -> str | None:
-    """The existing id of the same activation: itself, its unfused or its fused spelling; None without one."""
+    """Returns the existing id of the same activation: itself, its unfused or its fused spelling; None without one."""
     if cluster_id in existing:
         return cluster_id
     fused = [other for other in existing if is_fused(other) and cluster_id in unfused(other)]
@@ -55,9 +55,9 @@ class Matched:
     """The part of a config that applies to a graph.
 
     Attributes:
-        requests: `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.
+        requests: maps `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.
         remarks: lines to log once.
-        mistake: the first request without a row, with near matches; empty: each has one.
+        mistake: error text for the first request without a row, with near matches; empty if each has one.
     """
 
     requests: Mapping[str, PlanRequest] = field(default_factory=dict)
@@ -65,14 +65,14 @@ class Matched:
     mistake: str = ""
 
     def note(self, row: str) -> str:
-        """Note for the row of the table; empty if the id is spelled as in the request."""
+        """Returns the note for a row of the table; empty if the id is spelled as in the request."""
         request = self.requests.get(row)
         if request is None or request.cluster_id == row.split(":")[0]:
             return ""
         return f"asked for as {request.cluster_id}"
 
     def check(self) -> None:
-        """Raise the mistake as a ConfigError."""
+        """Raise a ConfigError if there is a mistake."""
         if self.mistake:
             raise ConfigError(self.mistake)
 
@@ -83,11 +83,12 @@ def match(
     here: str,
     translate: Callable[[str, Collection[str]], str | None] = translate,
 ) -> Matched:
-    """Find the row of each request; what is not found is left out, with a remark.
+    """Find the row of each request; a request without a row is dropped, with a remark.
 
     Args:
         existing: `cluster_id:strategy:-1` of every row of the graph.
-        here: `provider` or `engine`, whichever determines the names.
+        here: `provider` or `engine`, whichever determines the ids; for remarks.
+        translate: returns the existing id for a requested one, or None.
     """
     strategies: dict[str, set[int]] = {}
     for row in existing:

@@ -1,5 +1,5 @@
-"""Plan files: the plan of each graph of a forward, activation by activation; and how a JSON file of a user's is read.
-Pure.
+"""Reads and writes plan files: the plan of each graph of a forward, activation by activation. Also reads users' JSON
+files. Pure.
 """
 
 import hashlib
@@ -13,14 +13,15 @@ from optimum_memopt.errors import MemOptError, abbreviate, excerpt, path_excerpt
 
 
 def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
-    """The JSON value in a file.
+    """Returns the JSON value in a file.
 
     Args:
-        kind: of the file, for errors; `shape` is what they expect in it.
-        largest: bytes, since a path may have no end (`/dev/zero`).
+        kind: the kind of file, for errors.
+        shape: the expected content, for errors.
+        largest: size limit in bytes, since a file may be endless (`/dev/zero`).
 
     Raises:
-        MemOptError: one line that says why it cannot be read.
+        MemOptError: the file cannot be read; one line that says why.
     """
     shown = path_excerpt(path)
     try:
@@ -41,7 +42,7 @@ def _json(content: bytes, kind: str, shown: str, shape: str) -> Any:
         raise MemOptError(f"{kind} file {shown}: not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise MemOptError(f"{kind} {shown}: not JSON, line {error.lineno} column {error.colno}: {error.msg}") from None
-    # Nested too deeply, or a number with more digits than Python parses.
+    # The value is nested too deeply, or has a number with more digits than Python parses.
     except (RecursionError, ValueError):
         raise MemOptError(f"{kind} {shown}: {shape}") from None
 
@@ -50,9 +51,9 @@ FORMAT, VERSION = "optimum-memopt plan", 1
 LOSSES = ("plain", "chunked")
 _SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget … --output writes it'
 LARGEST_FILE = 64 * 2**20
-# Fields that files of this version may lack, since they came after it.
+# Fields that files of this version may lack, since they were added later.
 _LATER_FIELDS = ("compress",)
-# Of operators, parameters and their numbers.
+# Upper bound for counts of operators, parameters and elements.
 _MOST = 2**63
 
 
@@ -61,11 +62,11 @@ class LayerEntry:
     """The plan of a class of equal layers; operators as paths from the layer, `output.dense/addmm`.
 
     Attributes:
-        layers: their paths; "" for all that is outside of layers.
+        layers: paths of the layers; "" for the code outside of layers.
         recompute: activations that are recomputed in the backward.
-        offload: activations that wait for the backward on the host.
+        offload: activations that are kept on the host until the backward.
         compress: activations that are saved in fp8.
-        save: what is saved beside the other activations.
+        save: values, such as constants, that are saved in addition to activations.
     """
 
     layers: tuple[str, ...]
@@ -77,12 +78,12 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """The facts that a graph shares with the one that a plan was made for. Sizes of batches are not in it.
+    """The facts by which a graph matches a plan. Batch sizes are not included.
 
     Attributes:
-        parameters: how many, and how many numbers they hold, by dtype as `float32`.
-        operators: of the forward, how often each occurs.
-        digest: of all of their paths, in order.
+        parameters: number of parameters and buffers, and of their elements, by dtype such as `float32`.
+        operators: number of occurrences of each operator of the forward.
+        digest: digest of all operator paths, in order.
     """
 
     parameters: Mapping[str, tuple[int, int]]
@@ -90,7 +91,7 @@ class GraphSignature:
     digest: str
 
     def difference(self, other: "GraphSignature") -> str:
-        """The differences to another graph in a few words; empty where they are equal."""
+        """Returns a short text on the differences from another graph; empty if they are equal."""
         texts = [
             f"{dtype} parameters and buffers: {_parameters(self.parameters.get(dtype))} in the file, "
             f"{_parameters(other.parameters.get(dtype))} here"
@@ -112,8 +113,8 @@ class GraphEntry:
     """The plan of a compiled graph.
 
     Attributes:
-        by_torch: torch's own partition; `layers` is empty.
-        layers: a class of layers each.
+        by_torch: whether the graph uses torch's own partition; `layers` is empty then.
+        layers: one entry for each class of equal layers.
     """
 
     signature: GraphSignature
@@ -126,11 +127,11 @@ class PlanFile:
     """The plans of all graphs of a training forward.
 
     Attributes:
-        why: who chose it, as `level 1`.
+        why: the origin of the plan, such as `level 1`.
         loss: one of `LOSSES`.
-        solved_for: model, device, compiler, sizes of the batch, the attention masks that it needs, and versions,
-            for whoever reads the file.
-        graphs: in the order in which they are compiled.
+        solved_for: model, device, compiler, batch sizes, required attention masks, and versions, for human readers of
+            the file.
+        graphs: one entry per graph, in the order of compilation.
     """
 
     why: str
@@ -140,16 +141,16 @@ class PlanFile:
 
     @classmethod
     def load(cls, path: Path) -> "PlanFile":
-        """Read a file.
+        """Read a plan file.
 
         Raises:
-            MemOptError: it cannot be read, is no plan file, or one of a later version.
+            MemOptError: it cannot be read, is not a plan file, or has another version.
         """
         return cls._of(read_json(path, "plan", _SHAPE, LARGEST_FILE), path_excerpt(path))
 
     @classmethod
     def parse(cls, content: bytes, shown: str) -> "PlanFile":
-        """The plan in the content of a file. Raises as `load`, with what is shown as its path."""
+        """Parse the content of a plan file. Raises as `load` does, with `shown` as the path."""
         return cls._of(_json(content, "plan", shown, _SHAPE), shown)
 
     @classmethod
@@ -171,11 +172,11 @@ class PlanFile:
             raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
 
     def to_json(self) -> str:
-        """As `load` reads it, an operator a line."""
+        """Returns the JSON text that `load` reads, one operator per line."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
 
     def save(self, path: Path | str) -> None:
-        """Write a file.
+        """Write the plan file.
 
         Raises:
             MemOptError: it cannot be written.
@@ -185,17 +186,17 @@ class PlanFile:
 
     @property
     def has_padding(self) -> bool:
-        """True where it was made for batches with padding, which have attention masks, or does not say."""
+        """True if the plan was made for batches with padding, which have attention masks, or does not say."""
         return self.solved_for.get("padding") is not False
 
     @property
     def has_local_masks(self) -> bool:
-        """False where it was made for rows that are shorter than the window of local attention."""
+        """False if the plan was made for rows shorter than the window of local attention, which need no local mask."""
         return self.solved_for.get("local_masks") is not False
 
     @property
     def digest(self) -> str:
-        """Equal for files that do the same."""
+        """Returns a digest that is equal for files with the same effect."""
         does = [asdict(graph) for graph in self.graphs]
         return hashlib.sha256(json.dumps([self.loss, does], sort_keys=True).encode()).hexdigest()
 
@@ -204,7 +205,7 @@ def _parameters(counts: Sequence[int] | None) -> str:
     return f"{counts[0]} of {counts[1]:,} numbers" if counts else "none"
 
 
-# What JSON has for a type, and how it is called.
+# The JSON type for a Python type, and its name in errors.
 _IN_JSON: dict[Any, tuple[Any, str]] = {
     str: (str, "a string"),
     bool: (bool, "true or false"),
@@ -214,11 +215,11 @@ _IN_JSON: dict[Any, tuple[Any, str]] = {
 
 
 def _parsed(kind: Any, value: Any) -> Any:
-    """A value of JSON as the type of a field. Raises KeyError, TypeError or ValueError."""
+    """Convert a JSON value to the type of a field. Raises KeyError, TypeError or ValueError."""
     if kind is Any:
         return value
     if kind is int:
-        # An exact type, since true is a number of Python's.
+        # Check the exact type, since a bool is an int in Python.
         if type(value) is not int or not 0 <= value < _MOST:
             raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
         return value

@@ -1,4 +1,4 @@
-"""The plan table: saved activations of a training step, what each plan would save and what is on; text and JSON."""
+"""The plan table: a training step's saved activations, each plan's saving, and whether it is on; as text and JSON."""
 
 import html
 import json
@@ -21,16 +21,16 @@ class PlanRow:
     """One row of the table.
 
     Attributes:
-        config: `cluster_id:strategy:-1`; several joined by commas where only together they save anything.
-        frequency: occurrences in the graph.
-        saving_bytes: bytes of saved activations that the plan frees in the first batch, None when a size is unknown.
+        config: `cluster_id:strategy:-1`; several joined by commas if they only save memory together.
+        frequency: number of occurrences in the graph.
+        saving_bytes: bytes of saved activations that the plan frees in the first batch, None if a size is unknown.
         saving_symbolic: `saving_bytes` as a formula in the batch's dimensions.
-        requested_count: requested occurrences (-1 all, 0 none).
-        applied_count: occurrences that the engine reports as applied.
+        requested_count: number of requested occurrences (-1 all, 0 none).
+        applied_count: number of occurrences that the engine reports as applied.
         note: why a level leaves the row out, or which other spelling of the id was requested.
-        measured_saving_bytes: how much this row alone lowered the measured peak (negative: raised it), None when it
-            was not measured.
-        applied_saving_bytes: `saving_bytes` of the applied occurrences, None where the engine applies all or none.
+        measured_saving_bytes: how much this row alone lowered the measured peak (negative: raised it), None if it was
+            not measured.
+        applied_saving_bytes: `saving_bytes` of the applied occurrences, None if the engine applies all or none.
     """
 
     config: str
@@ -57,7 +57,7 @@ class PlanTable:
     """All plans of one training graph, largest saving first, ties by config, so that tables of runs are comparable.
 
     Attributes:
-        symbols: symbolic dimensions to their values in the first batch.
+        symbols: maps symbolic dimensions to their values in the first batch.
         header: lines above the table (device, level, fallback).
     """
 
@@ -72,14 +72,18 @@ class PlanTable:
 
     @property
     def claimed_saving_bytes(self) -> int:
-        """Sum over the rows that are on. It is not the reduction of the peak: the tensors live at different times."""
+        """Returns the sum over the rows that are on; not the peak's reduction: the tensors live at different times."""
         return sum(
             (plan.saving_bytes or 0) if plan.applied_saving_bytes is None else plan.applied_saving_bytes
             for plan in self.enabled
         )
 
     def with_measured(self, savings: Mapping[str, int | None]) -> "PlanTable":
-        """A copy of the table with a measured column: a row's config to its `measured_saving_bytes`."""
+        """Returns a copy of the table with a measured column.
+
+        Args:
+            savings: maps a row's config to its `measured_saving_bytes`.
+        """
         plans = (replace(plan, measured_saving_bytes=savings.get(plan.config)) for plan in self.plans)
         return replace(self, plans=tuple(plans))
 
@@ -141,19 +145,19 @@ def _bytes(count: int | None, otherwise: str) -> str:
 
 
 def sorted_plans(plans: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
-    """Largest saving first, unknown savings last, ties by config."""
+    """Returns the plans sorted: largest saving first, unknown savings last, ties by config."""
     return tuple(sorted(plans, key=lambda plan: (plan.saving_bytes is None, -(plan.saving_bytes or 0), plan.config)))
 
 
 def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = False) -> dict[str, str]:
-    """One canonical name for each dimension that several inputs share; exporters choose among them at random.
+    """Returns one canonical name for each dimension that several inputs share; exporters pick a name at random.
 
     Inputs share a dimension if they are known to (attention_mask and input_ids; dimension 0 of every input) and the
     values agree in this batch.
 
     Args:
-        values: `<input>_dim<k>` to its value in the first batch; canonical names are `inputs_<input>_dim<k>`.
-        is_encoder_decoder: labels have the decoder's length, otherwise the length of `input_ids`.
+        values: maps `<input>_dim<k>` to its value in the first batch; canonical names are `inputs_<input>_dim<k>`.
+        is_encoder_decoder: whether labels have the decoder's length instead of the length of `input_ids`.
     """
     encoder, decoder = list(_LIKE_INPUT_IDS), list(_LIKE_DECODER_INPUT_IDS)
     (decoder if is_encoder_decoder else encoder).append("labels")
@@ -176,14 +180,14 @@ def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = Fals
 
 
 def simplified(expression: str, names: Mapping[str, str]) -> sympy.Expr:
-    """A formula over dimension names with canonical names, expanded and with terms collected."""
+    """Returns a formula with dimension names replaced by canonical ones, expanded, common factors pulled out."""
     symbols = {old: sympy.Symbol(new, integer=True, positive=True) for old, new in names.items()}
     exact = sympy.nsimplify(parse_expr(expression, local_dict=symbols), rational=True)
     return sympy.factor_terms(sympy.expand(exact))
 
 
 def evaluated(expression: sympy.Expr, values: Mapping[str, int]) -> int | None:
-    """The formula's value in bytes, None if a symbol has no value."""
+    """Returns the formula's value in bytes, None if a symbol has no value."""
     known = {symbol: values[symbol.name] for symbol in expression.free_symbols if symbol.name in values}
     result = expression.subs(known)
     return round(float(result)) if result.is_number else None

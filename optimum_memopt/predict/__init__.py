@@ -1,9 +1,9 @@
 """Predictions from Python, before anything is loaded.
 
-workload  a model by its config, with a batch
+workload  a model from its config or as a module, with a batch
 adapter   PEFT's adapter, and quantized weights
 plan      `plan()`
 simulate  `simulate()`
-phases    what a run takes beside its step
+phases    memory of a run's phases beside the training step
 advise    the best micro-batch
 """

@@ -1,4 +1,4 @@
-"""PEFT's adapter of a planned model, and the quantized weights that it may adapt."""
+"""PEFT adapters of planned models, and the quantized weights below them."""
 
 import difflib
 import json
@@ -23,14 +23,14 @@ _QUANTIZATION = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are quantized, as transformers' `BitsAndBytesConfig` with `load_in_4bit`.
+    """How weights are quantized, as in transformers' `BitsAndBytesConfig` with `load_in_4bit`.
 
     Attributes:
         kind: `nf4` or `fp4`.
-        double: scales are quantized, too.
-        compute: the dtype of products, `bnb_4bit_compute_dtype`.
-        prepare: PEFT's `prepare_model_for_kbit_training` leaves what is not quantized in float32.
-        storage: the dtype of packed weights, `bnb_4bit_quant_storage`; FSDP2 shards those of floating point.
+        double: whether the scales are quantized too.
+        compute: the dtype of matrix products, `bnb_4bit_compute_dtype`.
+        prepare: whether PEFT's `prepare_model_for_kbit_training` casts weights that are not quantized to float32.
+        storage: the dtype of packed weights, `bnb_4bit_quant_storage`; FSDP2 shards floating-point ones.
     """
 
     kind: str
@@ -41,12 +41,13 @@ class Quantization:
 
 
 def parse_quantization(text: str) -> Quantization:
-    """
+    """Parse a value of `--quantize`.
+
     Args:
         text: a kind, and fields of `Quantization` separated by commas.
 
     Raises:
-        MemOptError: it is none.
+        MemOptError: the text is invalid.
     """
     kind, *parts = (part.strip() for part in text.split(","))
     given: dict[str, Any] = {}
@@ -62,7 +63,7 @@ def parse_quantization(text: str) -> Quantization:
 
 
 def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Module:
-    """A model on the meta device with quantized weights, ready for an adapter.
+    """Returns a model on the meta device with quantized weights, ready for an adapter.
 
     Raises:
         MemOptError: bitsandbytes or PEFT is missing.
@@ -95,14 +96,14 @@ _FILE = "adapter_config.json"
 
 
 def parse_adapter(text: str) -> dict[str, Any]:
-    """The fields of PEFT's config; LoRA's, where none says of which kind.
+    """Returns the fields of PEFT's config; the type is LoRA if none is given.
 
     Args:
-        text: fields separated by commas, where several values are joined by a plus; or the path of an
+        text: fields separated by commas, with several values of a field joined by a plus; or the path of an
             adapter_config.json or of its folder.
 
     Raises:
-        MemOptError: neither.
+        MemOptError: the text is neither.
     """
     path = os.path.join(text, _FILE) if os.path.isdir(text) else text
     if "=" not in text:
@@ -115,7 +116,7 @@ def parse_adapter(text: str) -> dict[str, Any]:
         config[_FIELDS.get(name.strip(), name.strip())] = _value(value.strip())
     config["peft_type"] = str(config["peft_type"]).upper()
     target = config.get("target_modules")
-    # PEFT takes a text for a regular expression of the whole path.
+    # PEFT treats a string as a regular expression for the whole path.
     if isinstance(target, str) and target.replace(".", "").isidentifier():
         config["target_modules"] = [target]
     return config
@@ -142,7 +143,7 @@ def _value(text: str) -> Any:
 
 
 def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
-    """The model as PEFT's `get_peft_model` returns it.
+    """Returns the model with an adapter, from PEFT's `get_peft_model`.
 
     Raises:
         MemOptError: PEFT is missing, or refuses the config.
@@ -163,9 +164,9 @@ def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
         raise MemOptError(f"--peft {excerpt(name)}: {kind.__name__} has no such field{hint}")
     try:
         with warnings.catch_warnings():
-            # It calls transformers' deprecated names (0.21).
+            # PEFT (0.21) calls deprecated functions of transformers.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, kind(**given))
-    # Whatever a config of a user's brings up in PEFT.
+    # A user's config may raise any error in PEFT.
     except Exception as error:
         raise MemOptError(f"--peft: PEFT refuses it: {excerpt(' '.join(str(error).split()), longest=300)}") from error

@@ -1,7 +1,7 @@
-"""Searches over micro-batches: what fits, what is fastest, and the smallest that is as good. Pure.
+"""Searches for micro-batches: those that fit, the fastest, and the smallest that is as good. Pure.
 
-Samples a second rise with the micro-batch while launches and the optimizer's step are shared by more rows, and fall
-where more has to be recomputed to fit. So they have one maximum, which a golden-section search finds with few looks.
+Samples per second rise with the micro-batch while launches and the optimizer's step are shared by more rows, and fall
+once more must be recomputed to fit. So they have one maximum, which a golden-section search finds in few evaluations.
 """
 
 import math
@@ -19,18 +19,18 @@ from optimum_memopt.memory.optimizers import OptimizerMemory, unknown
 from optimum_memopt.sizes import gib_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# Rows of a micro-batch where no global batch limits them.
+# Maximum rows of a micro-batch if no global batch limits them.
 _MOST_ROWS = 2**15
-# Smaller than the best by no more than this is as good.
+# Relative loss of throughput up to which a micro-batch counts as good as the best.
 AS_GOOD = 0.01
 
 
 def micro_batches(rows: int | None) -> tuple[int, ...]:
-    """Micro-batches to choose from, the smallest first.
+    """Returns the micro-batches to choose from, the smallest first.
 
     Args:
-        rows: of a process and an optimizer step, of which they are the divisors; None: steps have one micro-batch,
-            of a power of two or three times one.
+        rows: rows per process and optimizer step, whose divisors are returned; None: steps have one micro-batch, of a
+            power of two or three times one.
     """
     if rows is None:
         doubled = [1]
@@ -42,9 +42,9 @@ def micro_batches(rows: int | None) -> tuple[int, ...]:
 
 
 def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """How many of the smallest sizes fit, where each one fits if a larger one does."""
+    """Returns how many of the smallest sizes fit, assuming that a size fits if a larger one does."""
     low, high = 0, 1
-    # Doubled, since what is far too large may take long to look at.
+    # Doubled from below, since sizes that are far too large may take long to evaluate.
     while high <= len(sizes) and fits(sizes[high - 1]):
         low, high = high, 2 * high
     high = min(high, len(sizes) + 1)
@@ -55,11 +55,11 @@ def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def highest(count: int, value: Callable[[int], float]) -> int:
-    """The index below `count` with the highest value, of values that rise up to it and fall behind it.
+    """Returns the index below `count` with the highest value, for values that rise up to it and fall after it.
 
     Args:
-        count: from 1 on.
-        value: of an index; asked again for the same one.
+        count: number of values, at least 1.
+        value: returns the value of an index; may be called repeatedly for the same index.
     """
     low, high = 0, count - 1
     while high - low > 2:
@@ -73,7 +73,7 @@ def highest(count: int, value: Callable[[int], float]) -> int:
 
 
 def smallest_as_good(best: int, value: Callable[[int], float], least: float) -> int:
-    """The first index up to `best` whose value is at least `least`, where values rise up to `best`."""
+    """Returns the first index up to `best` whose value is at least `least`, for values that rise up to `best`."""
     low, high = -1, best
     while high - low > 1:
         middle = (low + high) // 2
@@ -88,8 +88,8 @@ class Row:
     Attributes:
         plan: how the model is trained.
         accumulation: micro-batches of an optimizer step.
-        largest: rows of the largest micro-batch that fits under this plan, of those there are to choose from.
-        samples_with_largest: samples a second with that.
+        largest: rows of the largest available micro-batch that fits under this plan.
+        samples_with_largest: samples per second with `largest` rows.
     """
 
     plan: Technique
@@ -105,14 +105,14 @@ class Row:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The bound of most of the step's time, and its share."""
+        """Returns the resource that bounds most of the step's time, and its share of the time."""
         seconds = self.step.by_bound(self.accumulation)
         most = max(seconds, key=lambda bound: seconds[bound])
         return most, seconds[most] / sum(seconds.values())
 
     @property
     def recomputing(self) -> float:
-        """Share of the step's time that is for recompute."""
+        """Returns the share of the step's time that is spent on recompute."""
         return self.step.recomputing * self.accumulation / self.step.total(self.accumulation)
 
 
@@ -121,8 +121,8 @@ class OptimizerRow:
     """An optimizer in the recommended setup.
 
     Attributes:
-        saves: bytes of states and temporaries against the optimizer that is set; negative where it takes more.
-        peak: bytes of a step; None where the setup does not fit with it.
+        saves: bytes of states and temporaries saved compared with the configured optimizer; negative if it takes more.
+        peak: peak of a step, in bytes; None if the setup does not fit with this optimizer.
         largest: rows of the largest micro-batch that fits under the same plan; 0: none.
     """
 
@@ -137,9 +137,9 @@ class Advice:
     """The plans of one model at their best micro-batches.
 
     Attributes:
-        rows: each plan that fits at its best micro-batch.
+        rows: each plan that fits, at its best micro-batch.
         too_large: plans under which not even a micro-batch of one row fits, with its peak in bytes.
-        recommended: of the package's plans the one with the smallest micro-batch that is as good as the best.
+        recommended: the package's plan with the smallest micro-batch that is as good as the best.
     """
 
     rows: tuple[Row, ...]
@@ -148,7 +148,7 @@ class Advice:
 
     @property
     def pays(self) -> str:
-        """Says that larger micro-batches than the recommended one do not pay; empty where none fits."""
+        """Returns the remark that larger micro-batches than the recommended one do not pay; empty if none fits."""
         row = self.recommended
         if row.largest <= row.rows:
             return ""
@@ -157,7 +157,7 @@ class Advice:
 
     @property
     def faster_without(self) -> str:
-        """Says that a way to train without this package is predicted to be faster; empty where none is."""
+        """Returns the remark that training without this package is predicted to be faster; empty if it is not."""
         others = [row for row in self.rows if not row.plan.is_own]
         fastest = max(others, key=lambda row: row.samples, default=self.recommended)
         gain = fastest.samples / self.recommended.samples - 1
@@ -170,7 +170,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     """Choose a micro-batch and a plan.
 
     Args:
-        rows: of a process and an optimizer step; None: each micro-batch is a step.
+        rows: rows per process and optimizer step; None: each micro-batch is a step.
 
     Raises:
         DoesNotFitError: not even a micro-batch of one row is within the budget under any plan of the package.
@@ -180,7 +180,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         with watched(f"searching the micro-batch of {plan.name}, {_loss(plan)} loss"):
             search = _Search(predictor, plan, rows)
             if search.sizes:
-                # Predicts the steps that are asked for below, which are kept.
+                # Predicts and caches the steps that are needed below.
                 search.row()
         searches.append(search)
     own = [search for search in searches if search.plan.is_own and search.sizes]
@@ -193,7 +193,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         )
     least = (1 - AS_GOOD) * max(search.speed(search.best) for search in own)
     as_good = [search.row(least) for search in own if search.speed(search.best) >= least]
-    # Of equal ones the first plan, which is the simplest.
+    # Among equal rows min() picks the first plan, which is the simplest.
     recommended = min(as_good, key=lambda row: row.rows)
     return Advice(
         rows=tuple(search.row() for search in searches if search.sizes),
@@ -207,7 +207,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
 
 
 def compare_optimizers(advice: Advice, predictor: StepPredictor, rows: int | None = None) -> tuple[OptimizerRow, ...]:
-    """The recommended setup with each optimizer, that with the least memory first.
+    """Returns the recommended setup with each optimizer, the one with the least memory first.
 
     Args:
         rows: as for `advise`.
@@ -229,7 +229,7 @@ def _bytes_of(optimizer: OptimizerMemory) -> int:
 
 
 def optimizers_text(rows: Sequence[OptimizerRow], advice: Advice, predictor: StepPredictor) -> str:
-    """A table of optimizers, and those that it lacks."""
+    """Returns a table of optimizers, and the names of those whose memory is unknown."""
     setup, (current, *_) = advice.recommended, predictor.optimizers
     notes = list(dict.fromkeys(remark for row in rows for remark in row.memory.remarks))
     cells = [
@@ -254,13 +254,13 @@ def optimizers_text(rows: Sequence[OptimizerRow], advice: Advice, predictor: Ste
 
 
 def optimizers_dict(rows: Sequence[OptimizerRow]) -> dict[str, Any]:
-    """For JSON; bytes."""
+    """Returns a dict for JSON; sizes are bytes."""
     listed = [{**asdict(row.memory), "saves": row.saves, "peak": row.peak, "largest": row.largest} for row in rows]
     return {"optimizers": listed, "optimizers_not_known": list(unknown())}
 
 
 class _Search:
-    """The micro-batches of one plan that fit, by index."""
+    """The micro-batches that fit under one plan, by index."""
 
     def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
@@ -276,7 +276,8 @@ class _Search:
         return self.sizes[index] * accumulation / self._steps(index).total(accumulation)
 
     def row(self, least: float | None = None) -> Row:
-        """The smallest one with `least` samples a second; None: as good as this plan's best."""
+        """Returns the smallest micro-batch with at least `least` samples per second; None: as good as the plan's
+        best."""
         best = self.best
         least = (1 - AS_GOOD) * self.speed(best) if least is None else least
         index, last = smallest_as_good(best, self.speed, least), len(self.sizes) - 1
@@ -297,18 +298,19 @@ class _Search:
 
 
 def fitting(fits: Callable[[int, bool], bool], rows: int | None, accumulates: bool = True) -> Sequence[int]:
-    """The micro-batches that fit, the smallest first.
+    """Returns the micro-batches that fit, the smallest first.
 
     Args:
-        fits: tells whether a micro-batch of n rows does, with and without gradients of others beside it.
-        accumulates: several make up the rows; else all rows at once.
+        fits: returns whether a micro-batch of n rows fits; the second argument says whether gradients of other
+            micro-batches are held too.
+        accumulates: several micro-batches may make up the rows; False: all rows are one micro-batch.
     """
     sizes = micro_batches(rows)
     if rows is None:
         return sizes[: count_fitting(sizes, lambda size: fits(size, False))]
     if not accumulates:
         return (rows,) if fits(rows, False) else ()
-    # All rows at once have no gradients of others beside them.
+    # With all rows in one micro-batch, no gradients of others are held.
     several = sizes[:-1]
     fitting = several[: count_fitting(several, lambda size: fits(size, True))]
     return (*fitting, rows) if len(fitting) == len(several) and fits(rows, False) else fitting
@@ -325,7 +327,7 @@ def flags(row: Row) -> tuple[str, ...]:
 
 
 def to_text(advice: Advice, predictor: StepPredictor) -> str:
-    """A table of plans, the recommended one, and its flags."""
+    """Returns a table of plans, the recommended plan, and its flags."""
     has_accumulation = any(row.accumulation > 1 for row in advice.rows)
     cells = [_cells(row, has_accumulation) for row in advice.rows]
     grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True)
@@ -342,7 +344,7 @@ def to_text(advice: Advice, predictor: StepPredictor) -> str:
 
 
 def to_dict(advice: Advice, predictor: StepPredictor) -> dict[str, Any]:
-    """For JSON."""
+    """Returns a dict for JSON."""
     return {
         "model": predictor.model,
         "weights": predictor.weights,

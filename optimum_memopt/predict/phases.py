@@ -1,6 +1,6 @@
 """The phases of a run beside its training step, and the flags with which they fit. Pure.
 
-What Trainer collects while it evaluates follows transformers 5.23 (`EvalLoopContainer`, `nested_concat`).
+The memory that Trainer collects during evaluation follows transformers 5.23 (`EvalLoopContainer`, `nested_concat`).
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class RunPhase:
     """A phase of a run.
 
     Attributes:
-        name: `evaluation`.
-        peak: bytes of the device.
-        host: bytes of the host that it takes on top; 0: next to none.
+        name: name of the phase, such as `evaluation`.
+        peak: peak on the device, in bytes.
+        host: additional bytes on the host; 0: almost none.
         note: what is held, in a few words.
-        least: bytes of the device that it takes whatever the data are; 0: not known.
+        least: lower bound of the bytes on the device, whatever the data; 0: unknown.
     """
 
     name: str
@@ -34,18 +34,18 @@ class RunPhase:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation by Trainer, in bytes.
+    """The memory of an evaluation by Trainer, in bytes.
 
     Attributes:
-        given: that are there before it: parameters, optimizer states.
-        forward: that a batch takes on top, its results included.
-        rows: of a batch.
-        total_rows: of the data.
-        logits: that are collected of a batch, after `preprocess_logits_for_metrics`; 0: none are.
-        labels: the same of labels, and of inputs that metrics ask for.
-        accumulation: batches that are collected on the device before they go to the host; None: all.
-        concatenates: batches become one tensor (`--eval_do_concat_batches`).
-        is_on_host: the device's memory is the host's.
+        given: bytes held before it: parameters, optimizer states.
+        forward: additional bytes of a batch's forward, including its results.
+        rows: rows of a batch.
+        total_rows: rows of the data.
+        logits: bytes of logits collected per batch, after `preprocess_logits_for_metrics`; 0: none.
+        labels: bytes collected per batch of labels, and of inputs that metrics request.
+        accumulation: number of batches collected on the device before they move to the host; None: all.
+        concatenates: whether batches are concatenated into one tensor (`--eval_do_concat_batches`).
+        is_on_host: whether the device's memory is the host's.
     """
 
     given: int
@@ -60,13 +60,14 @@ class Evaluation:
 
     @property
     def batches(self) -> float:
-        """Batches on the device at the same time."""
+        """Returns the number of batches collected on the device at the same time."""
         total = self.total_rows / self.rows
         return total if self.accumulation is None else min(total, self.accumulation)
 
     @property
     def collected(self) -> int:
-        """The most that is collected on the device: at the end, what was there, the last batch, and both as one."""
+        """Returns the peak of the collected bytes on the device, at the end: the earlier batches, the last one, and
+        the concatenation of both."""
         count, per_batch = self.batches, self.logits + self.labels
         if not self.concatenates or count <= 1:
             return round(count * per_batch)
@@ -76,7 +77,7 @@ class Evaluation:
 
     @property
     def peak(self) -> int:
-        """The most that is held, in the last forward or when the last batch is collected."""
+        """Returns the peak in bytes, in the last forward or when the last batch is collected."""
         on_device = self._on_device
         if not self.is_on_host or not self._is_in_parts:
             return self.given + on_device
@@ -84,7 +85,7 @@ class Evaluation:
 
     @property
     def least(self) -> int:
-        """Held at the end, however rows come together in batches."""
+        """Returns the bytes held at the end, however rows are grouped into batches."""
         collected = self.batches * (self.logits + self.labels) if self.concatenates else 0
         return self.given + round(collected)
 
@@ -93,13 +94,13 @@ class Evaluation:
         per_batch = self.logits + self.labels
         before = max(0.0, self.batches - 1) * per_batch
         if self.concatenates and self.batches > _COPIED_FROM:
-            # The results of the batch before are variables of the loop until the next ones are there.
+            # The loop's variables keep the previous batch's results until the next results exist.
             before += per_batch
         return max(round(before) + self.forward, self.collected)
 
     @property
     def _is_in_parts(self) -> bool:
-        """Collected results go to the host more than once."""
+        """True if collected results move to the host more than once."""
         return self.accumulation is not None and self.accumulation < self.total_rows / self.rows
 
     @property
@@ -108,11 +109,11 @@ class Evaluation:
 
     @property
     def host(self) -> int:
-        """The most that the host has: all arrays, and where they come in parts the old and the new ones at once."""
+        """Returns the peak in bytes on the host: all arrays, twice while parts are concatenated."""
         return 2 * self._all if self._is_in_parts and self.concatenates else self._all
 
     def suggestion(self, limit: int) -> str:
-        """The flags with which it fits into n bytes; empty where nothing helps."""
+        """Returns the flags with which the evaluation fits into `limit` bytes; empty if nothing helps."""
         free = limit - self.given
         rows = self.rows
         if self.forward > free:
@@ -134,29 +135,29 @@ class Evaluation:
         return " ".join(flags)
 
     def collecting_flags(self, limit: int) -> list[str]:
-        """Flags with which what is collected fits."""
+        """Returns the flags with which the collected results fit."""
         less = ["preprocess_logits_for_metrics"] if self.logits > self.labels else []
         total = int(-(-self.total_rows // self.rows))
         for count in sorted({2**power for power in range(20) if 2**power < total}, reverse=True):
             if replace(self, accumulation=count).peak <= limit:
                 return [" or ".join((f"--eval_accumulation_steps {count}", *less))]
-        # As many numbers as labels are what an argmax leaves.
+        # An argmax leaves as many numbers as there are labels.
         if less and replace(self, logits=self.labels).peak <= limit:
             return less
         return ["--prediction_loss_only"]
 
 
 def generation_phase(peak: int, rows: int, length: int) -> RunPhase:
-    """Texts that are generated, as many rows as the cache has, with beams."""
+    """Returns the phase of text generation; `rows` are the rows of the key-value cache, including beams."""
     return RunPhase(GENERATION, peak, note=f"the key-value cache of {rows} x {length} tokens at its end")
 
 
 def generation_flags(peak: int, given: int, limit: int, steps: int, tokens: int) -> str:
-    """Flags with which the generation of a training step fits; empty where nothing helps.
+    """Returns the flags with which the generation in a training step fits; empty if nothing helps.
 
     Args:
-        steps: of which texts are generated together (TRL's `--steps_per_generation`); 0: not known.
-        tokens: that are generated of each; 0: not known.
+        steps: number of steps whose texts are generated together (TRL's `--steps_per_generation`); 0: unknown.
+        tokens: maximum tokens generated per text; 0: unknown.
     """
     share = (limit - given) / (peak - given)
     if (fewer := int(steps * share)) >= 1:
@@ -166,10 +167,10 @@ def generation_flags(peak: int, given: int, limit: int, steps: int, tokens: int)
 
 
 def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
-    """The phase.
+    """Returns the phase of an evaluation.
 
     Args:
-        what: is collected beside labels.
+        what: the results that are collected beside labels, in words.
     """
     if not evaluation.logits + evaluation.labels:
         return RunPhase(EVALUATION, evaluation.peak, note="the loss alone is collected")
@@ -186,12 +187,12 @@ class DryRun:
     """The phases of a run that was not run.
 
     Attributes:
-        header: the Trainer, its model and its batch.
-        limit: bytes that a phase may take: the device's, or a budget.
-        phases: in the order of a run.
-        timeline: of the training step.
-        suggestions: a line for each phase that takes more.
-        evaluation: None where there is no data for it.
+        header: a line about the Trainer, its model and its batch.
+        limit: bytes that a phase may take: the device's memory, or a budget.
+        phases: the phases, in the order of a run.
+        timeline: the training step, operator by operator.
+        suggestions: a line for each phase that exceeds the limit.
+        evaluation: the evaluation; None without evaluation data.
     """
 
     header: str
@@ -217,11 +218,13 @@ class DryRun:
 
 
 def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches: int = 1, batch: int = 0) -> str:
-    """The line for a training step that does not fit, with the rows that would, as far as memory grows with them.
+    """Returns the line for a training step that does not fit, with the number of rows that would, if memory grows
+    linearly with them.
 
     Args:
-        given: bytes that are there before the step.
-        micro_batches: that are among them, of so many bytes each.
+        given: bytes held before the step.
+        micro_batches: number of micro-batches among these bytes.
+        batch: bytes of each micro-batch.
     """
     line = f"train takes {gib_text(peak)} of {gib_text(limit)}: "
     if micro_batches > 1 and batch and (count := micro_batches - -(-(peak - limit) // batch)) >= 1:
@@ -235,10 +238,10 @@ def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches
 
 
 def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -> tuple[str, ...]:
-    """A line for each phase that takes more than there is, and is not of `OF_ROWS`.
+    """Returns a line for each phase that exceeds the limit and is not one of `OF_ROWS`.
 
     Args:
-        flags: those with which a phase fits, by its name.
+        flags: the flags with which a phase fits, by the phase's name.
     """
     return tuple(
         f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: " + (flags.get(phase.name) or _NO_FLAG)
@@ -248,7 +251,7 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
 
 
 def host_suggestions(phases: Sequence[RunPhase], available: int) -> tuple[str, ...]:
-    """A line for each phase that takes more of the host, beside a device, than is free there, in bytes."""
+    """Returns a line for each phase that takes more than the `available` bytes on the host."""
     flags = {EVALUATION: "preprocess_logits_for_metrics or --prediction_loss_only"}
     return tuple(
         f"{phase.name} takes {gib_text(phase.host)} of the host, where {gib_text(available)} are free: "
@@ -258,10 +261,10 @@ def host_suggestions(phases: Sequence[RunPhase], available: int) -> tuple[str, .
     )
 
 
-# Batches from which on those that are collected are copies.
+# Number of batches from which the collected tensors are copies.
 _COPIED_FROM = 2
 _NO_FLAG = "it fits with no flag of Trainer"
-# Bytes of the host that are worth a word.
+# Bytes on the host from which they are shown.
 _SHOWN = 2**20
 EVALUATION, GENERATION, NO_GRAD = "evaluation", "generation", "no-grad"
 # Phases of the training step that take less with fewer rows.

@@ -1,4 +1,4 @@
-"""`plan`: the memory of a training step from Python, before anything is loaded, allocated or run."""
+"""`plan`: predicts the memory of a training step from Python, before anything is loaded, allocated or run."""
 
 import html
 import inspect
@@ -33,7 +33,7 @@ from optimum_memopt.step_settings import ModelSettings, StepSpec, described, eng
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Fields of a model by its config that a module has itself.
+# Settings for a model given by its config; a module already has them.
 _OF_MODULE = ("dtype", "attention", "peft", "quantize")
 
 
@@ -66,19 +66,19 @@ def plan(
     release_gradients: bool = False,
     compress: str | None = None,
 ) -> "Estimate":
-    """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
+    """Predict the memory of a training step. Nothing is run or allocated, and the model is not changed.
 
     Args:
-        model: a folder with a config.json, a name on the hub, a transformers config, or a module on any device, `meta`
-            too.
-        task: as `fill-mask`; None: by the name of the class that the config or the model has.
-        example_inputs: of a module's forward, which should return a loss: a dict of keyword arguments, a tuple, or a
-            tensor. None: a batch for `task`, for a model with a transformers config.
+        model: a folder with a config.json, a name on the hub, a transformers config, or a module on any device,
+            including `meta`.
+        task: a task such as `fill-mask`; None: taken from the class name of the config or the model.
+        example_inputs: arguments of a module's forward, which should return a loss: a dict of keyword arguments, a
+            tuple, or a tensor. None: a batch for `task`, for a model with a transformers config.
 
-    All other arguments are settings of the step, as `optimum-cli memopt plan` has them: `help(plan)` lists them.
+    All other arguments are settings of the step, as in `optimum-cli memopt plan`: `help(plan)` lists them.
 
     Raises:
-        MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
+        MemOptError: one line: an unknown value, conflicting settings, a budget that no plan fits, or a model that
             cannot be traced without data.
     """
     given = _given(locals()) | {"plan": plan_file, "trainable": patterns(trainable)}
@@ -98,13 +98,13 @@ plan.__doc__ = f"{plan.__doc__}\n    Settings:\n{_SETTINGS}\n    "
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the arguments of `plan` that are no defaults."""
+    """Returns the settings among the arguments of `plan` that are not at their defaults."""
     parameters = inspect.signature(plan).parameters
     return {name: each for name, each in arguments.items() if name != "model" and each is not parameters[name].default}
 
 
 def _settings(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass among arguments, checked. Raises MemOptError."""
+    """Returns the arguments that are fields of a dataclass, checked. Raises MemOptError."""
     return {
         setting.name: checked(setting.name, given[setting.name], setting.type)
         for setting in fields(kind)
@@ -142,7 +142,7 @@ def _of_module(module: torch.nn.Module, inputs: object, settings: Mapping[str, A
 
     if not isinstance(model_config := getattr(module, "config", None), PretrainedConfig):
         raise MemOptError(f"{type(module).__name__}: a module without a transformers config needs example_inputs")
-    # PEFT's class tells nothing of the task.
+    # The class name of a PEFT model does not tell the task.
     base_of: Any = getattr(module, "get_base_model", None)
     inner = base_of() if base_of is not None else module
     named = settings if "task" in settings else {**settings, "task": task_of([type(inner).__name__])}
@@ -159,10 +159,10 @@ _BYTES = Numbers(0, LARGEST, "sizes as 24GiB, shares as 90%, auto, and whole num
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The predicted memory of a training step that was not run; `plan` makes it.
+    """The predicted memory of a training step that was not run; returned by `plan`.
 
-    Bytes are what tensors ask for; where the device's allocator is known (CUDA), those of the blocks that they get. On
-    the CPU the process itself is among them.
+    Bytes are those that tensors request or, if the device's allocator is known (CUDA), those of the allocated blocks.
+    On the CPU they include the process itself.
     """
 
     _engine: str
@@ -176,22 +176,22 @@ class Estimate:
 
     @property
     def table(self) -> PlanTable:
-        """The plan table, with the prediction in its header."""
+        """Returns the plan table, with the prediction in its header."""
         return self._found.table
 
     @property
     def peak(self) -> int:
-        """The most that the step holds, in bytes: what a budget bounds."""
+        """Returns the peak of the step in bytes, which a budget bounds."""
         return self._found.peak
 
     @property
     def reserved(self) -> int | None:
-        """Bytes that torch's allocator takes of a CUDA device; None elsewhere."""
+        """Returns the bytes that torch's allocator reserves on a CUDA device; None elsewhere."""
         return self._found.reserved
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Bytes at the peak by what they are for; they add up to `peak`."""
+        """Returns the bytes at the peak by category; they add up to `peak`."""
         timeline = self._found.timeline
         assert timeline is not None
         held = {_NAMES.get(category, category): sizes[timeline.peak_at] for category, sizes in timeline.held.items()}
@@ -199,22 +199,23 @@ class Estimate:
 
     @property
     def at_peak(self) -> tuple[Group, ...]:
-        """The tensors at the peak by category, row of the plan table or operator, and module, largest first; their
-        bytes add up to `peak`."""
+        """Returns the tensors at the peak, grouped by category, row of the plan table or operator, and module, largest
+        first; their bytes add up to `peak`."""
         timeline = self._found.timeline
         assert timeline is not None
         return timeline.at_peak(self.peak)
 
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:
-        """Plans of budgets, from the smallest possible to no plan; traces the model once more at the first call."""
+        """Returns the plans of budgets, from the smallest possible to no plan; the first call traces the model once
+        more."""
         frontier = self._ask(Selection(), with_curve=True).frontier
         return frontier.points if frontier is not None else ()
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways to train side by side: plain PyTorch, Trainer's checkpointing, the engine without a plan, level 1,
-        and what is selected; takes some seconds at the first call."""
+        """Returns the ways to train for comparison: plain PyTorch, Trainer's checkpointing, the engine without a plan,
+        level 1, and the selected plan; the first call takes some seconds."""
         if self._spec.fsdp > 1:
             raise MemOptError("ways together with fsdp: plain PyTorch is simulated on one device; leave fsdp out")
         plain = factory(self._engine).plain_ways(self._workload, self._spec)
@@ -222,43 +223,43 @@ class Estimate:
 
     @property
     def plan(self) -> PlanFile | None:
-        """The plan, activation by activation."""
+        """Returns the plan, activation by activation."""
         return self._found.plan
 
     def fits(self, budget: str | int = AUTO) -> bool:
-        """True where the peak is within a budget.
+        """True if the peak is within a budget.
 
         Args:
-            budget: `24GiB`, `90%` of the device, bytes; `auto`: what is free on the device, less what the allocator
-                wastes.
+            budget: a size such as `24GiB`, a share of the device such as `90%`, or bytes; `auto`: the free memory of
+                the device, less the allocator's waste.
 
         Raises:
-            MemOptError: it is none of these.
+            MemOptError: the budget is none of these.
         """
         memory = self._found.capacity
         assert memory is not None
         return self.peak <= _budget(budget).on_device(memory.total, memory.available)
 
     def largest_batch(self, budget: str | int | None = None) -> int:
-        """The most rows of a batch with which the peak is within a budget, predicted and not tried.
+        """Predict the largest batch size with which the peak is within a budget, without trying it.
 
-        Under the plan of this estimate's kind: none, its config, level or plan file; for an estimate with a budget
-        any that fits. Traces the model once or twice more.
+        Uses the same kind of plan as this estimate: none, its config, level or plan file; any plan that fits, for an
+        estimate with a budget. Traces the model once or twice more.
 
         Args:
             budget: as in `fits`; None: this estimate's own, else `auto`.
 
         Returns:
-            0 where one row is too many.
+            The number of rows; 0 if one row is too many.
 
         Raises:
-            MemOptError: the budget is none, or the rows are no size of the graph that can be changed.
+            MemOptError: the budget is invalid, or the graph is specialized to one batch size.
         """
         wanted = _budget(budget) if budget is not None else self._selection.budget or Budget(AUTO)
         return factory(self._engine).largest_batch(self._workload, self._selection, self._spec, wanted)
 
     def save(self, path: Path | str) -> None:
-        """Write the plan for `--memory_opt_plan`.
+        """Write the plan to a file for `--memory_opt_plan`.
 
         Raises:
             MemOptError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""`simulate`: the memory of any step of a user's own, run on tensors without data."""
+"""`simulate`: the memory of any step of the user's, run on tensors without data."""
 
 import html
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from optimum_memopt.sizes import gib_text
 def simulate(
     step: Callable[..., Any], *args: Any, device: str | PathLike[str] | None = "h100", **kwargs: Any
 ) -> "Simulation":
-    """Run a training step as plain PyTorch on tensors without data, and follow the memory that it would take.
+    """Run a training step as plain PyTorch on tensors without data, and track the memory that it would take.
 
-    The step is called with copies of its arguments, in which all tensors have no data, on the CPU; of small tensors of
-    integers or booleans, and of up to 64 other numbers, the values are known, too. What it changes are the copies. It
-    is called three times: the first call leaves the states of optimizers, the second is counted, the third finds the
+    The step is called with copies of its arguments, whose tensors have no data and are on the CPU; it changes only the
+    copies. The values of small integer or boolean tensors, and of up to 64 other numbers, are known. The step is
+    called three times: the first call creates the optimizer states, the second is counted, the third finds the
     variables that hold memory.
 
     Args:
-        step: any callable; a method's object is copied, too.
-        args: of the step: models, optimizers, batches, in containers and objects too; on any device.
-        device: whose operators and allocator count, as `h100` or a JSON file; None: this machine's.
+        step: any callable; a method's object is also copied.
+        args: arguments of the step: models, optimizers and batches, also inside containers and objects, on any device.
+        device: device whose operators and allocator are simulated, such as `h100` or a JSON file; None: this machine.
 
     Raises:
-        MemOptError: one line: an unknown device, an argument that cannot be copied, a tensor that is no argument's,
-            a value of a tensor that is read, or what the step raises.
+        MemOptError: one line: the device is unknown, an argument cannot be copied, the step uses a tensor that is not
+            from its arguments, reads a tensor's value, or raises an error.
     """
     if not callable(step):
         raise MemOptError(f"simulate: the first argument is a step to call, not {excerpt(type(step).__name__)}")
@@ -48,27 +48,26 @@ def simulate(
 
 @dataclass(frozen=True, repr=False)
 class Simulation(SimulatedStep):
-    """The predicted memory of a step that was run on tensors without data; `simulate` makes it.
+    """The predicted memory of a step that was run on tensors without data; returned by `simulate`.
 
     Attributes:
-        given: bytes that are there at the step's first operator.
-        peak: the most that it holds: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors
-            ask for.
-        reserved: bytes that torch's allocator takes of a CUDA device; None elsewhere.
-        phases: the most bytes that tensors ask for in `forward`, `backward` and `optimizer`, of those that there are.
+        given: bytes held at the step's first operator.
+        peak: the peak of the step: on CUDA bytes of the allocator's blocks, elsewhere bytes that tensors request.
+        reserved: bytes that torch's allocator reserves on a CUDA device; None elsewhere.
+        phases: peak of the bytes that tensors request in `forward`, `backward` and `optimizer`, if the step has them.
         timeline: the step, operator by operator.
-        name: of the step.
-        device: that it was for; empty: this machine's.
+        name: name of the step.
+        device: the simulated device; empty: this machine's.
     """
 
     name: str
     device: str
 
     def page(self, path: PathLike[str] | str | None = None) -> Page:
-        """A page about the step, and beside it a snapshot for PyTorch's memory viewer.
+        """Returns a page about the step, with a snapshot for PyTorch's memory viewer.
 
         Args:
-            path: of the file to write, as `step.html`; None: none.
+            path: file to write, such as `step.html`, with the snapshot beside it; None: no file.
 
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.

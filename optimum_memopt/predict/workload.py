@@ -1,4 +1,4 @@
-"""Workloads: a model by its config or as a module, with a batch, the parameters that train, and PEFT's adapter."""
+"""Workloads: a model from its config or as a module, with a batch, the trained parameters, and PEFT's adapter."""
 
 import bisect
 import contextlib
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-# Letters of the names that an error shows.
+# Maximum characters of the parameter names that an error shows.
 _SHOWN = 150
 
 
 def freeze_others(model: torch.nn.Module, patterns: Sequence[str]) -> None:
-    """Let only the parameters train that a pattern matches; without patterns nothing is changed.
+    """Freeze all parameters that no pattern matches, and unfreeze the others; without patterns nothing is changed.
 
     Raises:
-        MemOptError: a pattern that matches nothing, with names that there are.
+        MemOptError: a pattern matches nothing; names available parameters.
     """
     if not patterns:
         return
@@ -55,12 +55,12 @@ def freeze_others(model: torch.nn.Module, patterns: Sequence[str]) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True where a pattern is that of a parameter.
+    """True if a pattern matches a parameter.
 
     Args:
-        pattern: as PEFT's `target_modules`, one or more parts of the name next to each other, as `query` or
-            `attention.self.query`; or a glob or a regular expression for the whole name.
-        name: `roberta.encoder.layer.0.attention.self.query.weight`.
+        pattern: one or more adjacent parts of the name, such as `query` or `attention.self.query`, as in PEFT's
+            `target_modules`; or a glob or a regular expression for the whole name.
+        name: full name, such as `roberta.encoder.layer.0.attention.self.query.weight`.
     """
     if f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern):
         return True
@@ -84,7 +84,7 @@ def _nothing(pattern: str, model: str, names: Iterable[str]) -> str:
     )
 
 
-# Task, by the hub's name, to the class of transformers that has the head for it.
+# From the hub's name of a task to the transformers class with its head.
 TASKS = {
     "text-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
@@ -95,7 +95,7 @@ TASKS = {
     "image-classification": "AutoModelForImageClassification",
 }
 
-# Ends of the names of transformers' classes.
+# Suffixes of transformers' class names.
 _HEADS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -109,10 +109,10 @@ _HEADS = {
 
 
 def task_of(classes: Sequence[str]) -> str:
-    """The task of a model's class, by its name.
+    """Returns the task of the first class whose name tells it.
 
     Raises:
-        MemOptError: no name tells it.
+        MemOptError: no class name tells it.
     """
     for name in classes:
         for end, task in _HEADS.items():
@@ -122,32 +122,32 @@ def task_of(classes: Sequence[str]) -> str:
     raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
 
 
-# Ids of models without a vocabulary, which read characters (CANINE).
+# Number of ids for models without a vocabulary, which read characters (CANINE).
 _CHARACTERS = 256
-# Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
+# With more tokens torch's operators index with more than 32 bits; far more than one step trains on.
 _MOST_TOKENS = 2**31
-# Several times what the largest models that can be traced have; building as many takes about a minute.
+# Several times as many as the largest traceable models have; building this many takes about a minute.
 _MOST_MODULES = 20_000
 
 
 @dataclass(frozen=True)
 class Workload(ModelSettings):
-    """A model by its config, and the batch that it trains on.
+    """A model from its config, and the batch that it trains on.
 
     Attributes:
-        model: weights are not read.
+        model: a folder, a name on the hub, or a config; weights are not read.
         task: a key of `TASKS`.
-        trainable: see `matches`.
-        padding: some row of a batch is shorter than others.
-        peft: see `parse_adapter`.
-        quantize: see `parse_quantization`.
+        trainable: patterns of the trained parameters, see `matches`.
+        padding: whether some row of a batch is shorter than others.
+        peft: PEFT's config, see `parse_adapter`.
+        quantize: quantization of the weights, see `parse_quantization`.
     """
 
     def with_rows(self, rows: int) -> "Workload":
         return replace(self, batch_size=rows)
 
     def checked(self) -> "Workload":
-        """The same, checked; its task is that of the class that the config names where it has none.
+        """Returns the checked workload; a missing task is taken from the class that the config names.
 
         Raises:
             MemOptError: see `check`; or the config cannot be read, or names no class that tells the task.
@@ -160,7 +160,7 @@ class Workload(ModelSettings):
 
     @property
     def weights_dtype(self) -> str:
-        """Type of the weights and who says so, as `bfloat16 by its config`."""
+        """Returns the dtype of the weights and its source, such as `bfloat16 by its config`."""
         if self.dtype:
             return self.dtype
         of_config = getattr(self.load_config(), "dtype", None)
@@ -168,12 +168,13 @@ class Workload(ModelSettings):
 
     @property
     def dtypes(self) -> set[str]:
-        """Types of the weights."""
+        """Returns the dtypes of the weights."""
         return {self.weights_dtype.partition(" ")[0]}
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        """Inputs whose values models branch on; a mask that is not among them counts as one with padding."""
+        """Returns inputs with known values that models branch on; a mask without known values is assumed to have
+        padding."""
         if self.padding or not self.tokens:
             return {}
         return {"attention_mask": torch.ones(self.batch_size, self.seq_len, dtype=torch.int64)}
@@ -184,19 +185,19 @@ class Workload(ModelSettings):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row; 0 for images."""
+        """Returns the tokens of a row; 0 for images."""
         return 0 if self.task == "image-classification" else self.seq_len
 
     @property
     def suggestion(self) -> str:
-        """A way to get figures of a model that cannot be traced."""
+        """Returns a hint on how to get figures for a model that cannot be traced."""
         return "; optimum-cli memopt plan --measure runs it"
 
     def check(self) -> None:
         """Check the arguments without importing anything heavy.
 
         Raises:
-            MemOptError: an unknown task, no such folder or file, sizes below 1.
+            MemOptError: an unknown task, a missing folder or file, or a size below 1.
         """
         if self.task not in TASKS:
             near = difflib.get_close_matches(str(self.task), TASKS, n=1, cutoff=0.5)
@@ -225,7 +226,7 @@ class Workload(ModelSettings):
                 )
         if not isinstance(self.model, str):
             return
-        # Not `pathlib`, which raises for a name that is too long.
+        # os.path instead of pathlib, which raises for a name that is too long.
         if os.path.isdir(self.model) and not os.path.isfile(os.path.join(self.model, "config.json")):
             raise MemOptError(f"--model {path_excerpt(self.model)}: there is no config.json in this folder")
         # A name on the hub is "name" or "owner/name".
@@ -234,7 +235,7 @@ class Workload(ModelSettings):
             raise MemOptError(f"--model {path_excerpt(self.model)}: no such folder or config file")
 
     def load_config(self) -> "PretrainedConfig":
-        """The model's config.
+        """Returns the model's config.
 
         Raises:
             MemOptError: neither a file nor the hub has a config that transformers can read.
@@ -242,7 +243,7 @@ class Workload(ModelSettings):
         from transformers import AutoConfig
 
         if not isinstance(self.model, str):
-            # A model that is built of it may change it.
+            # Building a model may change its config.
             return copy.deepcopy(self.model)
         try:
             return AutoConfig.from_pretrained(self.model)
@@ -254,7 +255,7 @@ class Workload(ModelSettings):
             raise MemOptError(f"--model {path_excerpt(self.model)}: {where}{_reason(error)}") from error
 
     def build(self) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-        """A model with random weights in training mode and a batch with labels, deterministic.
+        """Returns a model in training mode with random weights, and a batch with labels; both are deterministic.
 
         Raises:
             MemOptError: the config does not fit the task, the sequences are longer than it allows, or a pattern
@@ -290,10 +291,10 @@ class Workload(ModelSettings):
         given = {name: value for name, value in given.items() if value}
         if not self.peft:
             model = kind.from_config(config, **given)
-            # Within `no_init_weights` an output layer has weights of its own.
+            # Within `no_init_weights` an output layer is not tied to the embeddings.
             model.tie_weights()
             return model
-        # PEFT moves what it adds to the model's device, which fake parameters cannot be.
+        # PEFT moves its new parameters to the model's device, which fails for fake parameters.
         with without_modes(), torch.device("meta"):
             model = kind.from_config(config, **given)
             model.tie_weights()
@@ -304,9 +305,9 @@ class Workload(ModelSettings):
         return _without_data(model)
 
     def batch_of(self, config: Any) -> dict[str, torch.Tensor]:
-        """A batch with labels for a model with this config."""
+        """Returns a batch with labels for a model with this config."""
         if self.task == "image-classification":
-            # CLIP's is in the config of its images.
+            # CLIP has the image size in its vision config.
             vision = getattr(config, "vision_config", config)
             size, channels = vision.image_size, getattr(vision, "num_channels", 3)
             height, width = (size, size) if isinstance(size, int) else size
@@ -328,7 +329,7 @@ class Workload(ModelSettings):
 
 
 def decide_problem_type(config: Any, labels: torch.Tensor | None) -> None:
-    """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
+    """Set the problem type if each row's label is one class; otherwise DeBERTa's forward reads the labels' values."""
     if labels is None or labels.dim() != 1 or labels.is_floating_point():
         return
     if getattr(config, "problem_type", None) is None:
@@ -336,17 +337,17 @@ def decide_problem_type(config: Any, labels: torch.Tensor | None) -> None:
 
 
 def _decide_first_token(config: Any) -> None:
-    """Set what a decoder begins with where the config leaves it out, as `T5Config()` does; memory has none of it."""
+    """Set the decoder's start token if the config lacks it, as `T5Config()` does; it does not affect memory."""
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
 
 
 @contextlib.contextmanager
 def _at_most(modules: int) -> Iterator[None]:
-    """Refuse a model with more modules while it is built, which may take hours.
+    """Limit the number of modules of a model that is built in this context; building more may take hours.
 
     Raises:
-        MemOptError: from within.
+        MemOptError: inside the context, at the first module beyond the limit.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -371,14 +372,15 @@ def _reason(error: Exception) -> str:
 
 
 def _way_of(config: Any) -> str:
-    """Another way to get figures of a model with images in its texts, as large as its data have them."""
+    """Returns a hint on how to get figures for a model with images in its texts, whose sizes depend on its data; empty
+    for other models."""
     if not hasattr(config, "vision_config"):
         return ""
     return "; optimum-cli memopt dry-run --device h100 my_script.py takes a script's own batch of images and texts"
 
 
 def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
-    """Ids other than that of padding, which position ids treat differently."""
+    """Returns random ids other than the padding id, for which position ids differ."""
     text = config.get_text_config()
     padding, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", _CHARACTERS)
     if padding is None:
@@ -388,7 +390,7 @@ def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
 
 
 def _classes(config: Any, rows: int) -> torch.Tensor:
-    # transformers takes a single label for a regression.
+    # transformers treats a single label as regression.
     return torch.rand(rows) if config.num_labels == 1 else torch.randint(0, config.num_labels, (rows,))
 
 
@@ -401,9 +403,10 @@ class ModuleWorkload:
     """A module, and the batch that it trains on.
 
     Attributes:
-        module: on any device, the meta device too.
-        inputs: keyword arguments of its forward; tensors among them may be anywhere too.
-        batch_size: rows of a batch; the first dimension of all inputs that have as many rows as the first tensor.
+        module: the module, on any device including the meta device.
+        inputs: keyword arguments of its forward; tensors may be on any device.
+        batch_size: rows of a batch; the first dimension of all inputs with as many rows as the first tensor.
+        trainable: patterns of the trained parameters, see `matches`.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -415,14 +418,15 @@ class ModuleWorkload:
     def of(
         cls, module: torch.nn.Module, inputs: object, batch_size: int | None, trainable: tuple[str, ...]
     ) -> "ModuleWorkload":
-        """
+        """Returns the workload of a module and example inputs, checked.
+
         Args:
             inputs: a mapping of keyword arguments, a sequence of positional ones, or a tensor.
-            batch_size: None: as the first tensor has rows.
+            batch_size: rows of a batch; None: the rows of the first tensor.
 
         Raises:
-            MemOptError: the inputs are not what the forward takes, or without a tensor that has rows; the module is
-                of a kind that cannot be planned.
+            MemOptError: the forward does not take the inputs, no input tensor has rows, or the module cannot be
+                planned.
         """
         name = type(module).__name__
         if engine_of(module) is not None:
@@ -441,30 +445,30 @@ class ModuleWorkload:
 
     @property
     def dtypes(self) -> set[str]:
-        """Types of the weights."""
+        """Returns the dtypes of the weights."""
         return {str(parameter.dtype).removeprefix("torch.") for parameter in self.module.parameters()}
 
     @property
     def tokens(self) -> int:
-        """As many as the inputs have."""
+        """Returns 0: the tokens of a row are taken from the inputs."""
         return 0
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        """Inputs whose values are known: real tensors."""
+        """Returns inputs whose values are known: tensors not on the meta device."""
         tensors = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
         return {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
 
     @property
     def suggestion(self) -> str:
-        """Nothing can be done."""
+        """Returns an empty text: there is no hint for modules."""
         return ""
 
     def with_rows(self, rows: int) -> "ModuleWorkload":
         return replace(self, inputs=_resized(self.inputs, self.batch_size, rows), batch_size=rows)
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
-        """A copy of the module in training mode, and its inputs, on fake tensors of the default device.
+        """Returns a copy of the module in training mode, and its inputs, as fake tensors on the default device.
 
         Raises:
             MemOptError: the module cannot be copied, or a pattern matches no parameter.
@@ -480,7 +484,7 @@ class ModuleWorkload:
 
 
 def warn_of_precision(device: PlannedDevice, autocast: str, workload: Workload | ModuleWorkload) -> None:
-    """Log a line where a device does not compute in the type of the weights or of autocast."""
+    """Log a warning if a device does not compute in the dtype of the weights or of autocast."""
     for dtype in device.lacks:
         if dtype == autocast or dtype in workload.dtypes:
             given = f"autocast to {dtype}" if dtype == autocast else f"weights in {dtype}"
@@ -491,10 +495,10 @@ def warn_of_precision(device: PlannedDevice, autocast: str, workload: Workload |
 
 
 def _without_data(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose tensors are new ones on the default device, fake within fake tensors.
+    """Returns a copy of a module with new tensors on the default device; they are fake in a fake tensor mode.
 
     Raises:
-        MemOptError: it cannot be copied.
+        MemOptError: the module cannot be copied.
     """
     tensors = [tensor for _, tensor in _tensors(module)]
     try:
@@ -503,7 +507,7 @@ def _without_data(module: torch.nn.Module) -> torch.nn.Module:
         for tensor in tensors:
             copy_state(tensor, memo[id(tensor)], memo)
         return copy.deepcopy(module, memo)
-    # Whatever the module holds may refuse.
+    # Any object in the module may fail to be copied.
     except Exception as error:
         raise MemOptError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: "
@@ -512,7 +516,7 @@ def _without_data(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that are plain attributes of a module or in its lists."""
+    """Yields parameters, buffers, and tensors in plain attributes or lists of modules, with their paths."""
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             for leaf in tensors_in(value):
@@ -520,7 +524,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Within fake tensors: one like this, on the default device."""
+    """Returns an empty tensor like `tensor` on the default device; it is fake in a fake tensor mode."""
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(empty, tensor.requires_grad)

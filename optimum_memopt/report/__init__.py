@@ -1,6 +1,6 @@
 """The page about a training step.
 
-page      numbers, tables, pictures
-charts    pictures
-snapshot  a step in PyTorch's format of memory snapshots
+page      the page: sentences, tables and charts
+charts    the charts
+snapshot  a step as a PyTorch memory snapshot
 """

@@ -1,4 +1,4 @@
-"""Pictures of matplotlib as SVG in a page, whose style sheet decides their colours."""
+"""Matplotlib charts as SVG elements of a page, whose style sheet sets their colours."""
 
 import html
 import io
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# matplotlib draws with a colour that stands for a variable of the style sheet.
+# Placeholder colours for matplotlib, each replaced by a variable of the style sheet.
 TEXT, MUTED, GRID, PREDICTED, MEASURED, MARK, BACK = (f"#01010{number}" for number in range(1, 8))
 OF_CATEGORY = {name: f"#0202{number:02x}" for number, name in enumerate(CATEGORIES)}
-# Of lines that have no meaning of their own.
+# Colours of lines without a fixed meaning.
 OF_LINE = tuple(OF_CATEGORY[name] for name in ("parameters", "gradients", "saved activations", "temporaries"))
 _VARIABLES = {
     TEXT: "currentColor",
@@ -56,7 +56,7 @@ _STYLE = {
 
 @contextmanager
 def figure(name: str, height: float) -> Iterator["Figure"]:
-    """A figure of this height in inches that `svg_of` understands; pictures of one page have different names."""
+    """Yields a figure for `svg_of`; `height` is in inches, and charts of one page have different names."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -66,7 +66,7 @@ def figure(name: str, height: float) -> Iterator["Figure"]:
 
 
 def svg_of(drawn: "Figure", description: str) -> str:
-    """A figure as an element of a page, with a description for readers that cannot see it."""
+    """Returns a figure as an SVG element of a page, with a description for screen readers."""
     file = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -75,7 +75,7 @@ def svg_of(drawn: "Figure", description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
-    # The page's own font; the same names of groups are in every picture; a tenth of a point is enough for a path.
+    # Use the page's font; remove group ids, which repeat in every chart; round paths to a tenth of a point.
     text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
     text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
@@ -87,7 +87,7 @@ def svg_of(drawn: "Figure", description: str) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Operators of the layer `name` that follow one another; `end` is the index behind the last."""
+    """Consecutive operators of the layer `name`; `end` is the index after the last."""
 
     name: str
     begin: int
@@ -95,10 +95,11 @@ class Span:
 
 
 def layer_spans(layers: Sequence[str], border: int) -> list[Span]:
-    """Operators of one layer; those of none within a layer count as its own. No span goes beyond the border.
+    """Returns spans of operators of one layer, including operators of no layer between them; none crosses the border.
 
     Args:
-        layers: of each operator, empty outside of all.
+        layers: the layer of each operator, empty outside of layers.
+        border: index of the backward's first operator.
     """
     inside = (index for index, layer in enumerate(layers) if layer)
     runs = itertools.groupby(inside, key=lambda index: (layers[index], index >= border))
@@ -110,13 +111,14 @@ def layer_spans(layers: Sequence[str], border: int) -> list[Span]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Layers by what tells them apart: their numbers where those differ."""
+    """Returns a short label for each layer path: its number, if all numbers differ, else the path."""
     numbers = {path: path.rpartition(".")[2] for path in paths}
     return numbers if len(set(numbers.values())) == len(set(paths)) else {path: path for path in paths}
 
 
 def columns(total: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Spans of operators from `begin` to `end`, `most` at the most: the first of each, and the one that holds most."""
+    """Returns at most `most` spans of the operators from `begin` to `end`: each span's first operator, and the one
+    that holds the most bytes."""
     count = min(most, end - begin)
     edges = [begin + (end - begin) * number // count for number in range(count + 1)] if count else []
     return [(low, max(range(low, high), key=total.__getitem__)) for low, high in itertools.pairwise(edges)]
@@ -124,25 +126,26 @@ def columns(total: Sequence[int], begin: int, end: int, most: int) -> list[tuple
 
 WIDTH = 9.0
 _COLUMNS = 240
-# Of the width: the optimizer's step, which is one operator, and the least between the labels of two layers.
+# Shares of the width: that of the optimizer's step, which is one operator, and the minimum between two layer labels.
 _OPTIMIZER, _APART = 0.08, 0.022
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def unit_of(size: float) -> tuple[str, int]:
-    """The largest unit of which there is at least one."""
+    """Returns the largest unit that is not larger than `size`, with its bytes."""
     return next(((name, count) for name, count in _UNITS if size >= count), _UNITS[-1])
 
 
 def shown_categories(timeline: StepTimeline) -> tuple[str, ...]:
-    """Categories in a picture of the step, from the bottom up: not the process, where it would hide the rest."""
+    """Returns the categories in a chart of the step, from the bottom up; omits the process if it would dwarf the
+    rest."""
     peak = timeline.peak
     hidden = {OTHER} if max(timeline.held[OTHER]) > peak / 2 else set()
     return tuple(name for name in CATEGORIES if name not in hidden and any(timeline.held[name]))
 
 
 def timeline_svg(timeline: StepTimeline) -> str:
-    """Bytes by category over operators, with layers and the peak."""
+    """Returns a chart of bytes by category over operators, with layers and the peak."""
     shown = shown_categories(timeline)
     beside = 0 if OTHER in shown else max(timeline.held[OTHER])
     unit, count = unit_of(timeline.peak - beside)
@@ -172,16 +175,16 @@ def timeline_svg(timeline: StepTimeline) -> str:
 
 
 class _Places:
-    """Where operators are on an axis from 0 to 1.
+    """Positions of operators on an axis from 0 to 1.
 
     Attributes:
-        picked: operators whose bytes are drawn.
-        edges: of their columns, one more.
+        picked: indices of the operators whose bytes are drawn.
+        edges: edges of their columns, one more than columns.
     """
 
     def __init__(self, timeline: StepTimeline) -> None:
         self._last = timeline.optimizer_at
-        # Of the forward and the backward apart, so that the highest of the timeline is one of them.
+        # Forward and backward have separate columns, so that the highest of the timeline is one of them.
         border = timeline.backward_at
         forward = columns(timeline.total, 0, border, max(1, round(_COLUMNS * border / max(1, self._last))))
         picked = forward + columns(timeline.total, border, self._last, max(1, _COLUMNS - len(forward)))
@@ -189,12 +192,12 @@ class _Places:
         self.edges = [*(self(begin) for begin, _ in picked), 1 - _OPTIMIZER, 1.0]
 
     def __call__(self, index: float) -> float:
-        """The place of the beginning of an operator."""
+        """Returns the position at which an operator begins."""
         return (1 - _OPTIMIZER) * index / max(1, self._last)
 
 
 def _mark_layers(axes: "Axes", timeline: StepTimeline, place: _Places) -> None:
-    """Bands behind the layers, and the names of as many as there is room for."""
+    """Draw bands behind the layers, and the names of as many layers as there is room for."""
     spans = layer_spans(timeline.layers, timeline.backward_at)
     names = short_names([span.name for span in spans])
     last = -1.0
@@ -222,14 +225,14 @@ def _mark_peak(axes: "Axes", timeline: StepTimeline, place: _Places, height: flo
 def _label(
     axes: "Axes", text: str, at: tuple[float, float], offset: tuple[float, float], is_left: bool, **style: Any
 ) -> None:
-    """A label beside a point, so many points away from it."""
+    """Draw a label next to a point, at an offset in points."""
     away = (-offset[0] if is_left else offset[0], offset[1])
     side = "right" if is_left else "left"
     axes.annotate(text, at, xytext=away, textcoords="offset points", ha=side, weight="bold", **style)
 
 
 def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
-    """Peaks of the phases, predicted beside measured."""
+    """Returns a chart of the phases' peaks, predicted next to measured."""
     pairs = ((predicted, PREDICTED), (measured, MEASURED))
     kinds = [({phase.name: phase.peak for phase in phases}, colour) for phases, colour in pairs if phases]
     names = list(kinds[0][0])
@@ -255,7 +258,7 @@ def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
 
 
 def frontier_svg(frontier: Frontier) -> str:
-    """Extra time over the peak, with the plan in force."""
+    """Returns a chart of extra time over the peak, with the plan in force."""
     with figure("frontier", 3.2) as drawn:
         axes = drawn.subplots()
         draw_frontier(axes, frontier, OF_LINE[0])
@@ -273,7 +276,7 @@ def frontier_svg(frontier: Frontier) -> str:
 
 
 def draw_frontier(axes: "Axes", frontier: Frontier, colour: str = "C0") -> None:
-    """The curve of `frontier_svg` alone."""
+    """Draw only the curve of `frontier_svg`."""
     unit, count = unit_of(frontier.points[-1].peak)
     peaks = [point.peak / count for point in frontier.points]
     times = [100 * point.extra_time for point in frontier.points]
@@ -285,7 +288,7 @@ def draw_frontier(axes: "Axes", frontier: Frontier, colour: str = "C0") -> None:
 
 
 def density_svg(densities: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Percent of each input that is not padding, over steps."""
+    """Returns a chart of the percentage of each input that is not padding, over steps."""
     from matplotlib.ticker import MaxNLocator
 
     with figure("density", 2.6) as drawn:
@@ -306,10 +309,10 @@ _SUFFIXES = (".svg", ".png")
 
 
 def check(path: Path) -> None:
-    """Refuse a picture that cannot be drawn.
+    """Refuse a chart file that cannot be drawn.
 
     Raises:
-        MemOptError: another kind of file, or matplotlib is missing.
+        MemOptError: the file type is not supported, or matplotlib is missing.
     """
     if path.suffix.lower() not in _SUFFIXES:
         allowed = " or ".join(_SUFFIXES)
@@ -318,10 +321,10 @@ def check(path: Path) -> None:
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Write the picture of what budgets cost.
+    """Write the chart of the time-memory frontier.
 
     Raises:
-        MemOptError: it cannot be written.
+        MemOptError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The page about a training step: the numbers of a run or of a prediction, in sentences, tables and pictures."""
+"""The page about a training step: the numbers of a run or a prediction, in sentences, tables and charts."""
 
 import html
 import os
@@ -37,18 +37,18 @@ from optimum_memopt.sizes import gib_text
 
 @dataclass(frozen=True)
 class ReportData:
-    """A training step as the page shows it; sizes are bytes.
+    """The page's data about a training step; sizes are bytes.
 
     Attributes:
-        title: what trained, or would.
-        facts: names and values, as `engine` and `compile`.
-        failure: how the run ended, where it did not end by itself.
-        table: None where no step has run.
-        timeline: None where nothing is predicted.
-        frontier: what budgets cost; None where nobody asked.
+        title: title of the page, such as the plan or the model's class.
+        facts: names and values, such as `engine` and `compile`.
+        failure: the error that ended the run; empty if it did not fail.
+        table: the plan table; None if no step has run.
+        timeline: the predicted step, operator by operator; None without a prediction.
+        frontier: the time-memory frontier; None if not requested.
         measured: phases of the measured step with the highest peak; None without `--log_memory_phases`.
-        measured_peak: of the run; 0 where nothing has run.
-        measures: what was measured: `resident` or `allocated`.
+        measured_peak: measured peak of the run; 0 if nothing has run.
+        measures: the measured memory: `resident` or `allocated`.
         densities: percent of each input that is not padding, by step.
     """
 
@@ -65,7 +65,7 @@ class ReportData:
 
 
 def of_way(way: Way, model: str) -> ReportData:
-    """A step of plain PyTorch that was not run."""
+    """Returns the data of a predicted step of plain PyTorch."""
     sizes = way.timeline.sizes if way.timeline is not None else {}
     return ReportData(
         title=f"A step of {way.plan.name}",
@@ -75,7 +75,7 @@ def of_way(way: Way, model: str) -> ReportData:
 
 
 def of_estimate(estimate: StepEstimate, model: str) -> ReportData:
-    """A step that was not run."""
+    """Returns the data of a predicted step."""
     table = estimate.table
     facts = (("model", excerpt(model)), ("batch", sizes_text(table.symbols)))
     title = (table.header or ("Training step",))[0]
@@ -83,7 +83,7 @@ def of_estimate(estimate: StepEstimate, model: str) -> ReportData:
 
 
 def of_training(trainer: Trainer, engine: Engine, failure: str) -> ReportData:
-    """A run so far, or one that is over; `engine` holds its model, or has held it."""
+    """Returns the data of a current or finished run; `engine` is or was attached to its model."""
     table, plan_stats = engine.plans(), callback_of(trainer, PlanStatsCallback)
     phases, density = callback_of(trainer, MemoryPhasesCallback), callback_of(trainer, InputDensityCallback)
     timeline = None
@@ -104,7 +104,7 @@ def of_training(trainer: Trainer, engine: Engine, failure: str) -> ReportData:
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """`inputs_input_ids_dim0=16, inputs_input_ids_dim1=111`."""
+    """Returns sizes as text: `inputs_input_ids_dim0=16, inputs_input_ids_dim1=111`."""
     return ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
 
 
@@ -125,7 +125,7 @@ def _facts(trainer: Trainer, engine: Engine) -> tuple[tuple[str, str], ...]:
 
 
 def paragraph(data: ReportData) -> str:
-    """The page in a few sentences."""
+    """Returns a summary of the page in a few sentences."""
     return " ".join(_sentences(data))
 
 
@@ -183,13 +183,13 @@ def _costs(frontier: Frontier) -> Iterator[str]:
     )
 
 
-# Groups at the peak that are worth a row, and how many at the most.
+# Smallest share of the peak for which a group gets a row, and the maximum number of rows.
 _SMALLEST_SHARE, _MOST_GROUPS = 0.001, 14
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
+    """A page about a training step.
 
     Attributes:
         snapshots: pickles of the step for PyTorch's memory viewer, by name: `predicted`, `measured`.
@@ -199,7 +199,7 @@ class Page:
     snapshots: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def save(self, path: os.PathLike | str) -> None:
-        """Write it, and beside `page.html` the snapshots as `page.predicted.pickle` and `page.measured.pickle`.
+        """Write the page, and next to `page.html` the snapshots `page.predicted.pickle` and `page.measured.pickle`.
 
         Raises:
             MemOptError: a file cannot be written.
@@ -210,15 +210,15 @@ class Page:
                 Path(path).with_suffix(f".{name}.pickle").write_bytes(snapshot)
 
     def _repr_html_(self) -> str:
-        """In a notebook; in a frame, so that its style is not the notebook's."""
+        """Returns the page in a frame for notebooks, so that it does not inherit the notebook's style."""
         return f'<iframe srcdoc="{html.escape(self.html)}" width="100%" height="800" style="border: 0"></iframe>'
 
 
 def render(data: ReportData) -> Page:
-    """The page that shows `data`.
+    """Returns the page that shows `data`.
 
     Raises:
-        ImportError: matplotlib or jinja2 is missing; `option_values.check_page` says so in time.
+        ImportError: matplotlib or jinja2 is missing; `option_values.check_page` detects this earlier.
     """
     import jinja2
 
@@ -258,31 +258,33 @@ def render(data: ReportData) -> Page:
 
 
 def _room(data: ReportData) -> int:
-    """Bytes that the plan takes more on the curve than on the timeline: a budget leaves room for a process to grow."""
+    """Returns the bytes by which the plan's peak on the curve exceeds the timeline's: a budget leaves room for the
+    process to grow."""
     if data.timeline is None or data.frontier is None or data.frontier.chosen is None:
         return 0
     return max(0, data.frontier.chosen.peak - data.timeline.peak)
 
 
 def at_peak(timeline: StepTimeline) -> list[Group]:
-    """Groups of tensors at the peak, largest first; the last one, without a category, sums up what is small."""
+    """Returns the tensor groups at the peak, largest first; the last group, without a category, sums up the small
+    ones."""
     groups = [group for group in timeline.alive if group.bytes >= _SMALLEST_SHARE * timeline.peak][:_MOST_GROUPS]
     rest = timeline.peak - sum(group.bytes for group in groups)
     return [*groups, Group("", "", 0, rest)] if rest else groups
 
 
 def _beside(predicted: Sequence[Phase], measured: Sequence[Phase]) -> list[tuple[str, Phase | None, Phase | None]]:
-    """Each phase by its name; None where it is not predicted, or not measured."""
+    """Returns each phase's name, prediction and measurement; None if it is not predicted or not measured."""
     of_prediction, of_run = ({phase.name: phase for phase in phases} for phases in (predicted, measured))
     return [(name.replace("_", " "), of_prediction.get(name), of_run.get(name)) for name in of_prediction or of_run]
 
 
 def training_page(trainer: Trainer, engine: Engine, path: os.PathLike | str | None = None, failure: str = "") -> Page:
-    """The page about a Trainer's last run, or the one that is under way.
+    """Returns the page about a Trainer's last or current run.
 
     Args:
-        path: of a file that it is also written to.
-        failure: see `line_of`; empty: the run has not ended in an error.
+        path: file to write the page to; None: no file.
+        failure: the error that ended the run, see `line_of`; empty: no error.
 
     Raises:
         MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
@@ -295,7 +297,7 @@ def training_page(trainer: Trainer, engine: Engine, path: os.PathLike | str | No
 
 
 def write_training_page(trainer: Trainer, engine: Engine, path: os.PathLike | str, failure: str) -> None:
-    """`training_page` at the end of a run, on the world's rank 0; what goes wrong is a warning, since the run is
+    """Write `training_page` at the end of a run, on global rank 0; errors are logged as warnings, since the run is
     over."""
     if not trainer.is_world_process_zero():
         return

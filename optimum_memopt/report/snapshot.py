@@ -1,8 +1,8 @@
-"""A step as a memory snapshot of PyTorch's format, which its viewer opens (https://pytorch.org/memory_viz). Pure.
+"""A step as a PyTorch memory snapshot, for its viewer (https://pytorch.org/memory_viz). Pure.
 
-The format is that of `torch.cuda.memory._snapshot()` (torch 2.13): segments with the blocks that are held at the end,
-and a trace of allocations and frees, each with frames. Here a frame is an operator, its file the layer, its line the
-operator's place in the step; `category` colors the viewer's timeline.
+The format is that of `torch.cuda.memory._snapshot()` (torch 2.13): segments with the blocks held at the end, and a
+trace of allocations and frees, each with frames. Here a frame is an operator, its file is the layer, and its line is
+the operator's index in the step; `category` colors the viewer's timeline.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from typing import Any
 from optimum_memopt.callbacks.memory_phases import MeasuredStep
 from optimum_memopt.engines.api.predictions import StepTimeline
 
-# Where addresses begin, as on a device.
+# First address, similar to those of a device.
 _BASE = 0x7F0000000000
 _ALLOC, _FREE = ("alloc",), ("free_requested", "free_completed")
 _HELD, _PEAK = "held at the end of a phase", "more at the peak of the phase"
@@ -27,7 +27,7 @@ class HeldBlock:
 
     Attributes:
         begin: index of the operator that allocates it.
-        end: index of the operator before which it is freed; as many as there are operators: never.
+        end: index of the operator before which it is freed; the number of operators: never freed.
     """
 
     category: str
@@ -37,10 +37,10 @@ class HeldBlock:
 
 
 def blocks_of(held: Mapping[str, Sequence[int]]) -> list[HeldBlock]:
-    """Blocks that add up to the held bytes of each category at each operator.
+    """Returns blocks that add up to the held bytes of each category at each operator.
 
-    What an operator adds to a category is one block. What it takes away is a block of that size, else the last ones,
-    as a backward frees them.
+    An increase of a category at an operator becomes one block. A decrease frees a block of that size, else the last
+    blocks, in the order in which a backward frees them.
     """
     blocks: list[HeldBlock] = []
     for category, sizes in held.items():
@@ -57,7 +57,7 @@ def blocks_of(held: Mapping[str, Sequence[int]]) -> list[HeldBlock]:
 
 
 def _freed(alive: list[HeldBlock], size: int, index: int) -> Iterator[HeldBlock]:
-    """Blocks of `size` together, which are taken out of `alive`."""
+    """Yields freed blocks with `size` bytes in total, and removes them from `alive`."""
     place = next((place for place in reversed(range(len(alive))) if alive[place].bytes == size), None)
     if place is not None:
         yield replace(alive.pop(place), end=index)
@@ -76,7 +76,7 @@ def predicted_snapshot(timeline: StepTimeline) -> bytes:
 
 
 def measured_snapshot(step: MeasuredStep) -> bytes:
-    """The pickle of a measured step: of each phase its peak, and what is held at its end."""
+    """Returns the pickle of a measured step: each phase's peak, and the bytes held at its end."""
     held = [phase.held for phase in step.phases for _ in range(2)]
     peaks = [size for phase in step.phases for size in (max(0, phase.peak - phase.held), 0)]
     names = [name for phase in step.phases for name in (f"until {phase.name}", phase.name)]
@@ -89,11 +89,11 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
         for index, (operator, layer) in enumerate(zip(operators, layers, strict=True))
     ]
     blocks, end = blocks_of(held), len(operators)
-    # Index of the operator, allocates or frees, number of the block; what an operator finds is freed before.
+    # Tuples of operator index, whether it allocates, and block index; sorted, frees precede an operator's allocations.
     frees = [(block.end, False, number) for number, block in enumerate(blocks) if block.end < end]
     actions = sorted([*frees, *((block.begin, True, number) for number, block in enumerate(blocks))])
     addresses = [0] * len(blocks)
-    # Blocks that are held now, by address.
+    # Currently held blocks, sorted by address.
     alive: list[tuple[int, HeldBlock]] = []
     trace: list[dict[str, Any]] = []
     for index, is_alloc, number in actions:
@@ -103,7 +103,7 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
             bisect.insort(alive, (addresses[number], block), key=itemgetter(0))
         else:
             alive.remove((addresses[number], block))
-        # What is freed has the frames of what allocated it.
+        # A free has the frames of its allocation.
         event = {
             "addr": addresses[number],
             "size": block.bytes,
@@ -120,12 +120,12 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
         "allocator_settings": {},
         "external_annotations": [],
     }
-    # As torch dumps it; the viewer's reader knows this protocol.
+    # The viewer can read pickle protocol 4, which torch uses.
     return pickle.dumps(snapshot, protocol=4)
 
 
 def _first_gap(alive: Sequence[tuple[int, HeldBlock]], size: int) -> int:
-    """The lowest address with room for `size` bytes."""
+    """Returns the lowest free address with room for `size` bytes."""
     address = _BASE
     for begin, block in alive:
         if begin - address >= size:
@@ -137,7 +137,7 @@ def _first_gap(alive: Sequence[tuple[int, HeldBlock]], size: int) -> int:
 def _segment(
     kept: Sequence[tuple[int, HeldBlock]], top: int, frames: Sequence[list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """One segment up to the address `top`, with what is held at the end of the step."""
+    """Returns one segment up to the address `top`, with the blocks held at the end of the step."""
     parts: list[dict[str, Any]] = []
 
     def add(begin: int, end: int, state: str, frames: Sequence[dict[str, Any]] = ()) -> None:

@@ -1,7 +1,7 @@
-"""What a Trainer does around its steps.
+"""Trainer-side code: batches, custom losses, dry runs.
 
-batches         batches, their largest sizes, the micro-batch
-loss_step       a loss outside of the model
-fake_run        a run on tensors without data
-compat_dry_run  private names that a dry run changes
+batches         sample order, largest batch, micro-batch size
+loss_step       losses computed outside of the model
+fake_run        a run simulated on tensors without data
+compat_dry_run  private names that a dry run patches
 """

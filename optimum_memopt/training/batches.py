@@ -1,9 +1,9 @@
-"""The batches of a Trainer: dealt so that every rank has as much to do as the others in each step, their largest sizes
-read from the data, and the micro-batch that is chosen within a budget.
+"""The batches of a Trainer: a sampler that balances the ranks in each step, the largest batch of the data, and the
+micro-batch chosen within a budget.
 
-ONNX Runtime brings a sampler for this, `LoadBalancingDistributedBatchSampler`. It is not used: it exists only where
-onnxruntime-training does, shards by itself where a Trainer leaves that to accelerate, and as released (1.19.2) raises
-ValueError at the second epoch (`if not self.sample_complexities` on an array), behind which it takes unsorted groups.
+ONNX Runtime has such a sampler, `LoadBalancingDistributedBatchSampler`. It is not used: it needs onnxruntime-training,
+shards the data itself, which a Trainer leaves to accelerate, and as released (1.19.2) raises ValueError at the second
+epoch (`if not self.sample_complexities` on an array); past that error it takes unsorted groups.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ FLAG = "--group_by_complexity"
 # Trainer's own strategy that sorts samples by length within pools.
 GROUPED = "group_by_length"
 # Samples are sorted within pools of this many steps, as Trainer's own group_by_length does (trainer_pt_utils,
-# `get_length_grouped_indices`): enough that a step's lengths are alike, few enough that it differs in every epoch.
+# `get_length_grouped_indices`): enough that a step's lengths are alike, few enough that steps differ in every epoch.
 POOL_STEPS = 50
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How even the ranks' shares are in an order of samples, averaged over the steps.
+    """Evenness of the ranks' shares in an order of samples, averaged over the steps.
 
     Attributes:
-        slowest_rank: tokens of the rank with most in a step / mean of the ranks; 1 is even.
+        slowest_rank: tokens of the rank with the most tokens in a step / mean of the ranks; 1 is even.
         slowest_rank_padded: the same, each batch padded to its longest sample.
         density: tokens / tokens after padding each batch to its longest sample.
-        step_tokens: padded tokens of the slowest rank, what all ranks wait for.
+        step_tokens: padded tokens of the slowest rank, which all ranks wait for.
     """
 
     slowest_rank: float
@@ -59,10 +59,11 @@ class Balance:
 
 
 def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_size: int) -> Balance | None:
-    """How evenly an order of samples loads the ranks, when consecutive batches go to consecutive ranks.
+    """Returns how evenly an order of samples loads the ranks, if consecutive batches go to consecutive ranks; None
+    without a complete step.
 
     Args:
-        order: indices of samples; an incomplete last step is left out, and without a complete one there is no result.
+        order: indices of samples; an incomplete last step is left out.
         complexities: tokens of each sample.
         batch_size: samples of one rank in one step.
     """
@@ -81,18 +82,18 @@ def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_
 
 
 class ComplexitySampler(Sampler[int]):
-    """Indices in an order that gives every rank of a step samples of nearly the same lengths.
+    """Yields indices in an order that gives all ranks of a step samples of nearly the same lengths.
 
-    Each step takes samples that are neighbours by length and deals them to the ranks like cards; steps come in random
-    order, the one with the longest sample first, so that a run that does not fit into memory stops at once. It is an
-    ordinary sampler: batching, sharding over ranks and skipping after a checkpoint stay with torch and accelerate.
+    Each step takes samples that are neighbours by length and deals them to the ranks like cards. Steps come in random
+    order, except that the one with the longest sample is first, so that a run that does not fit into memory fails at
+    once. Torch and accelerate still do the batching, the sharding over ranks and the skipping after a checkpoint.
 
     Args:
-        complexities: shape (samples,), the work of each sample, in any unit.
+        complexities: the work of each sample, in any unit, shape (samples,).
         batch_size: samples of one rank in one step.
         world_size: ranks; consecutive batches go to consecutive ranks, as accelerate deals them.
-        seed: decides the order with the epoch, on every rank alike.
-        fill_last: repeat samples so that the last step is complete, and as even as the others.
+        seed: determines the order together with the epoch; the same on all ranks.
+        fill_last: repeat samples so that the last step is complete and as even as the others.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ComplexitySampler(Sampler[int]):
         self._step = batch_size * world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
+        """Select the order of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -115,7 +116,7 @@ class ComplexitySampler(Sampler[int]):
         return iter(self.order().tolist())
 
     def order(self) -> np.ndarray:
-        """Indices of one epoch, shape (len(self),)."""
+        """Returns the indices of one epoch, shape (len(self),)."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.complexities))
         full = len(shuffled) - len(shuffled) % self._step
@@ -124,7 +125,7 @@ class ComplexitySampler(Sampler[int]):
         if len(steps):
             longest = self.complexities[steps].max(axis=1).argmax()
             steps[[0, longest]] = steps[[longest, 0]]
-        # What is left over is a random part of the data, so that with drop_last other samples are lost in every epoch.
+        # The samples left over are random, so drop_last drops different samples in each epoch.
         rest = shuffled[full:]
         if len(rest) and self.fill_last:
             rest = np.concatenate([rest, np.resize(shuffled, self._step - len(rest))])
@@ -133,7 +134,8 @@ class ComplexitySampler(Sampler[int]):
         return np.concatenate([self._dealt(steps).reshape(-1), self._by_length(rest)])
 
     def _sorted_steps(self, samples: np.ndarray) -> np.ndarray:
-        """Shape (steps, samples of a step): neighbours by length within each pool."""
+        """Returns the samples of each step, neighbours by length within each pool, shape (steps, samples of a
+        step)."""
         # As in `get_length_grouped_indices`, no pool is more than a quarter of a small data set.
         pool = self._step * max(1, min(POOL_STEPS, len(samples) // (self._step * 4)))
         pools = [self._by_length(samples[start : start + pool]) for start in range(0, len(samples), pool)]
@@ -143,12 +145,13 @@ class ComplexitySampler(Sampler[int]):
         return samples[np.argsort(-self.complexities[samples], kind="stable")]
 
     def _dealt(self, steps: np.ndarray) -> np.ndarray:
-        """Each step's samples, sorted by length, as one batch a rank after the other."""
+        """Returns each step's samples, given sorted by length, dealt into one batch for each rank."""
         return steps.reshape(-1, self.batch_size, self.world_size).transpose(0, 2, 1)
 
 
 def check(args: TrainingArguments, dataset: Any) -> None:
-    """Raise a MemOptError for a stream and another sampling strategy; a `dataset` that comes later is None."""
+    """Refuse another sampling strategy, or a dataset without an index; `dataset` is None if not yet known. Raises
+    MemOptError."""
     if (strategy := strategy_of(args)) != "random":
         raise MemOptError(
             f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
@@ -158,8 +161,8 @@ def check(args: TrainingArguments, dataset: Any) -> None:
 
 
 def strategy_of(args: Any) -> str:
-    """Trainer's own order of samples."""
-    # The flag of transformers before it had strategies.
+    """Returns the name of the Trainer's sampling strategy."""
+    # Older transformers have this flag instead of strategies.
     return GROUPED if getattr(args, "group_by_length", False) else getattr(args, "train_sampling_strategy", "random")
 
 
@@ -172,13 +175,13 @@ def _check_indexed(dataset: Any) -> None:
 
 
 def complexities(dataset: Any, length_column: str = "length", pad_token_id: int | None = None) -> np.ndarray:
-    """How many tokens each sample has, shape (samples,); reads the whole data set once.
+    """Returns the number of tokens of each sample, shape (samples,); reads the whole dataset once.
 
-    From the column `length_column` where there is one, else the sum of `attention_mask`, else those of `input_ids`
-    that are not `pad_token_id`.
+    Taken from the column `length_column` if it exists, else the number of tokens that `attention_mask` includes, else
+    the number of `input_ids` other than `pad_token_id`.
 
     Raises:
-        MemOptError: the samples have no index, or none of these.
+        MemOptError: the dataset has no index, or none of these fields.
     """
     _check_indexed(dataset)
     if not len(dataset):
@@ -193,7 +196,7 @@ def complexities(dataset: Any, length_column: str = "length", pad_token_id: int 
             f"{', '.join(map(str, names)) or type(first).__name__}; add a column {length_column} with the work of "
             "each sample, or name yours in --length_column_name"
         )
-    # A transform (`set_transform`) makes samples of something else than the columns; a stored length stays what it is.
+    # A transform (`set_transform`) may change all fields; a stored length is read from its column all the same.
     in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
     values = _values(dataset, field, in_columns)
     if field == length_column:
@@ -205,22 +208,22 @@ def complexities(dataset: Any, length_column: str = "length", pad_token_id: int 
 
 
 def _values(dataset: Any, field: str, in_columns: bool) -> Iterable[Any]:
-    """A field of each sample; of a stored column without reading the other ones."""
+    """Returns a field of each sample; if it is a stored column, the other columns are not read."""
     if not in_columns:
         return (dataset[index][field] for index in range(len(dataset)))
     batches = dataset.select_columns([field]).with_format("numpy").iter(1000)
     return itertools.chain.from_iterable(rows[field] for rows in batches)
 
 
-# Columns of TRL's trainers that compare answers (DPO, KTO, Reward; 1.16): a prompt, if there is one, with one of the
-# answers is a row that the model is given.
+# Columns of TRL's trainers that compare answers (DPO, KTO, Reward; 1.16). A row of the model's batch is the prompt, if
+# there is one, followed by one answer.
 _PROMPT = "prompt_ids"
 _ANSWERS = {"chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"}
 
 
 def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
-    """Tokens of the longest row that a Trainer makes of each sample, shape (samples,); reads the whole data set once.
-    Raises MemOptError where the samples do not tell."""
+    """Returns the tokens of the longest row that a Trainer makes of each sample, shape (samples,); reads the whole
+    dataset once. Raises MemOptError if the dataset has no field to count tokens in."""
     is_stored = hasattr(dataset, "select_columns")
     names = set(dataset.column_names if is_stored else dataset[0])
     if not (answers := names & _ANSWERS):
@@ -231,16 +234,16 @@ def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
     }
     prompts = counts.pop(_PROMPT, 0)
     lengths = prompts + np.max(list(counts.values()), axis=0)
-    # A collator may cut what it joins.
+    # A collator may truncate the joined row.
     most = getattr(trainer.data_collator, "max_length", None)
     return np.asarray(lengths if most is None else np.minimum(lengths, most), dtype=np.float64)
 
 
 class ComplexityCallback(TrainerCallback):
-    """Says once at the start how even the ranks' shares are, and keeps the sampler at the Trainer's epoch.
+    """Logs once at the start how even the ranks' shares are, and sets the sampler's epoch to the Trainer's.
 
     Attributes:
-        sampler: the one that the Trainer's data loader was last made with.
+        sampler: the sampler of the Trainer's latest data loader.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -282,21 +285,23 @@ class ComplexityCallback(TrainerCallback):
         self.reporter.records(state.global_step, [{"balance": asdict(ours), "at_random": asdict(before)}])
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
-        # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
+        # accelerate forwards set_epoch to a sampler, but not through the two wrappers of a sharded loader that skips
+        # the batches before a checkpoint (`DataLoaderShard.set_epoch` in 1.15): a resumed run would get epoch 0's
+        # order.
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))
 
 
 def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., ComplexitySampler]:
-    """Returns what the Trainer takes its sampler from: torch makes batches of it, and accelerate deals them to the
-    ranks. The callback notices a Trainer that takes it elsewhere."""
+    """Returns a replacement for the Trainer's `_get_train_sampler`. Torch batches the sampler's indices, accelerate
+    deals the batches to the ranks. The callback keeps the sampler, and raises an error if the Trainer never made
+    one."""
 
     def get_train_sampler(dataset: Any = None) -> ComplexitySampler:
         args, accelerator = trainer.args, trainer.accelerator
         owners = (trainer.processing_class, getattr(trainer.model, "config", None))
         padding = next((each for owner in owners if (each := getattr(owner, "pad_token_id", None)) is not None), None)
-        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
+        # `dataset` lacks the columns that the model does not take, such as the length.
         of_samples = complexities(trainer.train_dataset, args.length_column_name, padding)
         # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
         parts = args.world_size if accelerator.split_batches else 1
@@ -313,14 +318,14 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
 
 
 def run_of(trainer: Any) -> Run:
-    """The run that a Trainer is in, or is about to begin."""
+    """Returns the current or next training run of a Trainer."""
     accumulates, rows = trainer.args.gradient_accumulation_steps > 1, train_batch_size(trainer)
     return Run(trainer.optimizer, accumulates, partial(largest_batch, trainer), rows, micro_batches_of(trainer))
 
 
 def micro_batches_of(trainer: Any) -> int:
-    """Returns the number of micro-batches in a Trainer's optimizer step, all of which it fetches before the first runs
-    (`get_batch_samples`, transformers 5.23)."""
+    """Returns the number of micro-batches in a Trainer's optimizer step. It fetches all of them before it runs the
+    first (`get_batch_samples`, transformers 5.23)."""
     steps, data = trainer.args.gradient_accumulation_steps, trainer.train_dataset
     if not hasattr(data, "__len__"):
         return steps
@@ -329,11 +334,11 @@ def micro_batches_of(trainer: Any) -> int:
 
 
 def largest_batch(trainer: Any) -> LargestBatch | None:
-    """As many rows as a batch has, as long as the longest row, and the tokens of the longest ones; None where reading
-    that would take long or run code.
+    """Returns the sizes of the largest batch of the training data; None if reading the lengths would take long or run
+    the user's code, or fails.
 
     Args:
-        trainer: before or in its `train()`.
+        trainer: a Trainer, before or during `train()`.
     """
     dataset = trainer.train_dataset
     if not has_few_rows(dataset):
@@ -352,23 +357,24 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
 
 
 def is_readable(dataset: Any) -> bool:
-    """True for columns of a `datasets.Dataset` and lists: reading them runs no code, which may draw random numbers."""
+    """True for a `datasets.Dataset` without a transform and for a list: reading rows runs no user code, which might
+    draw random numbers."""
     is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
     return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
 
 
 def has_few_rows(dataset: Any) -> bool:
-    """True where the lengths of all rows are read in a second or two."""
+    """True if the lengths of all rows can be read in a second or two."""
     return is_readable(dataset) and len(dataset) <= 100_000
 
 
 def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, ...]:
-    """The longest row of each batch of an epoch, as one order of the samples has them. Draws no random numbers of the
-    run, and is the same on all ranks.
+    """Returns the length of the longest row of each batch in an epoch, for one order of the samples. Draws no random
+    numbers of the run, and is the same on all ranks.
 
     Args:
         lengths: tokens of each sample, shape (samples,).
-        strategy: as in Trainer's arguments; one that is not known counts as random.
+        strategy: name of the sampling strategy as in Trainer's arguments; unknown names count as random.
     """
     if strategy == "sequential":
         order = np.arange(len(lengths))
@@ -383,7 +389,8 @@ _AUTO_BATCH = "--memory_opt_batch auto"
 
 
 def check_micro_batch(trainer: Trainer) -> None:
-    """Raise a MemOptError where something else decides on batches, or the data cannot be read beforehand."""
+    """Refuse `--memory_opt_batch auto` if DeepSpeed or accelerate sets the batch sizes, or if the data cannot be read
+    before training. Raises MemOptError."""
     if trainer.is_deepspeed_enabled:
         raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config has the batch sizes; leave it out")
     if trainer.accelerator.split_batches:
@@ -397,10 +404,11 @@ def check_micro_batch(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) -> Iterator[None]:
-    """Within it the Trainer has the chosen micro-batch and gradient accumulation, afterwards the user's.
+    """Returns a context in which the Trainer has the chosen micro-batch size and gradient accumulation; restores the
+    user's on exit.
 
     Raises:
-        MemOptError: no micro-batch fits on some rank, or the model cannot be predicted for other batches.
+        MemOptError: no micro-batch fits on some rank, or steps with other batch sizes cannot be predicted.
     """
     before = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     rows = math.prod(before)
@@ -419,7 +427,7 @@ def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
 
 
 def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
-    """Rows of the micro-batch, the smallest that any rank chooses: costs and free memory differ from rank to rank."""
+    """Returns the rows of the micro-batch: the smallest choice of all ranks, whose costs and free memory differ."""
     row: Row | None = None
     try:
         predictor = _predictor(trainer, options, engine)
@@ -453,7 +461,7 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
 
     largest = largest_batch(trainer)
     tokens = largest.length if largest is not None else 0
-    # More of the model's outputs may be read than its loss.
+    # A custom loss may read other outputs than the model's loss.
     is_read = (
         type(trainer).compute_loss is not Trainer.compute_loss
         or trainer.compute_loss_func is not None
@@ -465,7 +473,7 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
         fp16=args.fp16,
         optim=str(getattr(args.optim, "value", args.optim)),
     )
-    # A collator may draw random numbers, as that of masked language models does.
+    # A collator may draw random numbers, for example to mask tokens for masked language models.
     before = ForwardState.of(model, with_buffers=False)
     try:
         return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, is_read), options, spec)

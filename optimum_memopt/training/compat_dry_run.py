@@ -1,8 +1,8 @@
-"""A dry run's changes to a Trainer, its models and their texts, by private names of transformers (5.23), accelerate
-(1.15) and TRL (1.16).
+"""A dry run's patches to a Trainer, its models and text generation, by private names of transformers (5.23),
+accelerate (1.15) and TRL (1.16).
 
-A text is generated as long as it may be: the prompt's forward, and that of the last token, with the key-value cache of
-all before it.
+A text of maximum length is generated with two forwards: of the prompt, and of the step that generates the last token
+with a key-value cache of all tokens before it.
 """
 
 import copy
@@ -23,22 +23,22 @@ from optimum_memopt.errors import MemOptError
 # Arguments of a model's forward that grow with the text.
 _GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 _OF_DECODERS = ("decoder_attention_mask", "decoder_position_ids")
-# TRL's (1.16) modules that call kernels of a GPU, and what stands for these kernels elsewhere.
+# TRL's (1.16) modules that call GPU kernels, and the functions that replace these kernels on other devices.
 _TRL = ("kernels.chunked_logprob", "kernels.chunked_divergence", "trainer.utils", "trainer.distillation_trainer")
 _TILES = ("_forward_tile", "_backward_tile", "_stats_tile", "_jsd_tile")
 
 
 class _EndOfTextError(Exception):
-    """Stops `generate()`: later steps allocate nothing new and need real values."""
+    """Stops `generate()`: later forwards allocate nothing new and need real values."""
 
 
 @dataclass
 class Generation:
-    """The longest text that was generated.
+    """Sizes of the largest generation.
 
     Attributes:
-        rows: of the key-value cache: texts, and beams of each.
-        length: tokens, those of the prompt among them.
+        rows: rows of the key-value cache: one for each text, or for each beam of a text.
+        length: tokens of a text, including its prompt.
     """
 
     rows: int = 0
@@ -47,13 +47,14 @@ class Generation:
 
 @dataclass
 class _Text:
-    """A generation that runs.
+    """A running generation.
 
     Attributes:
-        rows: texts that are returned.
-        length: tokens at the end, `prompt` of which are there at the beginning.
-        forwards: that have run.
-        arguments: of the next forward, the cache among them.
+        rows: number of texts that it returns.
+        length: tokens of a finished text, including its prompt.
+        prompt: tokens of the prompt.
+        forwards: number of forwards so far.
+        arguments: arguments of the next forward, including the cache.
     """
 
     rows: int = 0
@@ -63,7 +64,7 @@ class _Text:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def grow(self, is_encoder_decoder: bool) -> None:
-        """Let the last token but one be the next, with all before it in the cache."""
+        """Skip to the forward of the last token but one, with all tokens before it in the cache."""
         before = self.length - 2
         cache = self.arguments.get("past_key_values")
         for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
@@ -75,7 +76,8 @@ class _Text:
 
 
 def _grow_cache(layer: Any, tokens: int) -> None:
-    """Give a layer of a cache that grows by concatenation n tokens. Others have their size from the beginning."""
+    """Resize a cache layer that grows by concatenation to that many tokens. Other kinds are allocated in full at the
+    start."""
     from transformers.cache_utils import DynamicLayer
 
     if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
@@ -85,16 +87,16 @@ def _grow_cache(layer: Any, tokens: int) -> None:
     for name in ("keys", "values"):
         old = getattr(layer, name)
         shape = (*old.shape[:-2], tokens, old.shape[-1])
-        # Else both are there.
+        # Drop the old tensor first, so that only one of the two is held.
         setattr(layer, name, None)
         setattr(layer, name, old.new_empty(shape))
         del old
 
 
 def generate_next(trainer: Any, micro_batch: int) -> None:
-    """Have a Trainer of TRL (1.16) generate texts before a micro-batch of a step, counted from 0, where it may.
+    """Make a TRL (1.16) Trainer generate texts before this micro-batch of a step, counted from 0, if a real run may.
 
-    With texts for fewer micro-batches than a step has, it generates while there are gradients, too.
+    If one generation covers fewer micro-batches than a step has, it also generates while gradients exist.
     """
     if hasattr(trainer, "_step"):
         args = trainer.args
@@ -105,11 +107,12 @@ def generate_next(trainer: Any, micro_batch: int) -> None:
 
 @contextmanager
 def longest_generation(phase: Callable[[], AbstractContextManager[None]]) -> Iterator[Generation]:
-    """Within it models generate texts as long as they may be: from the prompt, and a last token with the key-value
-    cache of all before it. They return zeros.
+    """Returns a context in which models generate texts of maximum length with two forwards: of the prompt, and of the
+    last token with a key-value cache of all tokens before it. `generate` returns zeros. The context yields the sizes
+    of the largest generation.
 
     Args:
-        phase: is entered for each generation.
+        phase: returns a context to run each generation in.
     """
     from transformers import GenerationMixin
 
@@ -128,7 +131,7 @@ def longest_generation(phase: Callable[[], AbstractContextManager[None]]) -> Ite
             with phase():
                 generate(model, *args, **kwargs)
         except _EndOfTextError as error:
-            # Whose frames hold the cache, and each other.
+            # The error's frames hold the cache, and each other.
             traceback.clear_frames(error.__traceback__)
         finally:
             texts.pop()
@@ -151,7 +154,7 @@ def longest_generation(phase: Callable[[], AbstractContextManager[None]]) -> Ite
     def has_more(model: Any, *_: Any, **__: Any) -> bool:
         text = texts[-1]
         text.forwards += 1
-        # The prompt's forward has made the first token.
+        # The prompt's forward has produced the first token.
         more = min(2, text.length - text.prompt)
         if text.forwards > more:
             raise _EndOfTextError
@@ -172,10 +175,11 @@ def longest_generation(phase: Callable[[], AbstractContextManager[None]]) -> Ite
 
 @contextmanager
 def _no_stop_check() -> Iterator[None]:
-    """Nobody asks whether all texts have ended, which values say (transformers 5.23)."""
+    """Returns a context in which `generate` never checks whether all texts have ended, since that reads values
+    (transformers 5.23)."""
     from transformers.generation import utils
 
-    # A mock would hold the cache, which it is given.
+    # A Mock object would record its arguments, and so keep the cache alive.
     def no(*_: Any, **__: Any) -> bool:
         return False
 
@@ -188,7 +192,8 @@ def _no_stop_check() -> Iterator[None]:
 
 @contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
-    """Within it TRL's (1.16) losses take the memory that their kernels take on a GPU, which compute in place."""
+    """Returns a context in which TRL's (1.16) losses take as much memory as with their GPU kernels, which compute in
+    place."""
 
     def accumulate(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.dtype == torch.float32:
@@ -208,39 +213,42 @@ def kernels_of_a_gpu() -> Iterator[None]:
 
 
 def run_instead_of_loop(trainer: Any, train: Callable[..., Any], loop: Callable[[], None]) -> None:
-    """Trainer's `train` with everything before its training loop, and this one in the loop's place: a new model of
-    `model_init`, activation checkpointing, noise on embeddings (transformers 5.23)."""
+    """Run Trainer's `train`, with `loop` in place of its training loop. The code before the loop still runs: a new
+    model from `model_init`, activation checkpointing, noise on embeddings (transformers 5.23)."""
     with mock.patch.object(trainer, "_inner_training_loop", side_effect=lambda *_, **__: loop()):
         train(trainer)
 
 
 def prepared_for_training(trainer: Any) -> Any:
-    """The Trainer's model as accelerate wraps it, with its own optimizer and scheduler (transformers 5.23).
+    """Returns the Trainer's model as accelerate wraps it, after the Trainer has created its optimizer and scheduler
+    (transformers 5.23).
 
-    accelerate (1.15) leaves autocast to float16 out where there is no GPU.
+    accelerate (1.15) omits autocast to float16 if there is no GPU; here it is applied.
     """
     accelerator = trainer.accelerator
     accelerator.native_amp = accelerator.native_amp or accelerator.mixed_precision == "fp16"
-    # Else it moves the model, whose tensors may be nowhere.
+    # Otherwise accelerate would move the model, whose tensors may have no data.
     accelerator.device_placement = False
     model, _ = trainer._prepare_for_training(1, None, None)
     return model
 
 
 def items_in_batch(trainer: Any, batches: list[Any]) -> Any:
-    """The number that a Trainer gives to its training steps: tokens with a label (transformers 5.23)."""
+    """Returns the `num_items_in_batch` of a Trainer's training steps: the number of tokens with a label (transformers
+    5.23)."""
     return trainer._get_num_items_in_batch(batches, trainer.args.device)
 
 
 def clip_gradients(trainer: Any, model: Any) -> None:
-    """As Trainer's loop does (transformers 5.23)."""
+    """Clip the gradients as Trainer's loop does (transformers 5.23)."""
     if trainer.args.max_grad_norm:
         trainer._clip_grad_norm(model)
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it accelerate (1.15) gathers nothing of other processes, whose tensors may have no data either."""
+    """Returns a context in which accelerate (1.15) gathers nothing from other processes, whose tensors may have no
+    data either."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -249,14 +257,15 @@ def alone() -> Iterator[None]:
 
 
 def set_generation_arguments(trainer: Any) -> None:
-    """As `evaluate` of a Trainer with `--predict_with_generate` does before its first batch (transformers 5.23)."""
+    """Set the arguments of `generate` as `evaluate` does before its first batch, if the Trainer has
+    `--predict_with_generate` (transformers 5.23)."""
     args = trainer.args
     if getattr(args, "predict_with_generate", False):
         given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
         trainer._gen_kwargs = {name: value for name, value in given.items() if value is not None}
 
 
-# Arguments of `from_pretrained` that are none of a config: those that make the model, and those of its weights.
+# Arguments of `from_pretrained` that do not belong to the config: for building the model, and for loading its weights.
 _OF_MODEL = ("attn_implementation", "experts_implementation")
 _OF_LOADING = (
     "device_map",
@@ -275,11 +284,11 @@ _OF_LOADING = (
 
 @contextmanager
 def models_without_weights() -> Iterator[None]:
-    """Within it transformers makes models from their configs on the meta device, modules stay where they are, and
-    arguments for bfloat16 need no GPU (transformers 5.23).
+    """Returns a context in which transformers builds models from their configs on the meta device, modules do not move
+    between devices, and `--bf16` needs no GPU (transformers 5.23).
 
     Raises:
-        MemOptError: from within, for a model with quantized weights, but for those of 4 bits.
+        MemOptError: in the context, for a model with quantized weights other than 4-bit ones.
     """
     from transformers import PretrainedConfig, PreTrainedModel, training_args
     from transformers.initialization import no_init_weights
@@ -288,7 +297,7 @@ def models_without_weights() -> Iterator[None]:
     moved = module.to
 
     def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
-        # Else an output layer has weights of its own.
+        # Tie weights here; otherwise the output layer would have weights of its own.
         with torch.device("meta"), no_init_weights():
             model = made(kind, config, **kwargs)
             model.tie_weights()
@@ -317,7 +326,7 @@ def models_without_weights() -> Iterator[None]:
         return (model, {}) if info else model
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        # There are no weights; the config is what a model is made from again.
+        # There are no weights; the config suffices to build the model again.
         self.config.save_pretrained(save_directory)
 
     def stays(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,7 +351,8 @@ def models_without_weights() -> Iterator[None]:
 
 @contextmanager
 def checked_arguments(check: Callable[[Any], None]) -> Iterator[None]:
-    """Within it TrainingArguments are given to `check` before they look for other ranks (transformers 5.23)."""
+    """Returns a context in which `check` is called with new TrainingArguments before they set up distributed training
+    (transformers 5.23)."""
     from transformers import TrainingArguments
 
     before = TrainingArguments.__post_init__

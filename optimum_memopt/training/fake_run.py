@@ -1,5 +1,6 @@
-"""A Trainer whose modules have no data: its training step, its evaluation, and what else of its run takes memory,
-phase by phase: shown as a dry run, and checked by a run within a budget before its first step."""
+"""Simulates a Trainer's run on tensors without data, phase by phase: loading, training step, generation, evaluation,
+checkpoints, merging of adapters. A dry run prints the phases; a run within a budget checks them before its first
+step."""
 
 import contextlib
 import copy
@@ -49,12 +50,13 @@ from optimum_memopt.training import compat_dry_run
 from optimum_memopt.training.batches import has_few_rows, is_readable, micro_batches_of, row_lengths
 
 _DATA = ("train_dataset", "eval_dataset")
-# Of a container that a step may change: others are data.
+# Maximum number of items in a container that a step may change; larger containers are data.
 MOST_ITEMS = 10_000
 
 
 def held_by(trainer: Any) -> Iterator[Any]:
-    """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
+    """Yields the values of a Trainer's attributes, containers unpacked: sentence-transformers has one loss, or several
+    by name."""
     for value in vars(trainer).values():
         if isinstance(value, dict | list | tuple):
             yield from value.values() if isinstance(value, dict) else value
@@ -63,7 +65,7 @@ def held_by(trainer: Any) -> Iterator[Any]:
 
 
 def holders_of(trainer: Any) -> list[Any]:
-    """Modules and optimizers that a Trainer holds: its model, reference and reward models."""
+    """Returns the modules and optimizers that a Trainer holds, such as its model, reference and reward models."""
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     return list({id(value): value for value in held_by(trainer) if isinstance(value, kinds)}.values())
 
@@ -77,11 +79,11 @@ _Container = dict[Any, Any] | list[Any] | deque[Any]
 
 @contextlib.contextmanager
 def left_as_it_is(trainer: Any, others: Sequence[Any] = ()) -> Iterator[None]:
-    """Within it a Trainer and its models may be changed, as may their lists, queues and dictionaries, and random
-    numbers may be drawn.
+    """Returns a context that restores on exit the attributes of a Trainer and its models, the contents of their lists,
+    deques and dicts, and the random generators.
 
     Args:
-        others: objects and containers that may be changed, too.
+        others: further objects and containers to restore.
     """
     models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
     parts = (trainer.args, trainer.state, trainer.callback_handler, trainer.accelerator)
@@ -103,7 +105,12 @@ def left_as_it_is(trainer: Any, others: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator[tuple[_Container, Any]]:
-    """Containers that are held, with copies of them, the outermost first."""
+    """Yields a container and the containers nested in it, each with a shallow copy, the outermost first.
+
+    Args:
+        data: ids of containers to skip.
+        depth: number of nesting levels to follow.
+    """
     yield held, dict(held) if isinstance(held, dict) else list(held)
     for value in (held.values() if isinstance(held, dict) else held) if depth else ():
         is_container = isinstance(value, dict | deque) or type(value) is list
@@ -112,8 +119,8 @@ def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator
 
 
 def replace_tensors(trainer: Any, simulator: Simulator, holders: Sequence[Any]) -> None:
-    """Put tensors without data in the place of those of `holders`, and of the Trainer's own (TRL has weights of
-    rewards), until the simulator is left, and the Trainer left as it is."""
+    """Replace the tensors of `holders`, until the simulator exits, and the Trainer's own tensors (TRL has weights of
+    rewards), until `left_as_it_is` restores them, by tensors without data."""
     simulator.replace(holders)
     tensors = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.Tensor)}
     vars(trainer).update(simulator.copy(tensors))
@@ -121,7 +128,13 @@ def replace_tensors(trainer: Any, simulator: Simulator, holders: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """A batch of the longest rows, how many it has, and the number of all rows."""
+    """The largest batch of an evaluation.
+
+    Attributes:
+        batch: batch of the longest rows.
+        rows: rows of the batch.
+        total: rows of the evaluation data.
+    """
 
     batch: Any
     rows: int
@@ -129,13 +142,13 @@ class EvaluationData:
 
 
 def evaluation_data(trainer: Any, reads_any: bool) -> EvaluationData | None:
-    """The data of a Trainer's evaluation, the largest of several; None where there are none.
+    """Returns the data of a Trainer's evaluation, of several datasets the largest; None if there are none.
 
     Args:
-        reads_any: also those whose reading runs code, which may draw random numbers.
+        reads_any: also read datasets whose rows are computed by code, which may draw random numbers.
 
     Raises:
-        MemOptError: no batch can be made of them.
+        MemOptError: no batch can be made of the data.
     """
     data = trainer.eval_dataset
     if isinstance(data, Mapping) and not hasattr(data, "select_columns"):
@@ -148,10 +161,14 @@ def evaluation_data(trainer: Any, reads_any: bool) -> EvaluationData | None:
 
 
 def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: Callable[[], Any]) -> Any:
-    """The longest rows of the data in one batch; the first batch where the data cannot tell.
+    """Returns a batch of the longest rows of the data; the first batch if the lengths of rows are unknown.
+
+    Args:
+        kind: `training` or `evaluation`.
+        dataloader: returns the data loader of the first batch.
 
     Raises:
-        MemOptError: there is no data, or no batch can be made of them.
+        MemOptError: there is no data, or no batch can be made of it.
     """
     try:
         if has_few_rows(data):
@@ -167,7 +184,8 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
 
 
 def _longest_texts(batch: Any, data: Any) -> Any:
-    """A batch of rows that a Trainer will make tokens of, each as the one with the longest text; others unchanged."""
+    """Returns a batch of copies of the row with the longest text, if the batch holds rows that the Trainer tokenizes
+    itself; other batches unchanged."""
     are_rows = isinstance(batch, list) and has_few_rows(data)
     if not are_rows or not all(isinstance(row, Mapping) for row in batch):
         return batch
@@ -176,7 +194,7 @@ def _longest_texts(batch: Any, data: Any) -> Any:
 
 
 def _text_lengths(data: Any) -> Iterator[int]:
-    """Characters of each row, of a `datasets.Dataset` column by column, which is faster."""
+    """Yields the characters of each row; a `datasets.Dataset` is read column by column, which is faster."""
     if not hasattr(data, "select_columns"):
         yield from (len(str(row)) for row in data)
         return
@@ -186,13 +204,13 @@ def _text_lengths(data: Any) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class FakeRun:
-    """A Trainer whose modules have no data.
+    """A run of a Trainer whose modules have tensors without data.
 
     Attributes:
-        model: as the Trainer trains it.
-        holders: modules and optimizers that hold tensors.
-        coming: bytes of the optimizer's states that nobody holds yet.
-        others: tensors of the micro-batches that wait on the device while one runs.
+        model: the model as wrapped for training.
+        holders: modules and optimizers whose tensors exist before a step.
+        coming: bytes of optimizer states that are not allocated yet.
+        others: tensors of the other micro-batches, held on the device while one runs.
     """
 
     trainer: Any
@@ -203,7 +221,13 @@ class FakeRun:
     others: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     def train(self, inputs: Any, items: Any, steps: int) -> tuple[SimulatedStep, list[RunPhase]]:
-        """Micro-batches, clipping and the optimizer's step as in Trainer's loop, and the phases of it."""
+        """Run micro-batches, clipping and the optimizer step as Trainer's loop does; returns the step and its phases.
+
+        Args:
+            inputs: one micro-batch.
+            items: `num_items_in_batch` of the training step.
+            steps: number of micro-batches.
+        """
         trainer, model = self.trainer, self.model
 
         def step() -> None:
@@ -215,9 +239,9 @@ class FakeRun:
             model.zero_grad()
 
         found, generation = self._run(step, [inputs, *self.others])
-        # Blocks of the allocator are larger than what is in them.
+        # Blocks of the allocator are larger than their tensors.
         waste = found.peak - max(found.phases.values())
-        # Texts are made before they are trained on.
+        # Texts are generated before the model is trained on them.
         names = sorted(found.phases, key=lambda name: (name != GENERATION, name != NO_GRAD))
         return found, [_phase(name, found.phases[name] + waste, generation) for name in names]
 
@@ -227,25 +251,25 @@ class FakeRun:
         phase = partial(self.simulator.phase, GENERATION)
         kernels = contextlib.nullcontext() if self.simulator.shares_host else compat_dry_run.kernels_of_a_gpu()
         with compat_dry_run.longest_generation(phase) as generation, kernels:
-            # What Trainers log, they read.
+            # Trainers read values that they log.
             found = self.simulator.run(step, [*self.holders, given], finds_variables, reads_floats=True)
         return found, generation
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters and buffers of all models, and of the scales of quantized weights."""
+        """Returns the bytes of the parameters and buffers of all models, including scales of quantized weights."""
         models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
         return tensor_bytes(tensor for model in models for tensor in (*model.parameters(), *buffers_of(model)))
 
     @property
     def states(self) -> int:
-        """Bytes of the optimizers' states."""
+        """Returns the bytes of the optimizers' states."""
         optimizers = [holder for holder in self.holders if isinstance(holder, torch.optim.Optimizer)]
         found = (value for each in optimizers for state in each.state.values() for value in state.values())
         return self.coming + tensor_bytes(value for value in found if isinstance(value, torch.Tensor))
 
     def evaluate(self, data: EvaluationData) -> tuple[Evaluation, list[RunPhase]]:
-        """A batch as in Trainer's loop over the data, and the phases of it."""
+        """Run a batch as Trainer's evaluation loop does; returns the evaluation and its phases."""
         trainer, inputs, args = self.trainer, data.batch, self.trainer.args
         loss_only = args.prediction_loss_only or trainer.compute_metrics is None
         logits = labels = 0
@@ -291,11 +315,11 @@ class FakeRun:
         return RunPhase("load", size, self.weights, "parameters and buffers; the host has the file, too")
 
     def save_and_resume(self) -> Iterator[RunPhase]:
-        """A checkpoint is written and read: by safetensors (0.8) and torch, which copy what is on a device to the
-        host, and write what is there from where it is. Weights are read before there are states."""
+        """Yields the phases that write and read a checkpoint. safetensors (0.8) and torch copy tensors on a device to
+        the host, and write host tensors without a copy. Weights are read before optimizer states exist."""
         weights, states = self.weights, self.states
         resident = self.simulator.constant + weights + states
-        # PEFT writes adapters alone.
+        # PEFT writes only the adapters.
         is_adapter = hasattr(self.trainer.model, "peft_config")
         trained = sum(each.nbytes for each in self.trainer.model.parameters() if each.requires_grad)
         written = trained if is_adapter else weights
@@ -308,8 +332,8 @@ class FakeRun:
         yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
 
     def merge(self) -> Iterator[RunPhase]:
-        """The phase that merges adapters into the weights; none without adapters, and none for weights of 4 bits,
-        which bitsandbytes quantizes again by their values."""
+        """Yields the phase that merges adapters into the weights; nothing without adapters, or for 4-bit weights,
+        which bitsandbytes quantizes again from their values."""
         trainer = self.trainer
         base: Any = getattr(trainer.model, "base_model", None)
         if not hasattr(trainer.model, "peft_config") or not hasattr(base, "merge_adapter"):
@@ -337,10 +361,10 @@ def _bytes_in(value: Any) -> int:
 
 
 class PhaseCheckCallback(TrainerCallback):
-    """Says which phases of a run beside its training steps would pass the budget, and with which flags they fit.
+    """Logs phases of a run, other than its training steps, that would exceed the budget, and flags that make them fit.
 
     Raises:
-        MemOptError: at the start of a run, for a phase that takes more than the device has, whatever the data are.
+        MemOptError: at the start of a run, if a phase needs more memory than the device has, whatever the data.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -359,7 +383,7 @@ class PhaseCheckCallback(TrainerCallback):
             raise MemOptError("; ".join(certain))
 
     def _check(self, trainer: Any) -> tuple[str, ...]:
-        """Log what may not fit; returns a line for each phase that certainly does not."""
+        """Log phases that may not fit; returns a line for each phase that certainly does not."""
         if is_sharded(trainer):
             return ()
         args = trainer.args
@@ -386,7 +410,7 @@ class PhaseCheckCallback(TrainerCallback):
                 f"{gib_text(memory.elsewhere)}"
             )
         if save.peak > limit:
-            # No training step fits either, which the engine says.
+            # No training step fits either; the engine reports that.
             return ()
         if trainer.args.save_strategy != SaveStrategy.NO:
             phases += save, resume
@@ -398,7 +422,7 @@ class PhaseCheckCallback(TrainerCallback):
 
 
 def _coming_states(trainer: Any) -> int:
-    """Bytes of the states that the optimizer has after its first step; 0 where it has them."""
+    """Returns the bytes of the states that the optimizer allocates in its first step; 0 if it has states already."""
     if trainer.optimizer.state:
         return 0
     parameters = [each for group in trainer.optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -409,15 +433,15 @@ def _coming_states(trainer: Any) -> int:
 
 
 def run_script(script: str, args: Sequence[str], device: str, budget: Budget | None = None) -> None:
-    """Run a script as `python script args…` until a Trainer's `train()`, and show the phases of that run instead.
+    """Run a script as `python script args…` up to a Trainer's `train()`, and print the phases of that run instead.
 
     Raises:
-        MemOptError: there is no such file or device, it ends without `train()`, or the run cannot be shown.
-        SystemExit: with 0, when the phases were shown.
+        MemOptError: there is no such file or device, the script ends without `train()`, or `dry_run` fails.
+        SystemExit: with 0, after the phases were printed.
     """
     if not Path(script).is_file():
         raise MemOptError(f"dry-run {path_excerpt(script)}: no such file")
-    # A device that is not known is refused before the script starts.
+    # Refuse an unknown device before the script starts.
     predicting_factory().simulator(device)
     trains = Trainer.train
     with (
@@ -446,10 +470,10 @@ def _sharded_line(kind: str) -> str:
 def show(
     trainer: Trainer, device: str, budget: Budget | None = None, train: Callable[..., Any] = Trainer.train
 ) -> None:
-    """Print the phases of a Trainer's run on the world's rank 0, and end the script.
+    """Print the phases of a Trainer's run, on rank 0 of the world, and end the script.
 
     Args:
-        train: the Trainer's own.
+        train: the Trainer's original `train`.
 
     Raises:
         MemOptError: see `dry_run`.
@@ -464,16 +488,16 @@ def show(
 def dry_run(
     trainer: Trainer, device: str | None, budget: Budget | None = None, train: Callable[..., Any] = Trainer.train
 ) -> DryRun:
-    """The phases of a Trainer's run on a device; the Trainer is left as it is.
+    """Returns the phases of a Trainer's run on a device; restores the Trainer.
 
     Args:
-        device: as `h100`, or a JSON file; None: this machine's.
-        budget: that bounds the phases; None: the device's memory does.
-        train: the Trainer's own, which makes the model ready.
+        device: a name such as `h100`, or a JSON file; None: this machine's device.
+        budget: limit of the phases; None: the device's memory.
+        train: the Trainer's original `train`, which prepares the model.
 
     Raises:
-        MemOptError: one line: an unknown device, a Trainer that is sharded, data that cannot be read, or a step that
-            reads values of its tensors.
+        MemOptError: one line: an unknown device, a sharded model, data that cannot be read, or a step that reads
+            values of its tensors.
     """
     if is_sharded(trainer):
         raise MemOptError(_sharded_line("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"))
@@ -488,7 +512,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     rows = train_batch_size(trainer)
     batch = largest_batch_of(trainer, trainer.train_dataset, rows, "training", trainer.get_train_dataloader)
     micro_batches = micro_batches_of(trainer)
-    # Gradients of the first are there while a second one runs, and all later ones.
+    # The gradients of the first micro-batch exist while the second and all later ones run.
     steps = min(2, micro_batches)
     items = compat_dry_run.items_in_batch(trainer, [batch] * steps)
     evaluated = evaluation_data(trainer, reads_any=True)
@@ -497,7 +521,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         limit = memory.available if budget is None else budget.on_device(memory.total, memory.available)
         holders = holders_of(trainer)
         replace_tensors(trainer, simulator, holders)
-        # Else an engine is attached to the model.
+        # Otherwise an engine would be attached to the model.
         trainer.is_in_train = False
         model = compat_dry_run.prepared_for_training(trainer)
         trainer.current_gradient_accumulation_steps = steps
@@ -514,7 +538,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         evaluation, flags = None, {}
         if evaluated is not None:
             evaluation, of_evaluation = run.evaluate(evaluated)
-            # What training generates is generated in evaluation, too.
+            # Texts generated in training are generated in evaluation too: the generation phase is listed once.
             phases += of_evaluation[-1:] if generated else of_evaluation
             flags = dict.fromkeys((GENERATION, EVALUATION), evaluation.suggestion(limit))
         together, tokens = (getattr(args, name, 0) for name in ("steps_per_generation", "max_completion_length"))

@@ -1,5 +1,5 @@
-"""The loss of a Trainer's steps, where it computes more than the model's own: noted while a step computes it, and
-computed again on tensors without data for what it takes beside the model's forward."""
+"""A Trainer's loss, if it is computed outside of the model's forward: its arguments are recorded while a step runs, so
+that it can be computed again on tensors without data, to find the memory that it takes beside the forward."""
 
 import contextlib
 import copy
@@ -24,23 +24,23 @@ from optimum_memopt.training.fake_run import MOST_ITEMS, held_by, holders_of, is
 
 
 class NotedLoss:
-    """Notes what a Trainer's `compute_loss` is called with while it runs. Keeps no Trainer alive."""
+    """Records the arguments of a Trainer's `compute_loss` while it runs. Refers weakly to the Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.ref(trainer)
-        # The arguments of the call that runs: a copy of the inputs, and the others.
+        # Arguments of the running call: a copy of the inputs, further positional and keyword arguments.
         self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         self._compute: Callable[..., Any] | None = None
         self._forwards = _Forwards()
 
     def wrap(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute_loss` that is noted in training."""
+        """Returns `compute_loss`, wrapped to record its arguments in training."""
         self._compute = weak_method(compute_loss)
 
         def compute(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return compute_loss(model, inputs, *args, **kwargs)
-            # It may take some of them out, also of a tokenizer's `BatchEncoding`, which is no dict.
+            # Copied, since `compute_loss` may remove entries, also of a tokenizer's `BatchEncoding`, which is no dict.
             self._given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs, args, kwargs
             if (trainer := self._trainer()) is not None and _name(trainer):
                 self._forwards.note(model)
@@ -53,7 +53,7 @@ class NotedLoss:
         return compute
 
     def __call__(self) -> LossStep | None:
-        """Returns the loss of the step that runs; None where it is the model's own, or no step runs."""
+        """Returns the loss of the running step; None if the model's forward computes it, or no step runs."""
         trainer, compute = self._trainer(), self._compute
         if trainer is None or compute is None or self._given is None or not (name := _name(trainer)):
             return None
@@ -68,12 +68,12 @@ class NotedLoss:
 class _Forwards:
     """The instance forwards of a model's modules at the start of a step.
 
-    A loss may replace forwards during its call with functions that cache outputs (sentence-transformers'
-    `MatryoshkaLoss`). Those must not be called again while the loss is simulated within that call.
+    During its call, a loss may replace forwards with functions that cache outputs (sentence-transformers'
+    `MatryoshkaLoss`). These functions must not be called while the loss is simulated within that call.
     """
 
     def __init__(self) -> None:
-        # Known once: a walk over the modules takes milliseconds.
+        # Listed once per model: a walk over the modules takes milliseconds.
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._noted: dict[torch.nn.Module, Any] | None = None
 
@@ -87,7 +87,8 @@ class _Forwards:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it modules have the forwards noted at the start of the step; outside of a step nothing changes."""
+        """Returns a context in which modules have the forwards they had at the start of the step; no effect outside of
+        a step."""
         now = dict(self._own())
         self._put(now if self._noted is None else self._noted)
         try:
@@ -109,7 +110,7 @@ class _Forwards:
 
 
 def _name(trainer: Any) -> str:
-    """The name of what computes a Trainer's loss; empty where the model's forward does."""
+    """Returns the name of the function that computes a Trainer's loss; empty if the model's forward does."""
     if getattr(innermost(trainer, "compute_loss"), "__func__", None) is not Trainer.compute_loss:
         return f"{type(trainer).__name__}.compute_loss"
     if trainer.compute_loss_func is not None:
@@ -117,12 +118,13 @@ def _name(trainer: Any) -> str:
     return "the Trainer's label smoother" if trainer.label_smoother is not None else ""
 
 
-# Code that keeps nothing of a step beside the attributes of its objects.
+# Packages that keep the state of a step in attributes of their objects only, not in globals or closures.
 _LIBRARIES = frozenset({"accelerate", "numpy", "optimum_memopt", "peft", "torch", "transformers", "trl"})
 
 
 def _named(trainer: Any) -> list[Any]:
-    """Values that a Trainer's own code names beside its attributes: globals, and variables of enclosing functions."""
+    """Returns the values that a Trainer's user code uses beside instance attributes: globals, closure variables and
+    class attributes, except functions, modules and classes."""
     of_classes = (value for kind in type(trainer).__mro__ for value in vars(kind).values())
     todo = [innermost(trainer, "compute_loss"), trainer.compute_loss_func, *of_classes]
     found: dict[int, Any] = {}
@@ -146,12 +148,12 @@ def _named(trainer: Any) -> list[Any]:
 
 
 def _unknown(trainer: Any) -> str:
-    """Why a Trainer's loss must not be computed once more; empty where it may."""
+    """Returns why a Trainer's loss must not be computed again; empty if it may."""
     if is_sharded(trainer):
         return "the model is sharded"
     if trainer.args.n_gpu > 1:
         return "several GPUs in one process"
-    # What is taken from it is gone.
+    # Computing the loss again would consume further items of an iterator.
     iterators = (name for name, value in vars(trainer).items() if isinstance(value, Iterator))
     others = (type(value).__name__ for value in _named(trainer) if isinstance(value, Iterator))
     return next((f"it may take from an iterator, {name}" for name in itertools.chain(iterators, others)), "")
@@ -160,7 +162,7 @@ def _unknown(trainer: Any) -> str:
 def _computed(
     held: Callable[[], Any], compute_loss: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The loss of inputs without data."""
+    """Returns the loss of a batch of tensors without data."""
     trainer = held()
     with trainer.compute_loss_context_manager():
         loss = compute_loss(trainer.model, inputs, *args, **kwargs)
@@ -174,7 +176,8 @@ def _modules(held: Callable[[], Any]) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def _prepared(held: Callable[[], Any], forwards: _Forwards) -> Iterator[None]:
-    """Within it a Trainer computes a loss without a trace, and alone."""
+    """Returns a context in which a Trainer can compute a loss; restores all state on exit, and gathers nothing from
+    other ranks."""
     trainer, accelerator = held(), held().accelerator
     parts = {id(part): part for module in _modules(held) for part in module.modules()}.values()
     attributes = [
@@ -192,13 +195,13 @@ def _prepared(held: Callable[[], Any], forwards: _Forwards) -> Iterator[None]:
         stack.enter_context(forwards.in_place())
         stack.enter_context(compat_dry_run.alone())
         stack.enter_context(compat_dry_run.longest_generation(contextlib.nullcontext))
-        # A new one would have its scale without data.
+        # Run without the gradient scaler: a scale created in the simulation would be a tensor without data.
         stack.callback(functools.partial(setattr, accelerator, "scaler", getattr(accelerator, "scaler", None)))
         accelerator.scaler = None
         yield
 
 
-# Their attributes are other objects'.
+# Types whose attributes are not state to restore.
 _STATELESS = types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module
 
 

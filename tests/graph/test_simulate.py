@@ -203,6 +203,6 @@ def test_mistakes(step: Any, line: str) -> None:
 
 def test_a_tensor_that_is_no_argument() -> None:
     weight = torch.ones(3, requires_grad=True)
-    with pytest.raises(MemOptError, match="uses a tensor that is none of its arguments"):
+    with pytest.raises(MemOptError, match="trains a tensor that is not one of its arguments"):
         optimum_memopt.simulate(lambda x: (x * weight).sum(), torch.ones(3))
     assert weight.grad is None

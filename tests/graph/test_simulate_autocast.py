@@ -118,7 +118,7 @@ def test_an_object_that_was_made_before(capsys: pytest.CaptureFixture[str]) -> N
     assert peak(lambda: made) == expected
     found = optimum_memopt.simulate(lambda model, x: forward(model, x).backward(), net(), torch.ones(4096, 64))
     assert found.peak - DEVICES["H100"].libraries == expected
-    line = 'torch.autocast("cuda") in bfloat16 is simulated as on: it was made before the step'
+    line = 'torch.autocast("cuda") in bfloat16 is simulated as on: it was created before the step'
     assert capsys.readouterr().err.count(line) == 2
     assert peak(lambda: of_default) == peak()
     assert "float16 is simulated as off" in capsys.readouterr().err
@@ -306,5 +306,7 @@ def test_functions_of_torchscript() -> None:
 
 
 def test_a_module_of_torchscript() -> None:
-    with pytest.raises(MemOptError, match="a module of TorchScript keeps its tensors; give the module that it was"):
+    with pytest.raises(
+        MemOptError, match="tensors of a TorchScript module cannot be replaced; pass the module that it was"
+    ):
         optimum_memopt.simulate(step, torch.jit.script(nn.Linear(4, 4)), torch.ones(4, 4))

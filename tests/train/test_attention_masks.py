@@ -274,7 +274,7 @@ def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
         assert_same_step(model, plain, other, first)
         assert "plan file (level 1)" in engine.plans().header[0]
         return
-    with pytest.raises(MemOptError, match="for another graph: .* batches without padding\\)"):
+    with pytest.raises(MemOptError, match="for a different graph: .* batches without padding\\)"):
         model(**other)
 
 

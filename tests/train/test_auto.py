@@ -138,7 +138,7 @@ def test_arguments_and_dtypes_of_the_other_engine(tmp_path):
 def test_what_neither_engine_trains_is_refused(tmp_path):
     with pytest.raises(MemOptError, match="torch_compile with the compile engine"):
         make(tmp_path, NAME, torch_compile=True, **AUTO)
-    with pytest.raises(UnsupportedModelError, match="under torch.nn.DataParallel"):
+    with pytest.raises(UnsupportedModelError, match="does not support torch.nn.DataParallel"):
         optimize(torch.nn.DataParallel(build(NAME)), **AUTO)
 
 

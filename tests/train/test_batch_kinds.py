@@ -217,7 +217,7 @@ def test_what_torch_guards_on_is_a_kind() -> None:
         assert other != first
     assert kind(x=x, task="b").first_after(kind(x=x, task="a")) == "the first batch with task='b'"
     assert kind(x=x).first_after(kind(x=x, image=x)) == "the first batch with no image"
-    assert kind(False, x=x).first_after(kind(x=x)) == "other parameters train than before"
+    assert kind(False, x=x).first_after(kind(x=x)) == "the trained parameters changed"
 
 
 @in_turn

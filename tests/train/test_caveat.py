@@ -110,7 +110,7 @@ def test_graphs_that_pass_on_to_one_another_are_exact_and_say_what_could_be_miss
     saved, peak = measured(model, {"x": torch.randn(rows, 128)})
     assert predictor.saved() == pytest.approx(saved, **EXACT)
     assert predictor.activations() == pytest.approx(peak, **EXACT)
-    assert predictor.caveat == "not exact: 3 graphs, and what runs outside of them is not counted"
+    assert predictor.caveat == "not exact: 3 graphs, and code outside of them is not counted"
     assert f"({predictor.caveat})" in engine.plans().header[1]
 
 
@@ -123,7 +123,7 @@ def test_workspaces_of_convolutions_are_not_predicted() -> None:
 def test_a_loss_outside_of_the_only_graph_is_not_exact() -> None:
     engine = trained(LanguageModel(), "", torch.randn(64, 32))
     caveat = engine.predictor.caveat
-    assert caveat == "not exact: 1 graph, and what runs outside of it is not counted"
+    assert caveat == "not exact: 1 graph, and code outside of it is not counted"
     assert f"({caveat})" in engine.plans().header[1]
 
 
@@ -133,7 +133,7 @@ def test_a_graph_that_layers_share_counts_as_often_as_it_runs(asked: str) -> Non
     engine = trained(model, asked, torch.randn(200, 64))
     predictor = engine.predictor
     saved, peak = measured(model, {"x": torch.randn(200, 64)})
-    assert predictor.caveat == "not exact: 2 graphs in 3 runs, and what runs outside of them is not counted"
+    assert predictor.caveat == "not exact: 2 graphs in 3 runs, and code outside of them is not counted"
     assert predictor.saved() == pytest.approx(saved, **EXACT)
     assert predictor.activations() == pytest.approx(peak, **EXACT)
 
@@ -154,6 +154,7 @@ def test_products_in_half_precision_on_a_cpu(dtype: torch.dtype) -> None:
     engine.attach(model)
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
         model(x=torch.randn(4, 16)).loss.backward()
-    expected = "without what oneDNN keeps for each shape in half precision" if dtype is torch.bfloat16 else ""
+    is_half = dtype is torch.bfloat16
+    expected = "without the memory that oneDNN keeps for each shape in half precision" if is_half else ""
     assert engine.predictor.caveat == expected
     engine.detach()

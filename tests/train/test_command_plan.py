@@ -211,7 +211,7 @@ def test_a_prediction_in_a_process_of_its_own(folder):
     assert "First batch: inputs_input_ids_dim0=6, inputs_input_ids_dim1=50" in lines
     assert "Symbolic" not in done.stdout and "Measured" not in done.stdout
     assert lines[-2].startswith("On cpu it fits: ")
-    assert lines[-1].startswith("Predicted, not run: attention is sdpa, with the kernel that torch takes on cpu")
+    assert lines[-1].startswith("Predicted, not run: attention is sdpa, with the kernel that torch selects on cpu")
     assert "inductor" in lines[-1]
 
 

@@ -73,6 +73,6 @@ def test_after_the_last_compile_it_is_a_warning(monkeypatch: pytest.MonkeyPatch,
     free = engine.predictor.footprint()
     engine.detach()
     engine, found, lines = trained(monkeypatch, free.peak - free.activations // 5, compiles=1)
-    assert [line for line in lines if line.startswith("NOT within the budget: what was compiled takes ")]
+    assert [line for line in lines if line.startswith("NOT within the budget: the compiled step takes ")]
     assert all(itertools.starmap(torch.equal, zip(found, expected, strict=True)))
     engine.detach()

@@ -347,7 +347,7 @@ class Backward(Plain):
         [
             (FromIterator, "it may take from an iterator, others"),
             (Reads, "the value of a tensor is read"),
-            (Backward, "it calls backward by itself"),
+            (Backward, "it calls backward itself"),
         ],
         but=[Reads],
     ),
@@ -358,7 +358,7 @@ def test_what_cannot_be_counted_is_said(kind: type[Wide], why: str, tmp_path: Pa
         trainer.train()
     caveat = f"not counted: {kind.__name__}.compute_loss ({why}"
     assert any(
-        line.startswith("--memory_opt_budget bounds the forward and backward of Small") and caveat in line
+        line.startswith("--memory_opt_budget bounds only the forward and backward of Small") and caveat in line
         for line in lines
     )
     assert caveat in trainer.memopt.table.header[1]

@@ -18,7 +18,7 @@ from tests.trainer_runs import CLOSE, build, collate, distance, log_lines, make,
 NAME = "roberta-classification"
 COMPILE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 LEVEL, BUDGET = {"memory_opt_level": 1}, {"memory_opt_budget": "16GiB"}
-FROZEN = "forwards of SmallForSequenceClassification in which nothing trains run in plain PyTorch"
+FROZEN = "running forwards of SmallForSequenceClassification in plain PyTorch: nothing in them trains"
 
 
 @in_turn

@@ -185,13 +185,13 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
     partial = explain(failed)
     assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
     assert partial.suggestions and set(partial.suggestions) <= set(complete.suggestions)
-    assert partial.remarks == ("what was found in 15 seconds is here: more may fit",)
+    assert partial.remarks == ("the search stopped after 15 seconds: other settings may fit, too",)
     monkeypatch.undo()
     monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain._SECONDS", 0.001)
     with log_lines() as lines:
         traced = explain(failed)
     assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.suggestions
-    assert traced.remarks == ("what was found in 0 seconds is here: more may fit",)
-    assert lines[0].startswith("analyzing the out-of-memory error: run on tensors without data")
+    assert traced.remarks == ("the search stopped after 0 seconds: other settings may fit, too",)
+    assert lines[0].startswith("analyzing the out-of-memory error: rerun on tensors without data")
     monkeypatch.undo()
     assert explain(failed) == complete

@@ -267,4 +267,4 @@ def test_a_first_batch_that_plain_pytorch_cannot_run_leaves_layers_compiled_by_t
     with pytest.raises(ValueError, match="^x needs three dimensions$"):
         model(batch[0])
     assert model(batch)["loss"].item() == expected
-    assert "for 2 layers, compiled once for equal ones" in engine.plans().header[0]
+    assert "for 2 layers, equal layers share one" in engine.plans().header[0]

@@ -295,7 +295,7 @@ def test_layers_may_hold_tensors_that_are_no_buffers() -> None:
     plain = copy.deepcopy(model)
     engine = attached(model, selection("level 1"))
     assert_bitwise_same_step(model, plain, batch)
-    assert "compiled once for equal ones" in engine.plans().header[0]
+    assert "equal layers share one" in engine.plans().header[0]
     engine.detach()
 
 
@@ -380,11 +380,11 @@ class Stateful(torch.nn.Module):
         [
             ("its loss is read", "the forward of Block sets loss"),
             ("its losses are read", "the forward of Block sets losses"),
-            ("it writes to its input", "the forward of Block writes to what it is given"),
+            ("it writes to its input", "the forward of Block writes to its arguments"),
             ("it counts", "the forward of Block sets calls"),
-            ("it is given a condition", "attributes of Block are set around it"),
-            ("its weights are others", "attributes of Block are set around it"),
-            ("later", "attributes of Block are set around it"),
+            ("it is given a condition", "attributes of Block are set outside of it"),
+            ("its weights are others", "attributes of Block are set outside of it"),
+            ("later", "attributes of Block are set outside of it"),
         ],
         but=["its loss is read", "it writes to its input", "later"],
     ),
@@ -454,7 +454,7 @@ def test_layers_that_return_different_things_by_their_place_go_with_the_model() 
     for layer in model.layers:
         layer.drop.p = 0.0
     engine, line = attached_as_a_whole(model, x)
-    assert "layers.2 returns something else than the layers that are equal to it" in line
+    assert "the outputs of layers.2 no longer match those of equal layers" in line
     engine.detach()
 
 
@@ -675,6 +675,6 @@ def test_a_hook_is_called_whatever_is_compiled(inside: bool) -> None:
 def test_models_without_equal_layers_are_refused_where_they_are_asked_for() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     engine = attached(model, Selection(), LAYER)
-    with pytest.raises(UnsupportedModelError, match="no list of modules in Sequential has two equal ones"):
+    with pytest.raises(UnsupportedModelError, match="no module list in Sequential has two equal layers"):
         model(torch.randn(2, 4))
     engine.detach()

@@ -59,7 +59,7 @@ def test_what_does_not_go_with_them_is_refused() -> None:
         Zero3Layers.of(given(), MODEL)
     with pytest.raises(MemOptError, match="a chunked loss: .* --memory_opt_loss chunked"):
         Zero3Layers.of(given(), AUTO, must_chunk=True)
-    with pytest.raises(UnsupportedModelError, match="no list of modules in Linear has two equal ones"):
+    with pytest.raises(UnsupportedModelError, match="no module list in Linear has two equal layers"):
         start(Zero3Layers({}), torch.nn.Linear(4, 4))
 
 
@@ -123,7 +123,7 @@ def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: 
     with torch.no_grad():
         trained(hidden)
     assert trained.saw is hidden
-    with pytest.raises(UnsupportedModelError, match="first argument of Layer is no tensor of hidden states"):
+    with pytest.raises(UnsupportedModelError, match="first argument of Layer is not a tensor of hidden states"):
         trained(torch.ones(3, 4, dtype=torch.long))
     leafs.stop()
     trained(hidden)
@@ -148,7 +148,7 @@ def test_only_layers_are_compiled() -> None:
     engine = attached(model)
     assert_bitwise_same_step(model, plain, case.batch(), case.batch(3, 17))
     assert len(called) == 8
-    assert "level 1, in 1 graph for 2 layers, compiled once for equal ones" in engine.plans().header[0]
+    assert "level 1, in 1 graph for 2 layers, equal layers share one" in engine.plans().header[0]
     engine.detach()
 
 
@@ -170,7 +170,7 @@ def test_a_layer_that_shares_a_trained_parameter_is_refused() -> None:
     for first, second in (("1.0.inner", "1.1.inner"), ("0", "1.1.inner")):
         model = two_layers()
         model.get_submodule(second).weight = model.get_submodule(first).weight
-        with pytest.raises(UnsupportedModelError, match=rf"shares {first}.weight .* lose a part of its gradients"):
+        with pytest.raises(UnsupportedModelError, match=rf"shares {first}.weight .* lose some of its gradients"):
             start(Zero3Layers({}), model)
         model.requires_grad_(False)
         start(Zero3Layers({}), model)

@@ -196,7 +196,7 @@ def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
 def check_layers(pair: Pair, batch: Batch) -> None:
     """Each equal layer runs under a graph that was compiled once, and what they hold together is predicted."""
     engine, layers = pair.engine, sum(map(len, layer_groups(pair.model)))
-    assert f" graphs for {layers} layers, compiled once for equal ones" in engine.plans().header[0]
+    assert f" graphs for {layers} layers, equal layers share one" in engine.plans().header[0]
     if not all(parameter.requires_grad for parameter in pair.model.parameters()):
         # The first forwards copy frozen state to compare it with what their backwards read.
         for model in (pair.model, pair.plain):

@@ -74,5 +74,5 @@ def test_a_trainer_restores_it_after_each_run(tmp_path):
 
 
 def test_what_torch_compile_returned_is_no_model():
-    with pytest.raises(UnsupportedModelError, match="give the engine the model itself"):
+    with pytest.raises(UnsupportedModelError, match="pass the model itself"):
         optimize(torch.compile(SMALL.build("eager"), backend="eager"), memory_opt_level=1, **OPTIONS)

@@ -23,7 +23,7 @@ LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
     "both": lambda outputs: outputs.loss + outputs.logits.square().mean(),
 }
 MIXED = "loss both loss logits"
-OTHER_GRAPH = "compiling another training graph: outputs beside the loss have gradients"
+OTHER_GRAPH = "compiling another training graph: outputs other than the loss have gradients"
 
 
 def attached(model: torch.nn.Module, compiler: str, unit: str = LAYER) -> CompileEngine:

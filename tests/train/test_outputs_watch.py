@@ -188,7 +188,7 @@ def test_a_budget_has_room_for_outputs_as_long_as_they_may_be_held(free: Footpri
     with log_lines() as lines:
         for _ in range(3):
             loop.step(batch)
-    solved_again = [line for line in lines if "holds less than was assumed: solving again" in line]
+    solved_again = [line for line in lines if "holds less than assumed: solving again" in line]
     assert len(solved_again) == (held == HeldUntil.BACKWARD)
     assert engine.predictor is not None
     assert engine.predictor.tape.held_outputs.until == held
@@ -204,7 +204,7 @@ def test_a_budget_that_only_fits_without_outputs(free: Footprint, held: HeldUnti
     loop, engine = looped("llama", held, vocab_size=WORDS, memory_opt_budget=f"{budget / 2**20:.3f}MiB")
     with log_lines() as lines:
         loop.step(batch)
-        assert any("nothing fits while it holds them" in line for line in lines)
+        assert any("no plan fits while it holds them" in line for line in lines)
         if held:
             with pytest.raises(DoesNotFitError, match="even with full recompute"):
                 loop.step(batch)

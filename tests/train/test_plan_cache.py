@@ -29,7 +29,7 @@ from tests.train.test_layers import Perceptrons
 from tests.trainer_runs import log_lines
 
 HELD = 2**29
-FOUND, TOO_LARGE = "under the plan of an earlier start", "the plan of an earlier start does not fit"
+FOUND, TOO_LARGE = "under the cached plan of an earlier run", "the cached plan of an earlier run does not fit"
 # By unit, and a quick one by layers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer": ("llama", {"num_hidden_layers": 4}),

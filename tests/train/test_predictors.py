@@ -111,7 +111,7 @@ def test_a_length_that_the_graph_is_bound_to_is_a_caveat(kind: type[torch.nn.Mod
     model = kind()
     engine = attached(model)
     model(**batch(4, 8)).loss.backward()
-    found = "only for inputs_x_dim1=8, since others may be traced again" in engine.plans().header[1]
+    found = "only for inputs_x_dim1=8, since other sizes may be retraced" in engine.plans().header[1]
     assert found == is_bound
 
 

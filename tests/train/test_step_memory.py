@@ -146,7 +146,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(inductor, "silenced", lambda runner: 1 / 0)
         assert predictor.activations() != ours
-    assert predictor.caveat == "without inductor's fusions, whose program cannot be read (ZeroDivisionError)"
+    assert predictor.caveat == "without inductor's fusions, since its program cannot be read (ZeroDivisionError)"
     subject.engine.detach()
 
     torch._dynamo.reset()

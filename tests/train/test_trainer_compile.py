@@ -38,7 +38,7 @@ def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
 
 def test_fsdp_1_by_accelerate_and_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(MemOptError, match="FSDP 1 with the compile engine.*use FSDP2"):
+    with pytest.raises(MemOptError, match="does not support FSDP 1, .*use FSDP2"):
         check_trainer_arguments(arguments(TrainingArguments, tmp_path))
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     args = arguments(TrainingArguments, tmp_path)
@@ -63,7 +63,7 @@ def test_parallelism_within_a_layer_is_refused(tmp_path, monkeypatch, by_launche
     else:
         asked["parallelism_config"] = ParallelismConfig(tp_size=2)
     kind = "context" if by_launcher else "tensor"
-    with pytest.raises(MemOptError, match=f"{kind} parallelism with the compile engine: .*use FSDP2"):
+    with pytest.raises(MemOptError, match=f"does not support {kind} parallelism, .*use FSDP2"):
         check_trainer_arguments(arguments(TrainingArguments, tmp_path, **asked))
 
 
@@ -115,8 +115,8 @@ def test_a_recompile_says_its_reason_once():
         for size in (4, 3, 1, 1, 2):
             model(**CASES["small"].batch(size, 5 + size)).loss.backward()
     assert [line.split(" in ")[0] for line in lines[:2]] == [
-        "compiling the training graph of SmallForSequenceClassification with aot_eager: tracing forward and "
-        "backward, partitioning, compiling; once, takes a minute for large models",
+        "compiling the training graph of SmallForSequenceClassification with aot_eager: traces, partitions "
+        "and compiles forward and backward once; takes a minute for large models",
         "compiled the training graph of SmallForSequenceClassification and ran its forward",
     ]
     assert lines[2] == str(engine.plans())

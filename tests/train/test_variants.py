@@ -246,7 +246,7 @@ def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypat
         takes_more(more)
         with log_lines() as lines:
             assert_bitwise_same_step(one.model, one.plain, batch)
-        assert any("what was compiled takes" in line and line.endswith("with a margin of that size") for line in lines)
+        assert any("the compiled step takes" in line and line.endswith("with a margin of that size") for line in lines)
         assert not [line for line in lines if line.startswith("NOT within")]
 
 

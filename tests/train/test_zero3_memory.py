@@ -61,7 +61,7 @@ def test_a_step_is_predicted_to_the_byte(tmp_path: Path, names: str) -> None:
             assert abs(predicted - stay - held) <= FEW, name
         update, predicted = found["update"]
         assert abs(predicted - stay - update) <= FEW, name
-        assert found["caveat"] in ("", "without what oneDNN keeps for each shape in half precision")
+        assert found["caveat"] in ("", "without the memory that oneDNN keeps for each shape in half precision")
         assert "ZeRO 3 on 8 ranks" in found["table"][0]
         assert bool(found["again"]) == name.startswith("segments")
 

@@ -92,7 +92,7 @@ def test_a_bad_option_is_one_line_before_anything_is_loaded(tmp_path, monkeypatc
 def test_a_plan_file_says_itself_what_is_compressed(tmp_path):
     PlanFile("level 1", "plain", {}, ()).save(tmp_path / "plan.json")
     options = MemOptOptions(memory_opt_compress="fp8", memory_opt_plan=str(tmp_path / "plan.json"))
-    with pytest.raises(MemOptError, match="--memory_opt_compress fp8 with --memory_opt_plan: the file says itself"):
+    with pytest.raises(MemOptError, match="--memory_opt_compress fp8 with --memory_opt_plan: the file already says"):
         options.check()
 
 

@@ -1,8 +1,8 @@
-"""What an engine is: types that both engines and their callers import.
+"""The engine interface: types that both engines and their callers import.
 
 engine        Engine
-factory       EngineFactory: what an engine answers before it has a model
+factory       EngineFactory: what an engine can answer before it has a model
 run           options, Selection, Run
-predictions   predicted steps, and the workloads that they are for
-explanations  a step that ran out of memory
+predictions   predicted steps, and the workloads that are predicted
+explanations  explanations of steps that ran out of memory
 """

@@ -1,4 +1,4 @@
-"""An engine: trains a model, in place, under a memory plan."""
+"""The engine protocol: an engine trains a model, in place, under a memory plan."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Smoothing(Protocol):
-    """Label smoothing as a part of the training forward."""
+    """Label smoothing inside the training forward."""
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` with the smoothed loss in its outputs."""
+        """Returns `forward` with the smoothed loss in its outputs."""
 
 
 class Engine(Protocol):
-    """Trains a model, in place, under a memory plan. The defaults are those of an engine that does no more than that.
+    """Trains a model, in place, under a memory plan. The defaults suit an engine without optional features.
 
     Attributes:
-        reason: why this engine trains the model.
-        outputs_read_by: asked at each training forward: who may read more of its outputs than the loss, empty when
-            nobody does. None where there is no Trainer to ask.
-        run: the run that it trains in; None where there is no Trainer to ask.
+        reason: why this engine was selected.
+        outputs_read_by: called at each training forward; returns what may read outputs other than the loss, empty if
+            nothing does. None without a Trainer.
+        run: returns the current training run; None without a Trainer.
     """
 
     name: str
@@ -39,44 +39,44 @@ class Engine(Protocol):
 
     @property
     def selection(self) -> Selection:
-        """The plans that were asked for."""
+        """Returns the requested plans."""
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Take over the model's training forward, until `suspend` or `detach`. Raises UnsupportedModelError for what
-        the engine cannot train, MemOptError where the model has an engine already, or this engine another model."""
+        """Take over the model's training forward, until `suspend` or `detach`. Raises UnsupportedModelError if the
+        engine cannot train the model, MemOptError if the model already has an engine, or this engine another model."""
 
     def suspend(self) -> None:
-        """Restore the model. What was compiled for it is kept for the next `attach`, as are the plans."""
+        """Restore the model. Compiled code and plans are kept for the next `attach`."""
 
     def detach(self) -> None:
-        """Restore the model and free what was compiled for it; without effect when nothing is attached."""
+        """Restore the model and free the code compiled for it; no effect if nothing is attached."""
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
-        """Return the smoothed loss from training forwards with labels, from now on; False: this engine does not."""
+        """Compute the smoothed loss in training forwards with labels from now on; False if not supported."""
         return False
 
     def norm_with(self, norm: Callable[..., Any]) -> Callable[..., Any]:
-        """`norm`, which returns that of a step's gradients, with that of gradients which the engine has released."""
+        """Returns `norm`, the function for a step's gradient norm, extended to gradients the engine has released."""
         return norm
 
     def plans(self) -> PlanTable | None:
-        """The table of the current training graph, None before the first training forward."""
+        """Returns the plan table of the current training graph; None before the first training forward."""
 
     def plan_file(self) -> PlanFile | None:
-        """The plan activation by activation, to be applied again; None before the first training forward, and where
-        the engine has no plan files."""
+        """Returns the plan per activation, for reuse; None before the first training forward, or if the engine has no
+        plan files."""
         return None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict. The
-        optimizer is None before there is one."""
+        """Returns the predicted peak of the run's largest step so far, in MiB; None if the engine does not predict.
+        The optimizer is None before it is created."""
         return None
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """The largest step of the run so far as predicted, operator by operator; arguments and None as in
+        """Returns the prediction of the run's largest step so far, operator by operator; arguments and None as in
         `predicted_peak_mib`."""
         return None
 
@@ -85,23 +85,23 @@ class Engine(Protocol):
         return None
 
     def insight(self) -> str:
-        """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""
+        """Returns the engine's own per-node text for `--memory_opt_log_level devinfo`, empty if there is none."""
         return ""
 
     def apply(self, selection: Selection) -> None:
-        """Choose other plans; takes effect with the next training forward."""
+        """Select other plans, from the next training forward on."""
 
     def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
-        """Within it training forwards are plain PyTorch's, and from then on unless it ends in an error.
+        """Returns a context in which training forwards run as plain PyTorch, and stay so unless it ends in an error.
 
         Args:
-            error: of the backward of a first step; None is returned where it is none of what the engine has compiled.
+            error: error of a first step's backward. None is returned if it is not from code that the engine compiled.
 
         Raises:
-            MemOptError: at its end, where the plan that was asked for must hold.
+            MemOptError: on exit, if the requested plan is mandatory.
         """
         return None
 
     def check_used(self) -> None:
-        """Refuse to go on where training calls parts of the model, and not its forward, or somebody has replaced that
-        since; a warning where no plan was asked for. Raises UnsupportedModelError."""
+        """Refuse to go on if training calls parts of the model instead of its forward, or if the forward has been
+        replaced since `attach`; only warns if no plan was requested. Raises UnsupportedModelError."""

@@ -1,4 +1,4 @@
-"""The factory of an engine: what it can answer before it has a model."""
+"""Engine factories: what an engine can answer before it has a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ability:
-    """Something a user may want: whether it works here, why (not), and the shell command that gets it ("" if none)."""
+    """A feature: whether it works here, why (not), and the shell command that enables it ("" if none)."""
 
     what: str
     works: bool
@@ -40,10 +40,10 @@ class Report:
     """Versions, abilities and extensions of an engine on this machine.
 
     Attributes:
-        installed: versions of what the engine stands on, None for what is not there.
-        abilities: the engine itself first.
-        advice: when to take it; empty when it does not work here.
-        built: paths of what the package has built for itself, by name.
+        installed: versions of the engine's dependencies; None if not installed.
+        abilities: the engine's abilities; the first is the engine itself.
+        advice: when to use the engine; empty if it does not work here.
+        built: paths of the extensions that this package has built, by name.
     """
 
     installed: Mapping[str, str | None]
@@ -54,12 +54,12 @@ class Report:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """A wrapper and callbacks that an engine needs on a Trainer.
+    """Wrappers and callbacks that an engine needs on a Trainer.
 
     Attributes:
-        wrap_loss: given `compute_loss`, returns what goes around it; None: nothing does.
-        callbacks: beside those that the Trainer has.
-        wrap_norm: given the method that returns the norm of gradients to log, returns what goes around it.
+        wrap_loss: returns a wrapper of the given `compute_loss`; None: not wrapped.
+        callbacks: callbacks to add to the Trainer's.
+        wrap_norm: returns a wrapper of the given method that returns the gradient norm to log; None: not wrapped.
     """
 
     wrap_loss: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -68,14 +68,14 @@ class TrainerParts:
 
 
 class EngineFactory(Generic[Options]):
-    """Makes an engine, and answers for it before it has a model. The defaults are those of an engine without needs.
+    """Creates an engine, and answers for it before it has a model. The defaults suit an engine without requirements.
 
     Attributes:
-        predicts: has `planned_device`, `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps` and
-            `largest_batch`.
-        allocates_outside_torch: its memory on CUDA is not torch's allocator's.
-        options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
-            else is measured in its place.
+        predicts: whether it has `planned_device`, `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps`
+            and `largest_batch`.
+        allocates_outside_torch: whether its CUDA memory bypasses torch's allocator.
+        options_to_measure: options that turn a model that the engine cannot train into an error, so that no fallback
+            is measured instead.
     """
 
     predicts = False
@@ -83,43 +83,43 @@ class EngineFactory(Generic[Options]):
     options_to_measure: Mapping[str, Any] = {}
 
     def missing(self) -> str:
-        """Why this engine cannot work here and how to get it; empty when it can."""
+        """Returns why this engine cannot work here and how to install it; empty if it can."""
         return ""
 
     def declines(self, options: Options) -> str:
-        """Why `auto` passes this engine over for these options; empty when it does not."""
+        """Returns why `auto` skips this engine for these options; empty if it does not."""
         return ""
 
     def check_options(self, options: Options) -> None:
-        """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
+        """Refuse options that cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
 
     def in_force(self, options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
-        """The options, left as they are, as this engine's environment variables change them, and a line for each of
-        these. Raises MemOptError for a value that is not allowed."""
+        """Returns the options with overrides from this engine's environment variables, without changing the given
+        ones, and a line for each override. Raises MemOptError for an invalid value."""
         return options, ()
 
     def create(self, options: Options, selection: Selection) -> Engine:
-        """An engine with options of `in_force`, not yet attached; logs nothing. Raises MemOptError for plans that it
-        cannot apply."""
+        """Returns a new engine with options of `in_force`, not yet attached; logs nothing. Raises MemOptError for
+        plans that it cannot apply."""
         raise NotImplementedError
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
-        """The parts that this engine's options need on a Trainer, which is left as it is; called for all engines,
-        whichever trains. Raises MemOptError for options that do not go with this Trainer."""
+        """Returns the parts that this engine's options need on a Trainer, without changing it; called for every
+        engine, whichever trains. Raises MemOptError for options that conflict with this Trainer."""
         return TrainerParts()
 
     def environment_report(self) -> Report:
-        """Versions and abilities on this machine; compiles nothing."""
+        """Returns versions and abilities on this machine; compiles nothing."""
         return Report({}, ())
 
     def build(self) -> None:
-        """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
+        """Build this engine's own extensions ahead of use. Raises MemOptError."""
 
     def planned_device(self, device: str | None) -> PlannedDevice:
-        """The device that steps are predicted for.
+        """Returns the device that steps are predicted for.
 
         Args:
-            device: as `h100` or a JSON file; None: this machine's.
+            device: a name such as `h100`, or a JSON file; None: this machine's.
 
         Raises:
             MemOptError: an unknown device.
@@ -140,11 +140,11 @@ class EngineFactory(Generic[Options]):
         """Predict a training step without running it.
 
         Args:
-            symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-            with_curve: predict what budgets cost, too.
-            with_ways: compare the engine without a plan, level 1 and what is selected, too.
-            batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes
-                stay symbols.
+            symbolic: keep sizes as symbols, so that savings are formulas; several times slower.
+            with_curve: also predict the cost of budgets.
+            with_ways: also compare the engine without a plan, level 1 and the selected plan.
+            batch_sizes: also predict a step with each of these sizes, from one trace with the workload's batch size,
+                which is the largest; sizes stay symbols.
 
         Raises:
             MemOptError: an unknown device or optimizer, bad sizes or plans, or a model that cannot be traced without
@@ -161,10 +161,11 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def simulator(self, device: str | None) -> "AbstractContextManager[Simulator]":
-        """Runs steps of a user's own, of which nothing but tensors without data is made.
+        """Returns a context with a simulator that runs a user's own steps on tensors without data.
 
         Args:
-            device: whose operators and allocator count, as `h100` or a JSON file; None: this machine's.
+            device: device whose operators and allocator are simulated, such as `h100` or a JSON file; None: this
+                machine's.
 
         Raises:
             MemOptError: an unknown device.
@@ -172,27 +173,27 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """Why a step ran out of memory, whichever engine trained it; next to nothing is allocated on its device."""
+        """Explain why a step ran out of memory, whichever engine trained it; allocates little on its device."""
         raise NotImplementedError
 
     def predict_steps(self, workload: Workload | ModelOfRun, options: Options, spec: StepSpec) -> StepPredictor:
-        """Predict steps with any micro-batch, of a `Workload` under several plans.
+        """Returns a predictor of steps with any micro-batch, for a `Workload` under several plans.
 
         Args:
-            workload: the model; its batch size counts for nothing.
-            options: with a budget.
-            spec: of a `ModelOfRun`, its compiler, precision and optimizer alone.
+            workload: the model; its batch size is ignored.
+            options: options with a budget.
+            spec: the step; for a `ModelOfRun` only its compiler, precision and optimizer are used.
 
         Raises:
-            MemOptError: as `estimate`, and where the graph is for one batch size only.
+            MemOptError: as for `estimate`, and if the graph is specialized to one batch size.
         """
         raise NotImplementedError
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
-        """The most rows with which a step is predicted to be within a budget, 0 where one is too many; searched from
-        the workload's on. Other arguments and errors are those of `estimate`."""
+        """Returns the largest batch size whose step is predicted to be within a budget, 0 if one row is too many; the
+        search starts at the workload's. Other arguments and errors are those of `estimate`."""
         raise NotImplementedError
 
     def version_facts(self) -> dict[str, str]:
-        """Facts that must be the same on all ranks beside the options: versions, environment variables."""
+        """Returns facts, beside the options, that must be equal on all ranks: versions, environment variables."""
         return {}

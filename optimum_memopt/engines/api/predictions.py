@@ -1,4 +1,4 @@
-"""Predictions of training steps, and the workloads that they are for. Pure."""
+"""Predictions of training steps, and the workloads that are predicted. Pure."""
 
 import itertools
 import operator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optimum_memopt.memory.optimizers import OptimizerMemory
 
 
-# From the bottom of a picture to its top: what is always held comes first.
+# From the bottom of a chart to its top: memory that is always held comes first.
 CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, OUTPUTS, RECOMPUTED, TEMPORARY = (
     "other",
     "parameters",
@@ -37,7 +37,7 @@ CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, OUTPUTS, REC
     "recomputed",
     "temporaries",
 )
-# Borders of a step's phases, as `--log_memory_phases` names them.
+# Boundaries of a step's phases, as `--log_memory_phases` names them.
 PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
     "pre_forward",
     "post_forward",
@@ -47,14 +47,14 @@ PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
 )
 
 
-# Groups of tensors that are shown of each category, and bytes of the smallest.
+# Maximum number of tensor groups shown per category, and bytes of the smallest group shown.
 _GROUPS, _SHOWN = 3, 2**20
-# The number of a layer in its list, before that of a repeated call: `layer.0@1`.
+# A layer's index in its list, with an optional repeat number: `layer.0@1`.
 _NUMBER = re.compile(r"\d+(?:@\d+)?$")
 
 
 def equal_layers(layer: str) -> str:
-    """`model.layers.*` of `model.layers.3`: the path that all layers of a list share."""
+    """Returns the path that all layers of a list share: `model.layers.*` for `model.layers.3`."""
     return _NUMBER.sub("*", layer)
 
 
@@ -64,10 +64,11 @@ class Group:
 
     Attributes:
         category: one of `CATEGORIES`.
-        name: cluster id of saved activations that have one, `Gelu+`, else an operator; empty for a whole category.
-        count: of tensors; 0 where they were not counted.
-        layers: paths of the transformer layers that they were computed in, all of one list.
-        module: path of the module that computes them, within its layer; outside of layers in the model.
+        name: cluster id such as `Gelu+` of saved activations that have one, else an operator; empty for a whole
+            category.
+        count: number of tensors; 0 if they were not counted.
+        layers: paths of the transformer layers that compute them, all in one list.
+        module: path of the module that computes them, relative to its layer, or to the model outside of layers.
     """
 
     category: str
@@ -79,7 +80,7 @@ class Group:
 
     @property
     def where(self) -> str:
-        """`model.layers.3.mlp`; of several layers `model.layers.*.mlp x 16`."""
+        """Returns the module's path, `model.layers.3.mlp`; for several layers `model.layers.*.mlp x 16`."""
         layer = self.layers[0] if len(self.layers) == 1 else "".join(map(equal_layers, self.layers[:1]))
         path = ".".join(filter(None, (layer, self.module)))
         return f"{path} x {len(self.layers)}" if len(self.layers) > 1 else path
@@ -87,11 +88,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Phase:
-    """The end of a phase of the step, in bytes.
+    """Memory at the end of a phase of the step, in bytes.
 
     Attributes:
-        name: `post_forward`.
-        peak: the most since the phase before.
+        name: name of the boundary, such as `post_forward`.
+        peak: the peak since the previous boundary.
     """
 
     name: str
@@ -101,17 +102,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A training step, predicted; tuples have an entry an operator, in the order in which they run.
+    """A predicted training step; tuples have one entry per operator, in execution order.
 
     Attributes:
-        operators: names of the forward's, the backward's, and last the optimizer's step.
-        layers: path of the transformer layer that each belongs to, empty outside of all.
-        held: bytes by category while each runs; every category of `CATEGORIES` is there.
+        operators: names of the operators of the forward and the backward; the last entry is the optimizer's step.
+        layers: path of each operator's transformer layer, empty outside of layers.
+        held: bytes by category while each operator runs; has every category of `CATEGORIES`.
         backward_at: index of the backward's first operator.
-        alive: what is held at the peak, largest first.
-        phases: what is held at their borders.
-        sizes: of the batch, by the plan table's names.
-        counts: what an entry is: `operators`, or `allocations` of a compiler's program.
+        alive: groups of tensors held at the peak, largest first.
+        phases: memory at the phase boundaries.
+        sizes: sizes of the batch, by the plan table's names.
+        counts: what the entries are: `operators`, or `allocations` of a compiled program.
     """
 
     operators: tuple[str, ...]
@@ -125,12 +126,12 @@ class StepTimeline:
 
     @cached_property
     def total(self) -> tuple[int, ...]:
-        """Bytes while each operator runs."""
+        """Returns the bytes held while each operator runs."""
         return tuple(map(sum, zip(*self.held.values(), strict=True)))
 
     @property
     def peak(self) -> int:
-        """The most bytes that are held: the predicted peak of the step."""
+        """Returns the predicted peak of the step, in bytes."""
         return max(self.total)
 
     @property
@@ -143,19 +144,19 @@ class StepTimeline:
 
     @property
     def peak_phase(self) -> str:
-        """Where the peak is: `forward`, `backward` or `optimizer`."""
+        """Returns the phase of the peak: `forward`, `backward` or `optimizer`."""
         if self.peak_at == self.optimizer_at:
             return "optimizer"
         return "forward" if self.peak_at < self.backward_at else "backward"
 
     @property
     def peak_place(self) -> str:
-        """`in the backward, at mm of model.layers.3`."""
+        """Returns the place of the peak, such as `in the backward, at mm of model.layers.3`."""
         layer = self.layers[self.peak_at]
         return f"in the {self.peak_phase}, at {self.operators[self.peak_at]}{f' of {layer}' if layer else ''}"
 
     def held_text(self, name: str) -> str:
-        """The largest groups of tensors at the peak of what has this name."""
+        """Returns a table of the largest tensor groups at the peak; `name` is the name of the step in its title."""
         rows = []
         for category in dict.fromkeys(group.category for group in self.alive):
             names: Counter[str] = Counter()
@@ -169,16 +170,16 @@ class StepTimeline:
         return f"{name} holds at its peak, {self.peak_place}:\n{grid}"
 
     def at_peak(self, peak: int) -> tuple[Group, ...]:
-        """The tensors at the peak, largest first, whose bytes add up to `peak`.
+        """Returns the tensor groups at the peak, largest first; their bytes add up to `peak`.
 
         Args:
-            peak: of the blocks that tensors get from torch's allocator on CUDA, elsewhere `self.peak`.
+            peak: on CUDA the peak of the allocator's blocks, elsewhere `self.peak`.
         """
         rest = Group(OTHER, "blocks of the allocator beyond their tensors", 0, peak - self.peak)
         return tuple(sorted((*self.alive, *([rest] if rest.bytes else [])), key=lambda group: -group.bytes))
 
     def peak_text(self, peak: int) -> str:
-        """A table of `at_peak`."""
+        """Returns a table of `at_peak`."""
         rows = [
             (each.category, each.name, each.where, each.count or "", f"{each.bytes:,}", gib_text(each.bytes))
             for each in self.at_peak(peak)
@@ -191,14 +192,14 @@ class StepTimeline:
 
 
 class Workload(Protocol):
-    """A model, and a batch of it, that are planned for before they are built.
+    """A model and a batch that are planned for before they are built.
 
     Attributes:
         batch_size: rows of a batch.
-        tokens: of a row; 0: as many as the batch has, if any.
-        suggestion: a way to get figures of a model that cannot be traced; empty where there is none.
-        values: inputs whose values are known, on the CPU: models branch on those of masks, of which one that is not
-            known counts as one with padding.
+        tokens: tokens of a row; 0: taken from the batch, if it has tokens.
+        suggestion: how to get figures for a model that cannot be traced; empty if there is no way.
+        values: inputs whose values are known, on the CPU. Models branch on the values of masks; an unknown mask is
+            assumed to have padding.
     """
 
     @property
@@ -213,17 +214,18 @@ class Workload(Protocol):
     def with_rows(self, rows: int) -> "Workload": ...
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
-        """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
+        """Returns a model in training mode and its forward's keyword arguments, as fake tensors. Raises
+        MemOptError."""
 
 
 @dataclass(frozen=True)
 class ModelOfRun:
-    """A model that is about to train, on the device that trains it; it is left as it is.
+    """A model that is about to train, on its training device; it is not modified.
 
     Attributes:
-        make_batch: the arguments of its forward in a batch of that many rows.
-        tokens: of the longest row; 0: as many as the batches have.
-        reads_logits: more of the model's outputs is read than its loss.
+        make_batch: returns the forward's arguments for a batch of that many rows.
+        tokens: tokens of the longest row; 0: taken from the batches.
+        reads_logits: whether outputs other than the loss are read.
     """
 
     model: "torch.nn.Module"
@@ -234,10 +236,10 @@ class ModelOfRun:
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The device that is planned for.
+    """The device that a plan is made for.
 
     Attributes:
-        lacks: half-precision dtypes that it does not compute in, as `bfloat16`.
+        lacks: half-precision dtypes that it does not compute in, such as `bfloat16`.
     """
 
     name: str
@@ -247,11 +249,11 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The plan of one budget, in bytes.
+    """The plan of one budget; sizes are bytes.
 
     Attributes:
-        extra_seconds: of what is recomputed.
-        seconds: of forward and backward without.
+        extra_seconds: time of recompute.
+        seconds: time of forward and backward without recompute.
     """
 
     budget: int
@@ -261,18 +263,18 @@ class CurvePoint:
 
     @property
     def extra_time(self) -> float:
-        """As a share of the step's."""
+        """Returns `extra_seconds` as a share of `seconds`."""
         return self.extra_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The extra time of budgets.
+    """The time-memory frontier: the extra time of each budget.
 
     Attributes:
         points: from the smallest budget to the largest.
-        costs: where their times are from, as `roofline H100`.
-        chosen: the plan in force; None where its time is not known.
+        costs: source of the times, such as `roofline H100`.
+        chosen: the plan in force; None if its time is unknown.
     """
 
     points: tuple[CurvePoint, ...]
@@ -282,14 +284,14 @@ class Frontier:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """A step of one batch size.
+    """A step with one batch size.
 
     Attributes:
-        peak: bytes that tensors ask for.
-        activations: of it, a forward and its backward with the gradients that it returns.
-        saved: of these, saved for backward.
-        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
-        reserved: bytes that it takes of the device; None where it is not known.
+        peak: bytes that tensors request.
+        activations: the part of `peak` held by a forward and its backward, including the gradients it returns.
+        saved: the part of `activations` that is saved for backward.
+        allocated: bytes of the allocator's blocks on CUDA; None if unknown.
+        reserved: bytes that the allocator reserves on the device; None if unknown.
     """
 
     batch_size: int
@@ -306,14 +308,14 @@ class StepEstimate:
 
     Attributes:
         parts: bytes by name.
-        peak_mib: of the bytes that tensors ask for.
+        peak_mib: peak of the bytes that tensors request, in MiB.
         attention: transformers' name of the assumed attention implementation.
-        assumes: what the prediction assumes, and how exact it is.
-        frontier: of budgets, with the plan; None where nobody asked.
-        batches: steps of other batch sizes; empty where nobody asked.
-        ways: steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked.
-        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
-        reserved: bytes that it takes of the device; None where it is not known.
+        assumes: the assumptions of the prediction, and how exact it is.
+        frontier: the time-memory frontier with the plan; None if not requested.
+        batches: steps with other batch sizes; empty if not requested.
+        ways: steps of the engine without a plan, at level 1 and with the selected plan; empty if not requested.
+        allocated: bytes of the allocator's blocks on CUDA; None if unknown.
+        reserved: bytes that the allocator reserves on the device; None if unknown.
     """
 
     table: PlanTable
@@ -334,11 +336,11 @@ class StepEstimate:
 
     @property
     def peak(self) -> int:
-        """Bytes that a budget bounds: what tensors ask for, or the allocator's blocks where they are more."""
+        """Returns the bytes that a budget bounds: those that tensors request, or the allocator's blocks if larger."""
         return max(round(self.peak_mib * MIB), self.allocated or 0)
 
     def to_text(self) -> str:
-        """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
+        """Returns the table of plans or batch sizes, the budget curve, and the assumptions of the prediction."""
         curve = f"\n\n{_curve_text(self.frontier)}\n" if self.frontier else ""
         table = self.table.to_text()
         if self.batches:
@@ -348,7 +350,7 @@ class StepEstimate:
         return f"{table}{curve}\n{self.assumes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
+        """Returns a dict for JSON, without the plan, which has its own file, and the timeline, which is a chart."""
         entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=(), frontier=None))
         for name in ("assumes", "plan", "timeline", "frontier", "capacity", "ways"):
             del entries[name]
@@ -372,7 +374,7 @@ def _batches_text(points: Sequence[BatchPoint], memory: "Capacity | None") -> st
 
 
 def fits_cell(memory: "Capacity", peak: int | None) -> dict[str, str]:
-    """The column of a table that says whether a step with this peak fits into a device's memory; None: not known."""
+    """Returns the table cell that says whether a step with this peak fits into a device's memory; None: unknown."""
     verdict = "-" if peak is None else memory.verdict(peak).partition(":")[0]
     return {f"in {gib_text(memory.available)}": verdict}
 
@@ -386,7 +388,7 @@ def _curve_text(frontier: Frontier) -> str:
     return f"What budgets cost ({frontier.costs} costs; a step's forward and backward)\n{grid}"
 
 
-# What bounds an operator, or a step.
+# Resources that bound the time of an operator or a step.
 COMPUTE, BANDWIDTH, LAUNCHES, OPTIMIZER_PART = "compute", "memory bandwidth", "launches", "optimizer"
 COPIES = "copies to the host"
 
@@ -396,11 +398,11 @@ class Technique:
     """A way to train a model.
 
     Attributes:
-        name: `level 1`, as the advice shows it.
-        flags: that ask for it, without that of the loss; empty where it is not one of the package.
-        chunks_loss: the loss is computed without its logits.
-        is_own: one of the package's; else it is shown to compare with.
-        accumulates: an optimizer step may have several micro-batches.
+        name: its name in the advice, such as `level 1`.
+        flags: flags that select it, without the loss flag; empty if it is not part of this package.
+        chunks_loss: whether the loss is computed in chunks, without full logits.
+        is_own: whether it is part of this package; if not, it is shown for comparison.
+        accumulates: whether an optimizer step may have several micro-batches.
     """
 
     name: str
@@ -415,12 +417,12 @@ class PredictedStep:
     """One optimizer step.
 
     Attributes:
-        peak: bytes.
-        seconds: of the forward and backward of one micro-batch, by what bounds their operators.
-        accumulating: seconds of adding the gradients of one micro-batch to those before.
-        optimizer: seconds of clipping the gradients and of the optimizer's step.
-        recomputing: seconds of `seconds` that are for what is recomputed.
-        host_bytes: that activations take on the host.
+        peak: peak of the step, in bytes.
+        seconds: seconds of one micro-batch's forward and backward, by the resource that bounds their operators.
+        accumulating: seconds to add one micro-batch's gradients to the accumulated ones.
+        optimizer: seconds to clip the gradients and run the optimizer's step.
+        recomputing: the part of `seconds` spent on recompute.
+        host_bytes: bytes of offloaded activations on the host.
     """
 
     peak: int
@@ -431,11 +433,11 @@ class PredictedStep:
     host_bytes: int = 0
 
     def total(self, accumulation: int) -> float:
-        """Seconds of an optimizer step of several micro-batches."""
+        """Returns the seconds of an optimizer step with `accumulation` micro-batches."""
         return sum(self.by_bound(accumulation).values())
 
     def by_bound(self, accumulation: int) -> dict[str, float]:
-        """Seconds of an optimizer step of several micro-batches, by what bounds them."""
+        """Returns the seconds of an optimizer step with `accumulation` micro-batches, by bounding resource."""
         micro_batches = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
         return {**micro_batches, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
 
@@ -446,8 +448,8 @@ class EagerSettings:
 
     Attributes:
         checkpoints: every nth layer is checkpointed; 0: none.
-        keeps_outputs: the loop holds the model's outputs during the backward, the key-value cache among them; Trainer
-            drops them.
+        keeps_outputs: whether the loop holds the model's outputs, including the key-value cache, during the backward;
+            Trainer drops them.
     """
 
     checkpoints: int = 0
@@ -456,15 +458,15 @@ class EagerSettings:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train a model, and what a step of it takes.
+    """A way to train a model, with the memory and time of a step.
 
     Attributes:
         plan: the way, with its flags.
-        peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
-        reserved: bytes that the allocator takes of the device; None where it is not known.
-        seconds: of the forward and backward of a micro-batch; None where they are not known.
-        timeline: the step, operator by operator; None where nobody has it.
-        note: why there are no figures; empty where there are.
+        peak: on CUDA bytes of the allocator's blocks, elsewhere bytes that tensors request.
+        reserved: bytes that the allocator reserves on the device; None if unknown.
+        seconds: seconds of a micro-batch's forward and backward; None if unknown.
+        timeline: the step, operator by operator; None if unavailable.
+        note: why there are no figures; empty if there are.
     """
 
     plan: Technique
@@ -480,12 +482,12 @@ class SimulatedStep:
     """A step that has run on tensors without data.
 
     Attributes:
-        given: bytes that are there at its first operator.
-        peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
-        reserved: bytes that the allocator takes of the device; None where it is not known.
-        phases: the most bytes that tensors ask for in each of `forward`, `backward`, `optimizer`, in modules that a
-            step calls without gradients (`no-grad`), and in phases that it names, in the order in which they begin.
-        timeline: operator by operator.
+        given: bytes held at its first operator.
+        peak: on CUDA bytes of the allocator's blocks, elsewhere bytes that tensors request.
+        reserved: bytes that the allocator reserves on the device; None if unknown.
+        phases: peak of the bytes that tensors request in `forward`, `backward`, `optimizer`, in modules called without
+            gradients (`no-grad`), and in phases that the step names, in the order in which they begin.
+        timeline: the step, operator by operator.
     """
 
     given: int
@@ -496,42 +498,42 @@ class SimulatedStep:
 
 
 class Simulator(Protocol):
-    """Runs steps on tensors without data, as plain PyTorch on a device."""
+    """Runs steps on tensors without data, as plain PyTorch would on a device."""
 
     @property
     def memory(self) -> "Capacity":
-        """Memory of the device."""
+        """Returns the memory capacity of the device."""
 
     @property
     def shares_host(self) -> bool:
-        """True where the device's memory is the host's."""
+        """True if the device's memory is the host's."""
 
     @property
     def constant(self) -> int:
-        """Bytes that are always held beside the tensors of steps: of libraries, of this process."""
+        """Returns the bytes that are always held beside the tensors of steps: by libraries and this process."""
 
     def copy(self, value: Any) -> Any:
-        """A deep copy of anything whose tensors have no data. Raises MemOptError."""
+        """Returns a deep copy of any value, with tensors without data. Raises MemOptError."""
 
     def replace(self, holders: "Sequence[torch.nn.Module | torch.optim.Optimizer]") -> None:
-        """Put tensors without data in the place of those of modules and optimizers, until the simulator is left."""
+        """Replace the tensors of modules and optimizers by tensors without data, until the simulator exits."""
 
     def phase(self, name: str) -> "AbstractContextManager[None]":
-        """Within it a step that runs is in a phase of this name."""
+        """Returns a context that assigns the running step's memory to the phase `name`."""
 
     def run(
         self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
     ) -> SimulatedStep:
-        """Call twice; the second is counted.
+        """Call the step twice; the second call is counted.
 
         Args:
-            call: a step, whose tensors are this simulator's.
-            held: what has the tensors that are there before it, and the modules that name its operators.
+            call: a step on this simulator's tensors.
+            held: object that holds the tensors existing before the step, and the modules that name its operators.
             finds_variables: call once more, to find the variables that hold memory at the peak.
-            reads_floats: a floating-point number that is read is 1, as for logs.
+            reads_floats: reading an unknown floating-point number, as for logs, returns 1 instead of raising.
 
         Raises:
-            MemOptError: one line: a value that is read, or what the step raises.
+            MemOptError: one line: the step reads a tensor's value, or raises an error.
         """
 
 
@@ -539,12 +541,12 @@ class StepPredictor(Protocol):
     """Predicts steps of one model.
 
     Attributes:
-        model: name of its class.
-        weights: their types, as `bfloat16 and float32`.
-        device: `H100`, `cpu`.
-        costs: where seconds are from, as `roofline H100`.
-        budget: bytes that the peak of a step must not pass.
-        tokens: of a row; 0 where rows have no tokens.
+        model: name of the model's class.
+        weights: dtypes of the weights, such as `bfloat16 and float32`.
+        device: device name, such as `H100` or `cpu`.
+        costs: source of the seconds, such as `roofline H100`.
+        budget: bytes that the peak of a step must not exceed.
+        tokens: tokens of a row; 0 if rows have no tokens.
         remarks: lines about all plans.
     """
 
@@ -567,16 +569,16 @@ class StepPredictor(Protocol):
 
     @property
     def optimizers(self) -> "tuple[OptimizerMemory, ...]":
-        """The memory of the optimizers that are known, that of the step first."""
+        """Returns the memory of all known optimizers, the step's own first."""
 
     def with_optimizer(self, optimizer: "OptimizerMemory") -> "StepPredictor":
-        """The same steps with the memory of another optimizer; seconds stay those of the one before."""
+        """Returns a predictor with another optimizer's memory; seconds remain those of the original optimizer."""
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        """True where the peak of a step is within the budget; `accumulates`: of one of several micro-batches."""
+        """True if the peak of a step is within the budget; `accumulates`: the step has several micro-batches."""
 
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
-        """A step that fits; arguments as in `fits`."""
+        """Returns the prediction of a step that fits; arguments as in `fits`."""
 
     def lowest(self, plan: Technique, accumulates: bool) -> int:
-        """The peak with a micro-batch of one row, in bytes."""
+        """Returns the peak with a micro-batch of one row, in bytes."""

@@ -1,4 +1,4 @@
-"""The options that every engine reads, the plan that they ask for, and the run."""
+"""The options that every engine reads, the plan that they request, and the training run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class LargestBatch:
 
     Attributes:
         length: tokens of the longest row.
-        lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
-            empty where they are not known.
-        tokens: of the longest rows, as many as a batch has.
-        flattened: how many rows are one after another in its only one (padding-free batches); 0: it is not so.
+        lengths: tokens of the longest row of each batch in an epoch, for one order that the run's sampler may draw;
+            empty if unknown.
+        tokens: total tokens of the dataset's longest rows, as many rows as a batch has.
+        flattened: number of rows concatenated into the batch's single row (padding-free batches); 0: not concatenated.
     """
 
     rows: int
@@ -45,22 +45,22 @@ class LargestBatch:
 
     @property
     def has_padding(self) -> bool:
-        """True where batches of the run are known to have it."""
+        """True if batches of the run are known to have padding."""
         return self.rows > 1 and not self.flattened and len(set(self.lengths)) > 1
 
 
 @dataclass(frozen=True)
 class LossStep:
-    """A step's loss that is computed outside of the model's forward, and may be computed on tensors without data.
+    """A step's loss that is computed outside of the model's forward, and can be computed on tensors without data.
 
     Attributes:
-        name: of what computes it, `Distiller.compute_loss`.
-        unknown: why it may not be computed again; empty where it may.
+        name: name of the function that computes it, such as `Distiller.compute_loss`.
+        unknown: why it cannot be computed again; empty if it can.
         inputs: a batch.
-        arguments: what `compute` is given behind it, by position and by keyword, whatever the batch.
-        compute: returns the loss of such inputs; calls the model's forward.
-        modules: whose tensors it uses or changes, the model among them.
-        prepared: a context within which it may be computed, and behind which everything is as it was.
+        arguments: further positional and keyword arguments of `compute`, the same for every batch.
+        compute: returns the loss of a batch; calls the model's forward.
+        modules: returns the modules whose tensors it uses or changes, including the model.
+        prepared: returns a context to compute it in, which restores all state on exit.
     """
 
     name: str
@@ -85,15 +85,15 @@ class HeldUntil(IntEnum):
 
 @dataclass(frozen=True)
 class HeldOutputs:
-    """Outputs of a training forward beside the loss that the training loop holds.
+    """Outputs of a training forward, other than the loss, that the training loop holds.
 
     Attributes:
-        copies: they are copies, as accelerate's in float32, so many times as large as the forward's results; 0: they
-            are the results themselves.
+        copies: size of the held copies in multiples of the forward's results, as for accelerate's in float32; 0: the
+            results themselves are held.
         more: bytes of outputs of earlier forwards, held throughout the step.
         loss: the peak of the loop's own allocations between a forward and its backward (its loss, metrics), in
             multiples of the outputs' bytes.
-        left: the part of these that is held in the backward, for as long as the outputs; in the same unit.
+        left: the part of these allocations that is held in the backward, for as long as the outputs; in the same unit.
     """
 
     until: HeldUntil = HeldUntil.BACKWARD
@@ -104,47 +104,47 @@ class HeldOutputs:
 
 
 NOTHING_HELD = HeldOutputs()
-# Size of accelerate's copies in float32 to outputs under autocast, of 16 bits.
+# Size of accelerate's float32 copies in multiples of the 16-bit outputs under autocast.
 IN_FLOAT32 = 2.0
 
 
 @dataclass(frozen=True)
 class OtherForwards:
-    """The forwards that come before one backward with the largest of them: what they save is held, too.
+    """Saved activations of the other forwards in steps with several forwards before one backward.
 
-    Both numbers are multiples of what the largest one saves.
+    Both numbers are multiples of the bytes that the largest of these forwards saves.
 
     Attributes:
         earlier: held while the last forward runs.
-        between: held by others while an earlier forward's backward runs, when gradients of the later ones are there.
+        between: held by the other forwards during an earlier forward's backward, when the later ones' gradients exist.
     """
 
     earlier: float = 0.0
     between: float = 0.0
 
 
-# A forward before each backward.
+# One forward before each backward.
 ALONE = OtherForwards()
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run beside its model.
+    """A training run without its model.
 
     Attributes:
-        optimizer: one that is planned where nothing is run; None before there is one.
-        gradient_accumulation: gradients of several micro-batches add up.
-        largest_batch: reads it from the training data; None where that cannot tell.
-        rows: of a micro-batch as the data loader counts them, of which a Trainer may make several of the model's each
-            (DPO's pairs); 0: not known.
-        micro_batches: of an optimizer step; all of them are on the device while it runs, as Trainer fetches them; 0:
-            the one that runs is alone.
-        loss: asked in a training forward; None where the loss is the forward's own.
-        has_trainer: False: a training loop, which may compute its loss from the outputs.
-        releases_gradients: the optimizer steps in the backward, layer by layer, and frees the gradients.
-        held_outputs: as far as forwards of the run have shown; until then as it is assumed.
-        others: before one backward, as far as steps have shown.
-        earlier_forwards: bytes that they hold now: what they save for a backward to come, and outputs.
+        optimizer: the optimizer, or a planned one in predictions; None before it is created.
+        gradient_accumulation: whether gradients of several micro-batches are accumulated.
+        largest_batch: returns the largest batch of the training data; None if unknown.
+        rows: rows of a micro-batch as the data loader counts them; a Trainer may give the model several rows for each
+            (DPO's pairs). 0: unknown.
+        micro_batches: micro-batches of an optimizer step, which Trainer holds on the device together; 0: only the
+            current one is on the device.
+        loss: called in a training forward; returns the step's loss, None if the forward computes it.
+        has_trainer: False for the user's own training loop, which may compute its loss from the outputs.
+        releases_gradients: whether the optimizer steps in the backward, layer by layer, and frees the gradients.
+        held_outputs: outputs that the training loop holds; assumed until the run's forwards have shown it.
+        others: other forwards before one backward, as seen in steps so far.
+        earlier_forwards: bytes that earlier forwards hold now: activations saved for pending backwards, and outputs.
     """
 
     optimizer: Optimizer | None = None
@@ -161,18 +161,18 @@ class Run:
 
     @property
     def batches_held(self) -> int:
-        """The number of micro-batches on the device while one runs."""
+        """Returns the number of micro-batches on the device while one runs."""
         return max(1, self.micro_batches)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
+    """The requested plan: a config, a level from 1 on, a budget, or a plan file.
 
     Attributes:
-        strict: ids that do not exist are errors instead of remarks.
-        compress: `fp8`, in which all is saved that the config or level saves, and what a budget's solver picks; None:
-            nothing is compressed by itself.
+        strict: whether unknown cluster ids are errors instead of remarks.
+        compress: `fp8`: compress all activations that the config or level saves, or those that a budget's solver
+            picks; None: only those that the config names.
     """
 
     config: PlanConfig | None = None
@@ -184,7 +184,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """`level 1`, `level 1 in fp8`; empty where nothing was asked for."""
+        """Returns `level 1` or `level 1 in fp8`; empty if no plan was requested."""
         if self.compress is not None:
             return f"{replace(self, compress=None).name or 'activations'} in {self.compress}"
         if self.plan is not None:
@@ -198,11 +198,11 @@ class Selection:
 
 @dataclass
 class EngineOptions:
-    """The options that every engine reads. An engine's own flags are a subclass, `MemOptOptions` is all of them.
+    """The options that every engine reads. A subclass per engine adds its own flags; `MemOptOptions` has all of them.
 
     From Python `memory_opt_config` is also a list of `cluster_id:strategy:count`, a dict of cluster id to strategy
     (`{"Gelu+": 1}`, all occurrences) or to `strategy:count` (`{"Gelu+": "1:4"}`), the `Path` of a file, or a
-    `PlanConfig`; `MemOptOptions.check` makes the flag's text of it.
+    `PlanConfig`; `MemOptOptions.check` converts it to the flag's text.
     """
 
     memory_opt_engine: str = AUTO
@@ -244,21 +244,21 @@ class EngineOptions:
 
     @property
     def plan_config(self) -> PlanConfig | None:
-        """`memory_opt_config`, read; a file is read the first time. Raises ConfigError."""
+        """Returns the parsed `memory_opt_config`; a file is read only once. Raises ConfigError."""
         if self.memory_opt_config is None:
             return None
         text = to_text(self.memory_opt_config)
         return self._read(f"config {text}", lambda: PlanConfig.load(text))
 
     def _read(self, name: str, read: Callable[[], Any]) -> Any:
-        # No field, so that it is neither a flag nor serialised; shallow copies share it.
+        # Not a dataclass field, so that it is neither a flag nor serialised; shallow copies share it.
         files: dict[str, Any] = vars(self).setdefault("_files", {})
         if name not in files:
             files[name] = read()
         return files[name]
 
     def check_values(self) -> None:
-        """Refuse wrong values and options that do not go together. Raises MemOptError."""
+        """Refuse invalid values and conflicting options. Raises MemOptError."""
         raise NotImplementedError
 
 
@@ -267,14 +267,14 @@ Options = TypeVar("Options", bound=EngineOptions)
 
 @dataclass(frozen=True)
 class Resolved(Generic[Options]):
-    """The engine that trains, and its plan: decided once, the same for everyone who asks later.
+    """The selected engine and its plan, decided once for all callers.
 
     Attributes:
-        reason: why this one.
-        options: those in force: the user's, as the engine's variables in the environment change them.
-        remarks: a line for each variable of the environment that counts; not logged yet.
-        given: flags of this engine alone that the user gave.
-        then: the engine that takes over if this one turns out unable to train the model; None: nothing.
+        reason: why this engine was selected.
+        options: the options in force: the user's, with overrides from the engine's environment variables.
+        remarks: a line for each environment variable in effect; not logged yet.
+        given: flags that only this engine reads, as the user gave them.
+        then: the engine that takes over if this one cannot train the model; None: no fallback.
     """
 
     engine: str
@@ -286,7 +286,7 @@ class Resolved(Generic[Options]):
     then: "Resolved[Options] | None" = None
 
     def log(self) -> None:
-        """Log the remarks, at the log level that is in force from now on."""
+        """Set the log level of the options, and log the remarks."""
         set_log_level(self.options.memory_opt_log_level)
         for remark in self.remarks:
             get_logger().warning(remark)

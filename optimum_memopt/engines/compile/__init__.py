@@ -1,6 +1,6 @@
-"""The compile engine: memory plans on stock PyTorch, through torch.compile and a partitioner of AOTAutograd's own.
+"""The compile engine: memory plans on stock PyTorch, through torch.compile and a custom partitioner for AOTAutograd.
 
-Importing this package imports nothing of torch's compilers; making an engine does.
+Importing this package imports none of torch's compilers; making an engine does.
 """
 
 from optimum_memopt.engines.api.factory import EngineFactory

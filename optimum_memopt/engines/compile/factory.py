@@ -1,7 +1,7 @@
-"""The compile engine before it has a model: whether it can work here, predictions, the environment report.
+"""What the compile engine answers before it has a model: whether it can work here, predictions, environment report.
 
-Its other modules import torch's compilers, of which private names change with each version: they are imported when
-this torch is known to be new enough.
+The engine's other modules import torch's compilers, whose private names change with each version. They are imported
+only once torch is known to be new enough.
 """
 
 import functools
@@ -66,13 +66,12 @@ class CompileFactory(EngineFactory[CompileOptions]):
         )
 
     def check_options(self, options: CompileOptions) -> None:
-        """Variants are of a budget's plan, a micro-batch is chosen within a budget, one flag names the loss, no plan
-        file is compressed by another flag, and a step whose gradients are released can neither accumulate nor run
-        again."""
+        """Refuse conflicting flags: variants or a chosen micro-batch without a budget, two different losses, a plan
+        file compressed by another flag, released gradients with gradient accumulation or steps that may be rerun."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
-                "chosen within a budget; give one, as 24GiB, 90% or auto"
+                "chosen within a budget; give one, such as 24GiB, 90% or auto"
             )
         if options.memory_opt_variants > 1 and options.memory_opt_budget is None:
             raise MemOptError(
@@ -89,8 +88,8 @@ class CompileFactory(EngineFactory[CompileOptions]):
         loss_mode(plans, options.memory_opt_loss)
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> TrainerParts:
-        """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does; the
-        norm of released gradients is that of the engine."""
+        """Returns the wrappers of a Trainer: the engine computes label smoothing with the loss, if the Trainer's loss
+        is transformers' own, and the norm of released gradients."""
         if engine.name != "compile":
             return TrainerParts()
         parts = TrainerParts(wrap_norm=engine.norm_with if options.memory_opt_release_gradients else None)
@@ -153,16 +152,16 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
 
 def _check_released(options: CompileOptions) -> None:
-    """Raise a MemOptError for flags that need the gradients of a whole step, or a step that can run again."""
+    """Raise MemOptError for flags that need all gradients of a step at once, or a step that can be rerun."""
     flag = "--memory_opt_release_gradients"
     if options.memory_opt_unit == MODEL:
         raise MemOptError(
-            f"{flag} with --memory_opt_unit {MODEL}: one graph returns all gradients at once; leave it out"
+            f"{flag} with --memory_opt_unit {MODEL}: one graph returns all gradients at once; leave the unit out"
         )
     if options.memory_opt_on_oom == REPLAN:
         raise MemOptError(
-            f"{flag} with --memory_opt_on_oom {REPLAN}: a step that has begun to change parameters cannot be run "
-            "again; leave one of the two out"
+            f"{flag} with --memory_opt_on_oom {REPLAN}: a step that has begun to change parameters cannot be "
+            "rerun; leave one of the two out"
         )
     if options.memory_opt_batch is not None:
         raise MemOptError(
@@ -172,11 +171,11 @@ def _check_released(options: CompileOptions) -> None:
 
 
 def _check_compress(options: CompileOptions) -> None:
-    """Raise a MemOptError for a plan file, which names what it compresses."""
+    """Raise MemOptError if a plan file is given, which already says what is compressed."""
     flag = f"--memory_opt_compress {options.memory_opt_compress}"
     if options.memory_opt_plan is not None:
         raise MemOptError(
-            f"{flag} with --memory_opt_plan: the file says itself what is compressed; leave the flag out"
+            f"{flag} with --memory_opt_plan: the file already says what is compressed; leave the flag out"
         )
 
 
@@ -192,7 +191,9 @@ def _report() -> Report:
     abilities = (
         Ability("compile engine", True, f"torch {torch.__version__}: plans, levels, offload, predicted peaks"),
         Ability(
-            "compiler aot_eager", True, "PyTorch's operators one by one, bitwise its gradients; needs no compiler"
+            "compiler aot_eager",
+            True,
+            "PyTorch's operators one by one, gradients bitwise PyTorch's; needs no compiler",
         ),
         *(_inductor(device, *missing_for(device)) for device in devices),
         Ability("bf16, fp16 on the compile engine", True, "bf16 on every device, fp16 on a GPU"),
@@ -205,7 +206,7 @@ def _report() -> Report:
         installed,
         abilities,
         f"recommended: --memory_opt_engine compile, for every model that torch can trace; on {_name(devices[-1])} it "
-        f"takes --memory_opt_compiler {compiler} by default ({reason})",
+        f"uses --memory_opt_compiler {compiler} by default ({reason})",
     )
 
 
@@ -228,7 +229,7 @@ def _offload(devices: list[str]) -> Ability:
     what = "offload to the host (strategy 3)"
     if len(devices) > 1:
         return Ability(what, True, f"from {_name(devices[-1])}")
-    return Ability(what, False, "torch sees no GPU; on a CPU saved activations are in the host's memory already")
+    return Ability(what, False, "torch sees no GPU; on a CPU saved activations are already in host memory")
 
 
 def _attention(device: str) -> str:

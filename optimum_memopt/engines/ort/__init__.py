@@ -1,6 +1,6 @@
-"""The ort engine: ONNX Runtime Training's ORTModule and its C++ memory optimizer, in place, on today's torch.
+"""The ort engine: ONNX Runtime Training's ORTModule and its C++ memory optimizer, applied in place, on current torch.
 
-Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
+Importing this package does not import onnxruntime; `OrtEngine.attach` does.
 """
 
 from types import ModuleType
@@ -18,7 +18,7 @@ def _load() -> EngineFactory:
 
 
 def _optimizers() -> ModuleType:
-    # It imports transformers' Trainer, see `engines/shared/label_smoothing.py`.
+    # Imported late: it imports transformers' Trainer, which is slow, see `engines/shared/label_smoothing.py`.
     from optimum_memopt.engines.ort import optimizers
 
     return optimizers

@@ -1,4 +1,4 @@
-"""Checks of what ONNX Runtime can train: models, Trainers, traced forwards; the attention implementation it needs."""
+"""Checks whether ONNX Runtime can train a model, Trainer or traced forward; selects the attention implementation."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,16 +31,18 @@ _COMPILE = "give --memory_opt_engine compile"
 
 
 class UnsupportedByOrt(Exception):
-    """Raised while the graph is built: ONNX Runtime cannot train the model; the message is the reason."""
+    """Raised while the graph is built if ONNX Runtime cannot train the model; the message is the reason."""
 
 
 def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse models that ONNX Runtime cannot train or would train wrongly.
 
+    Args:
+        checkpointing: activation checkpointing stays on, and must be re-entrant.
+
     Raises:
         UnsupportedModelError: no parameters, DataParallel, several devices, half precision on the CPU, a device that
-            ONNX Runtime does not support, or activation checkpointing that stays on (`checkpointing`) and is not
-            re-entrant.
+            ONNX Runtime does not support, or activation checkpointing that is not re-entrant.
     """
     in_place.check_parameters(model)
     name = type(model).__name__
@@ -49,7 +51,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     functions = (checkpoint_function(module) for module in checkpointed)
     if checkpointing and not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        # The exporter traces through checkpointing that is not re-entrant, so nothing would be checkpointed.
+        # The exporter traces through non-reentrant checkpointing, so nothing would be checkpointed.
         raise UnsupportedModelError(
             f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
             'model.gradient_checkpointing_enable({"use_reentrant": True})'
@@ -88,10 +90,11 @@ def check_device(name: str, device_type: str) -> None:
 
 
 def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has_extensions: bool) -> None:
-    """Refuse an exported graph that needs the torch extensions where they are missing or off.
+    """Refuse an exported graph that needs the torch extensions if they are missing or off.
 
     Args:
-        inlined_functions: `torch.autograd.Function`s that the export inlined.
+        name: name of the model's class.
+        inlined_functions: names of `torch.autograd.Function`s that the export inlined.
 
     Raises:
         UnsupportedModelError: the extensions are needed.
@@ -117,7 +120,7 @@ def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has
 
 
 def unsupported_reason(model: torch.nn.Module) -> str:
-    """Why ONNX Runtime would train `model` wrongly in its current state; empty when it would not."""
+    """Returns why ONNX Runtime would train `model` wrongly in its current state; empty if it would not."""
     norms = [
         name
         for name, module in model.named_modules()
@@ -128,7 +131,7 @@ def unsupported_reason(model: torch.nn.Module) -> str:
     in_eval = [name for name, module in model.named_modules() if not module.training and _depends_on_mode(module)]
     if in_eval:
         return f"it trains all submodules or none, and {abbreviate(in_eval)} are in evaluation mode"
-    # BART and similar models keep the probability of layerdrop on modules, Wav2Vec2 only in the config.
+    # BART and similar models store the layerdrop probability on modules, Wav2Vec2 only in the config.
     owners = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
     probabilities = _layerdrops(owners) or _layerdrops({"model.config": vars(model).get("config")})
     if dropped := [f"{name} (now {value})" for name, value in probabilities.items() if value > 0]:
@@ -165,11 +168,12 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Args:
-        checkpointing: activation checkpointing stays on and has to be re-entrant.
-        zero_stage3: is allowed.
+        checkpointing: activation checkpointing stays on, and must be re-entrant.
+        zero_stage3: allow DeepSpeed ZeRO stage 3.
 
     Raises:
-        MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, ZeRO 3, DataParallel.
+        MemOptError: half precision on the CPU, non-reentrant activation checkpointing that stays on, torch.compile,
+            FSDP, ZeRO 3, DataParallel.
     """
     for precision in ("fp16", "bf16"):
         if getattr(args, precision) and args.device.type == "cpu":
@@ -190,7 +194,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
         raise MemOptError("FSDP with the ort engine: ONNX Runtime needs unsharded parameters; use DDP or ZeRO 0, 1, 2")
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3 and not zero_stage3:
-        # The export fails with "no attribute 'ds_id'"; ORT's own support for stage 3 ends with DeepSpeed 0.13.1.
+        # The export fails with "no attribute 'ds_id'"; ORT's support for stage 3 ends with DeepSpeed 0.13.1.
         raise MemOptError(
             "DeepSpeed ZeRO stage 3 with the ort engine: ONNX Runtime needs unsharded parameters; use ZeRO stage 0, 1 "
             "or 2 (`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory"
@@ -200,13 +204,13 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
 
 
 def needs_eager_attention(config: Any) -> str:
-    """Why a model with this config needs eager attention on ONNX Runtime; empty when sdpa trains too."""
+    """Returns why a model with this config needs eager attention on ONNX Runtime; empty if it does not."""
     implementation = attention_implementation(config)
     if implementation not in (None, "eager", "sdpa"):
         return f"{implementation} attention cannot be exported"
     if getattr(config, "model_type", None) in _EAGER_ONLY:
         return "ONNX Runtime has no gradient for this model's sdpa graph"
-    # gradient_builder_base.h:123, OutputDefs: the exported sdpa lacks the dropout mask for its gradient.
+    # gradient_builder_base.h:123, OutputDefs: the exported sdpa lacks the dropout mask that its gradient reads.
     dropouts = [value for name in _ATTENTION_DROPOUTS if isinstance(value := getattr(config, name, None), int | float)]
     if not dropouts or any(dropouts):
         return "ONNX Runtime has no gradient for sdpa with dropout"
@@ -218,7 +222,8 @@ def attention(model: torch.nn.Module) -> str | None:
 
 
 def choose_attention(model: Any) -> str | None:
-    """Switch to eager attention if the current one cannot train; returns the replaced implementation, if any."""
+    """Switch a model to eager attention if ONNX Runtime cannot train its current implementation; returns the replaced
+    one, None if unchanged."""
     before = attention(model)
     if before in (None, "eager") or not hasattr(model, "set_attn_implementation"):
         return None
@@ -230,7 +235,7 @@ def choose_attention(model: Any) -> str | None:
 
 
 def remarks(model: torch.nn.Module) -> tuple[str, ...]:
-    """Lines about where training differs from plain PyTorch."""
+    """Returns log lines about differences from training in plain PyTorch."""
     lines = []
     hooked = [
         name
@@ -251,12 +256,13 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
-    """Compare the tensors of `module`, and the random state of Python and numpy, before and after a traced forward.
+    """Returns a context for a traced forward that compares the tensors of `module`, and the random states of Python
+    and numpy, before and after it.
 
     Raises:
-        UnsupportedByOrt: the forward wrote a buffer or a parameter, in place or by assignment, or drew random numbers
-            outside of torch. ONNX Runtime would never update the former and reuse the same numbers at each step.
-            Buffers and random states are restored, for the forward that runs instead.
+        UnsupportedByOrt: the forward wrote to a buffer or a parameter, in place or by assignment, or drew random
+            numbers outside of torch. ONNX Runtime would never update these tensors, and would reuse the same numbers
+            at each step. Buffers and random states are restored, for the forward that runs instead.
     """
     before = ForwardState.of(module, with_buffers=True)
     tensors = (*module.named_buffers(), *module.named_parameters())

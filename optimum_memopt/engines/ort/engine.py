@@ -1,4 +1,4 @@
-"""Trains a model through ONNX Runtime in place; class, modules, parameters and state-dict keys stay the same."""
+"""Trains a model in ONNX Runtime, in place: its class, modules, parameters and state-dict keys stay the same."""
 
 import types
 from collections import OrderedDict
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class OrtEngine(in_place.InPlaceEngine):
     """The `ort` engine.
 
-    Training forwards (training mode, gradients enabled) run in ONNX Runtime, all others in the model's own forward.
+    Training forwards (training mode, gradients enabled) run in ONNX Runtime; all others run the model's own forward.
     """
 
     name = "ort"
@@ -45,7 +45,8 @@ class OrtEngine(in_place.InPlaceEngine):
         super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
-        """Raises ConfigError for what ONNX Runtime does not support: a count other than -1 and 0, offload."""
+        """Select other plans. Raises ConfigError for counts other than -1 and 0, and for offload and compression,
+        which ONNX Runtime does not support."""
         if selection.config is not None:
             check_supported(selection.config)
         super().apply(selection)
@@ -80,7 +81,7 @@ class OrtEngine(in_place.InPlaceEngine):
             self._forget()
 
     def smooth_labels(self, smoothing: Any) -> bool:
-        """Takes a `LabelSmoothing`; needs `--ort_module_with_loss`."""
+        """Compute the loss of a `LabelSmoothing` in the graph; needs `--ort_module_with_loss`."""
         if smoothing != self._smoothing:
             self._smoothing = smoothing
             self._forget()
@@ -94,7 +95,7 @@ class OrtEngine(in_place.InPlaceEngine):
         return self._session.table if self._session is not None else self._fallback_table
 
     def insight(self) -> str:
-        """ONNX Runtime's own per-node text of the current training graph."""
+        """Returns ONNX Runtime's own per-node text of the current training graph."""
         return self._session.insight if self._session is not None else ""
 
     @property
@@ -103,7 +104,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     @property
     def graph(self) -> Any:
-        """The current training graph (`onnx.GraphProto`), None before the first training forward."""
+        """Returns the current training graph (`onnx.GraphProto`); None before the first training forward."""
         return self._session.internals.graph if self._session is not None else None
 
     def _forget(self) -> None:
@@ -112,13 +113,13 @@ class OrtEngine(in_place.InPlaceEngine):
             session.close()
         self._session: OrtSession | None = None
         self._exported_table: PlanTable | None = None
-        # Of plain PyTorch, while that trains the model.
+        # The plan table while plain PyTorch trains the model.
         self._fallback_table: PlanTable | None = None
         self._state: ModuleState | None = None
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._model.training:
-            # ORTModule computes no gradients there.
+            # ORTModule computes no gradients in evaluation mode.
             self._say_evaluates()
             return self._attached.training_forward.plain_forward(*args, **kwargs)
         self._drop_outdated_session()
@@ -145,12 +146,12 @@ class OrtEngine(in_place.InPlaceEngine):
                 self._accept_export()
             return outputs
         except (MemOptError, torch.OutOfMemoryError):
-            # A caller may continue, with a smaller batch: leave neither a graph without a session behind, nor an
-            # unfinished forward.
+            # The caller may continue with a smaller batch: leave neither a graph without a session behind, nor a
+            # forward without its backward.
             self._forget()
             raise
         except IndexError:
-            # A label or an id of this batch is out of range; a session that is built can run the next batch.
+            # A label or id of this batch is out of range; a session that is already built can run the next batch.
             if self._session is None or self._session.is_building or self._redraws_random_numbers:
                 self._forget()
             raise
@@ -173,7 +174,7 @@ class OrtEngine(in_place.InPlaceEngine):
         """Train with plain PyTorch from now on.
 
         Raises:
-            UnsupportedModelError: the user turned the fallback off.
+            UnsupportedModelError: the fallback is off (`--ort_fallback false`).
         """
         if not self._options.ort_fallback:
             raise UnsupportedModelError(
@@ -191,7 +192,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._fallback_table = PlanTable(engine=self.name, plans=(), header=(line,))
 
     def _drop_outdated_session(self) -> None:
-        """Drop a session whose graph has baked in state of the model that has changed since."""
+        """Drop the session if model state that is baked into its graph has changed since the export."""
         state = ModuleState(self._model)
         changes = self._state.changes(state) if self._state is not None else {}
         if self._fallback_table is not None and changes.keys() <= self._reexports.exceeded:
@@ -217,7 +218,8 @@ class OrtEngine(in_place.InPlaceEngine):
             )
 
     def _accept_export(self) -> None:
-        """Write back what the traced forward has set on the exported copy, and accept it as the model's state."""
+        """Copy the attributes that the traced forward set on the exported copy to the model. If only caches of the
+        forward have changed, accept them without a re-export."""
         self._exported_table = self.plans()
         self._exported.write_back_attributes()
         state = ModuleState(self._model)
@@ -227,12 +229,12 @@ class OrtEngine(in_place.InPlaceEngine):
     def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:
         forward = with_label_smoothing(self._attached.training_forward.plain_forward, self._smoothing)
         outputs = forward(*args, **kwargs)
-        # Changes by the forward itself are no reason to try ONNX Runtime again.
+        # State that the forward itself changes is no reason to try ONNX Runtime again.
         self._state = ModuleState(self._model)
         return outputs
 
     def _batch_failure(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why ONNX Runtime fails on a batch that PyTorch can run; empty when PyTorch fails too."""
+        """Returns why ONNX Runtime fails on a batch that PyTorch can run; empty if PyTorch fails too."""
         try:
             with torch.no_grad():
                 self._attached.training_forward.plain_forward(*args, **kwargs)
@@ -244,8 +246,8 @@ class OrtEngine(in_place.InPlaceEngine):
         )
 
     def _export_copy(self) -> torch.nn.Module:
-        """The module that ORT exports. It shares submodules and parameters with the model, but not the root's hooks,
-        which the model's own `__call__` runs already."""
+        """Returns the module that ORT exports. It shares submodules and parameters with the model, but not the root's
+        hooks, which the model's own `__call__` runs already."""
         self._exported = SharedCopy(self._model)
         module = self._exported.module
         module.__dict__.pop("forward", None)

@@ -1,4 +1,4 @@
-"""Questions to the ort engine before it has a model."""
+"""What the ort engine can answer before it has a model."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 NAME = "ort"
-# Abilities beside the engine itself; the first three need the torch extensions.
+# Abilities beyond the engine itself; the first three need the torch extensions.
 _NEED_ENGINE = (
     "custom torch.autograd.Function",
     "memory-efficient gradient management",
@@ -33,7 +33,7 @@ _NEED_ENGINE = (
 
 
 class OrtFactory(EngineFactory[OrtOptions]):
-    """Works without onnx and onnxruntime."""
+    """The factory of the ort engine. Importing and creating it needs neither onnx nor onnxruntime."""
 
     allocates_outside_torch = True
     options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
@@ -42,7 +42,8 @@ class OrtFactory(EngineFactory[OrtOptions]):
         return installation.missing()
 
     def declines(self, options: OrtOptions) -> str:
-        """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
+        """Returns why `auto` skips this engine: flags of another engine, or a plan or `--memory_opt_on_oom` that it
+        cannot apply; empty if it does not."""
         for other in engine_names():
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
@@ -56,7 +57,8 @@ class OrtFactory(EngineFactory[OrtOptions]):
         return ""
 
     def check_options(self, options: OrtOptions) -> None:
-        """Refuse what cannot work here; under `auto` another engine may take a plan that this one cannot."""
+        """Refuse options that cannot work here. Under `auto`, plans and `--memory_opt_on_oom` are not checked: another
+        engine may support them."""
         if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
         if options.memory_opt_engine == NAME and options.memory_opt_on_oom != EXPLAIN:
@@ -67,7 +69,8 @@ class OrtFactory(EngineFactory[OrtOptions]):
         options.check_ort()
 
     def in_force(self, options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
-        """The options as ORT's variables change them; under `auto` another engine is the fallback."""
+        """Returns the options with overrides from ORT's environment variables, and a line for each override. Under
+        `auto`, the fallback is another engine instead of plain PyTorch."""
         chosen, remarks = from_environment(options, environ)
         if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
@@ -79,10 +82,10 @@ class OrtFactory(EngineFactory[OrtOptions]):
         return OrtEngine(selection, options)
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
-        """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
+        """Returns the parts for `--ort_module_with_loss` and `--ort_fp16_optimizer`.
 
         Raises:
-            MemOptError: a loss that the model does not know; no ONNX Runtime.
+            MemOptError: the Trainer computes the loss outside of the model; ONNX Runtime is not installed.
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
             return TrainerParts()
@@ -97,7 +100,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         )
 
     def environment_report(self) -> Report:
-        """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""
+        """Returns installed packages, torch extensions and abilities on this machine; imports onnxruntime-training."""
         installed = {name: _version(name) for name in (*installation.ONNXRUNTIMES, "onnx")}
         compiler, compiler_missing = None, ""
         try:
@@ -117,12 +120,12 @@ class OrtFactory(EngineFactory[OrtOptions]):
         extensions.build()
 
     def version_facts(self) -> dict[str, str]:
-        """The version of onnxruntime-training, and ORT's variables in the environment."""
+        """Returns the version of onnxruntime-training, and ORT's variables in the environment."""
         version = installed_version(installation.DISTRIBUTIONS)
         variables = {
             f"{name} in the environment": value
             for name, value in os.environ.items()
-            # Ranks may have caches of their own.
+            # Ranks may have different cache folders.
             if name.startswith(PREFIX) and name != f"{PREFIX}CACHE_DIR"
         }
         return ({f"version of {version[0]}": version[1]} if version else {}) | variables

@@ -1,14 +1,14 @@
-"""Mends ONNX Runtime 1.19.2's training graphs in place: labels and ids as PyTorch takes them, and wrong or costly
-gradients.
+"""Fixes ONNX Runtime 1.19.2's training graphs in place: checks labels and ids as PyTorch does, and corrects wrong or
+costly gradients.
 
 A graph is an `onnx.GraphProto`, whose nodes are named after the submodules that they were exported from.
 
-ONNX Runtime's losses read out of bounds for a label out of range, and its Gather counts negative ids from the end
+ONNX Runtime's losses read out of bounds if a label is out of range, and its Gather counts negative ids from the end
 (onnxruntime 1.19.2); torch raises IndexError for both. A check is a group of nodes before the node that would read out
-of bounds, so it sees the values that this node reads: after shifts, masks and slices, and positions that the model
-computes itself. A check is a dozen operators on the integers of a batch and stashes nothing: four checks take 0.1 to
-0.3 ms for 1,024 ids each, and are not measurable for 8,192 (2 cores). On CUDA each check synchronizes with the device,
-because Reshape reads its shape on the host (not run: there was no GPU).
+of bounds, so it sees the values that this node reads: after shifts, masks and slices, and including positions that the
+model computes itself. A check is a dozen operators on the integers of a batch and stashes nothing: four checks take
+0.1 to 0.3 ms for 1,024 ids each, and are not measurable for 8,192 (2 cores). On CUDA each check synchronizes with the
+device, because Reshape reads its shape on the host (not run: there was no GPU).
 """
 
 import re
@@ -31,7 +31,7 @@ _ELEMENTS = {
     torch.float64: onnx.TensorProto.DOUBLE,
 }
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal"})
-# Operators that pass the values of their first input on unchanged.
+# Operators whose output has the values of their first input.
 _SAME_VALUES = frozenset(
     {"Cast", "Concat", "ConcatTraining", "Flatten", "Identity", "Pad", "Reshape", "ShrunkenGather", "Slice", "Squeeze"}
     | {"Transpose", "Unsqueeze"}
@@ -40,13 +40,14 @@ _MARK = "/index_range"
 # Added to a value out of range, clipped to half of this, so that the sum is positive and encodes the value.
 _OFFSET = 2**40
 _FAILED_CHECK = re.compile(rf"Name:'(?P<node>[^']*){_MARK}'.*requested shape:\{{(?P<coded>\d+)\}}", re.DOTALL)
-# ORT's own check (gather.cc, gather_elements.cc), on the CPU only: ids past the end, also without a check of ours.
+# ORT's own check for ids past the end (gather.cc, gather_elements.cc), on the CPU only; it also covers nodes without
+# one of our checks.
 _FAILED_GATHER = re.compile(
     r"Name:'(?P<node>[^']*)'.*(?:idx|index)\D*=?\s*(?P<value>-?\d+) must be within the inclusive range "
     r"\[-(?P<size>\d+),",
     re.DOTALL,
 )
-# torch's own errors when the model runs for the export; ORT puts them at the end of a traceback.
+# torch's errors when the model runs for the export; ORT puts them at the end of a traceback.
 _FAILED_EXPORT = re.compile(
     r"(?:^|Error: )(?P<reason>index out of range in self|Target -?\d+ is out of bounds\.|"
     r"index -?\d+ is out of bounds for dimension \d+ with size \d+|"
@@ -69,7 +70,8 @@ class NewNodes:
         return full
 
     def add(self, operator: str, inputs: Sequence[str], output: str, label: str = "", **attributes: Any) -> str:
-        """Add a node named `label`, or after output and operator; returns the full name of its output."""
+        """Add a node; returns the full name of its output. The node is named `label`, or after output and operator if
+        that is empty."""
         full = f"{self._prefix}/{output}"
         label = label or f"{full}/{operator}"
         self._nodes.append(onnx.helper.make_node(operator, inputs, [full], label, **attributes))
@@ -84,7 +86,7 @@ class NewNodes:
 
 
 def _backwards(graph: Any) -> list[tuple[int, Any]]:
-    """Positions and nodes, the last first, so that nodes can be inserted on the way."""
+    """Returns positions and nodes, the last first, so that the loop over them can insert nodes."""
     return list(enumerate(graph.node))[::-1]
 
 
@@ -95,18 +97,18 @@ def _embeddings(module: torch.nn.Module) -> dict[str, torch.nn.Embedding]:
 
 def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
     scope = module_scope(node_name)
-    # From the second call of a submodule in one forward on, its scope ends with a number.
+    # From the second call of a submodule in one forward, its scope ends with a number.
     called, _, count = scope.rpartition("_")
     return embeddings.get(scope) or (embeddings.get(called) if count.isdigit() else None)
 
 
 def module_scope(node_name: str) -> str:
-    """Name of the module that a node was exported from; a gradient node has the module of its forward node."""
+    """Returns the name of the module that a node was exported from; for a gradient node, that of its forward node."""
     return node_name.partition("_Grad/")[0].rpartition("/")[0].removeprefix(ROOT).replace("/", ".")
 
 
 def element_type(graph: Any, name: str, default: int) -> int:
-    """The `onnx.TensorProto` type of a value, `default` if the graph does not have it."""
+    """Returns the `onnx.TensorProto` type of a value; `default` if the graph does not record it."""
     values = (*graph.value_info, *graph.input, *graph.output)
     return next((value.type.tensor_type.elem_type for value in values if value.name == name), 0) or default
 
@@ -116,9 +118,9 @@ class IndexCheck:
     """One check in a graph.
 
     Attributes:
-        what: the model input that holds the indices, or the submodule that reads them.
-        size: allowed are 0 to `size` - 1; None if it varies between batches.
-        ignored: also allowed; None if the loss has none, or one that varies.
+        what: name of the model input that holds the indices, or of the submodule that reads them.
+        size: indices from 0 to `size` - 1 are allowed; None if it varies between batches.
+        ignored: the loss's ignore index, which is also allowed; None if there is none, or if it varies.
     """
 
     what: str
@@ -132,7 +134,7 @@ class IndexCheck:
 
 
 def mend(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
-    """Apply all fixes to a training graph that was exported from `module`; returns the checks of `check_indices`."""
+    """Apply all fixes to a training graph exported from `module`; returns the checks of `check_indices`."""
     checks = check_indices(graph, module)
     nan_mean_without_labels(graph)
     mask_padding_gradients(graph, module)
@@ -142,7 +144,7 @@ def mend(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
 
 
 def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
-    """Add a check before every node that reads labels, or ids where torch allows no negative ones; in place.
+    """Add a check, in place, before every node that reads labels, or ids that torch does not allow to be negative.
 
     Returns:
         The checks by the name of the node that they precede.
@@ -174,7 +176,7 @@ def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
 
 
 def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> IndexError | None:
-    """Convert an error of ONNX Runtime about an index out of range to an IndexError; None for other errors."""
+    """Returns an IndexError for an ONNX Runtime error about an index out of range; None for other errors."""
     text = str(error)
     if failed := _FAILED_CHECK.search(text):
         return checks[failed["node"]].error(int(failed["coded"]) - 1 - _OFFSET)
@@ -188,7 +190,7 @@ def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> In
 
 
 def _ignored_name(graph: Any, node: Any, new: NewNodes) -> str:
-    """Name of the value that holds this loss's ignore index, empty when it has none."""
+    """Returns the name of the value that holds this loss's ignore index; empty if it has none."""
     if node.op_type in LOSSES and len(node.input) > 3 and node.input[3]:
         return node.input[3]
     value = _ignored_value(graph, node)
@@ -205,7 +207,7 @@ def _ignored_value(graph: Any, node: Any) -> int | None:
 
 
 def _source(name: str, producers: Mapping[str, Any], inputs: Collection[str]) -> str:
-    """The model input that `name` has its values from, empty when they are computed."""
+    """Returns the model input that provides the values of `name`; empty if they are computed."""
     while name in producers and producers[name].op_type in _SAME_VALUES:
         name = producers[name].input[0]
     return name if name in inputs else ""
@@ -218,7 +220,9 @@ def _attribute(node: Any, name: str, default: int | None = None) -> int | None:
 def _insert(graph: Any, position: int, axis: int | None) -> None:
     """Insert a check before the node at `position`, which then reads the checked indices.
 
-    The limit is the size of the node's first input along `axis`; None for a OneHot, whose second input is the limit.
+    Args:
+        axis: axis of the node's first input whose size is the limit; None for a OneHot, whose second input is the
+            limit.
     """
     node = graph.node[position]
     slot = 0 if axis is None else 1
@@ -245,7 +249,7 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
     length_zero = new.constant("length_zero", [0])
     largest = new.add("ReduceMax", [new.add("Concat", [coded, length_zero], "all", axis=0)], "largest", keepdims=1)
     length = new.add("Add", [largest, new.constant("one", [1])], "length")
-    # Fails for every length but 1, on every provider, with the length in its message.
+    # Fails for every length except 1, on every provider; the message contains the length.
     passed = new.add("Reshape", [length_zero, length], "passed", label=f"{node.name}{_MARK}")
     passed = new.add("Reshape", [passed, new.constant("scalar", numpy.zeros(0))], "passed_scalar")
     dtype = element_type(graph, node.input[slot], onnx.TensorProto.INT64)
@@ -255,8 +259,8 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
 
 
 def nan_mean_without_labels(graph: Any) -> None:
-    """Make the mean loss of a batch without labels NaN, as in PyTorch: ONNX Runtime's cross entropies return 0 for the
-    mean over no rows. The gradients are zero in both."""
+    """Make the mean loss of a batch without labels NaN, as in PyTorch; ONNX Runtime's cross entropies return 0. The
+    gradients are zero in both."""
     for position, node in _backwards(graph):
         reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"mean")
         if node.op_type not in LOSSES or reduction != b"mean":
@@ -281,7 +285,7 @@ def nan_mean_without_labels(graph: Any) -> None:
 def mask_padding_gradients(graph: Any, module: torch.nn.Module) -> None:
     """Keep the gradient of an embedding's padding row at zero, as torch does.
 
-    Without the torch extensions embeddings are exported as Gather, which has no `padding_idx`: the row would get a
+    Without the torch extensions, embeddings are exported as Gather, which has no `padding_idx`: the row would get a
     gradient from every padded position that the loss reads, and would be trained.
     """
     embeddings = _embeddings(module)
@@ -302,9 +306,9 @@ def mask_padding_gradients(graph: Any, module: torch.nn.Module) -> None:
 def expand_indices_in_backward(graph: Any) -> None:
     """Recompute the expanded indices of a gather in the backward, instead of stashing them.
 
-    `x.gather(-1, index.expand(…))` needs no memory in torch, where an expanded tensor is a view. ONNX Runtime
-    materializes it, and the gather's gradient reads it, so it is stashed as int64 at full size: in DeBERTa-v2 two
-    tensors of shape (batch * heads, length, length) per layer, a quarter of all that a step holds
+    The expanded index of `x.gather(-1, index.expand(…))` is a view in torch and takes no memory. ONNX Runtime
+    materializes it, and the gather's gradient reads it, so it is stashed as int64 at full size: in DeBERTa-v2, two
+    tensors of shape (batch * heads, length, length) per layer, a quarter of all memory that a step holds
     (docs/ort_claims.md). The memory optimizer has no row for them: it traces the Expand back to a Clip, which it
     cannot recompute (orttraining/core/optimizer/memory_optimizer/recompute_analysis.cc).
 
@@ -324,8 +328,9 @@ def expand_indices_in_backward(graph: Any) -> None:
 def unsqueeze_grouped_conv1d_gradients(graph: Any) -> None:
     """Compute the gradient of a grouped 1D convolution as that of a 2D convolution of height 1.
 
-    ONNX Runtime's CPU kernel of ConvGrad writes past its buffer in the input gradient of grouped convolutions that are
-    not 2D; the process aborts with glibc's "free(): corrupted unsorted chunks" (ConvBERT's separable convolutions).
+    ONNX Runtime's CPU kernel of ConvGrad writes past its buffer when it computes the input gradient of a grouped
+    convolution that is not 2D; the process aborts with glibc's "free(): corrupted unsorted chunks" (ConvBERT's
+    separable convolutions).
 
     Raises:
         UnsupportedByOrt: a grouped ConvGrad with three dimensions or more.

@@ -1,10 +1,14 @@
 """ONNX Runtime's own optimizers: FusedAdam as a value of `--memory_opt_optim`, and `FP16_Optimizer`.
 
-`FP16_Optimizer` gives fp16 optimizers faster overflow checks and norms. It replaces methods of the optimizer that it
-is given, and only of optimizers that it knows: of DeepSpeed ZeRO 1 and 2 from 0.4.0 to 0.9.1 any, later ones where the
-source of three methods is that of 0.9.2 (`_ds_modifier.py` in onnxruntime-training 1.19.2; the last is 0.13.1), of
-Apex with `amp`, of Megatron-LM 1.1.5; on CUDA only. Everywhere else it warns deep in a log and does nothing, which is
-said here instead.
+`FP16_Optimizer` makes the overflow checks and norms of fp16 optimizers faster, by replacing methods of the optimizer.
+It supports these optimizers, on CUDA only:
+
+- DeepSpeed ZeRO 1 and 2: every version from 0.4.0 to 0.9.1, and later ones if the source of three methods equals that
+  of 0.9.2 (`_ds_modifier.py` in onnxruntime-training 1.19.2); the last such version is 0.13.1.
+- Apex with `amp`.
+- Megatron-LM 1.1.5.
+
+For all others it warns deep in a log and does nothing; this module logs a warning instead.
 """
 
 import importlib
@@ -24,13 +28,13 @@ FLAG = "--ort_fp16_optimizer"
 
 
 def has_fused_ops() -> bool:
-    """True where ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
+    """True if ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
     ortmodule.load()
     return importlib.util.find_spec(f"{extensions.PACKAGE}.fused_ops") is not None
 
 
 def fused_adam_missing(device: str) -> str:
-    """Why FusedAdam cannot run on this device type, with a suggestion; empty when it can."""
+    """Returns why FusedAdam cannot run on this device type, with a suggestion; empty if it can."""
     if reason := missing():
         return reason
     if device != "cuda":
@@ -44,15 +48,15 @@ def fused_adam_missing(device: str) -> str:
 
 
 def fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class, and the arguments that make it torch's AdamW."""
+    """Returns ONNX Runtime's FusedAdam, and the arguments with which it computes torch's AdamW."""
     ortmodule.load()
     optim = importlib.import_module("onnxruntime.training.optim")
-    # Its default is the AdamW that transformers once had, which decays after the step.
+    # The default is transformers' former AdamW, which decays weights after the step.
     return optim.FusedAdam, {"adam_w_mode": optim.AdamWMode.ADAMW_TORCH}
 
 
 def fp16_optimizer_callbacks(trainer: Trainer) -> tuple[TrainerCallback, ...]:
-    """The callback that applies `modify_fp16_optimizer` when a run begins; none where the Trainer has it.
+    """Returns the callback that applies `modify_fp16_optimizer` when a run begins; empty if the Trainer has it.
 
     Raises:
         MemOptError: onnxruntime-training is not installed.
@@ -64,14 +68,17 @@ def fp16_optimizer_callbacks(trainer: Trainer) -> tuple[TrainerCallback, ...]:
 
 
 def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Give a fp16 optimizer, as `accelerator.prepare` or DeepSpeed returned it, ONNX Runtime's methods, in place.
+    """Replace methods of an fp16 optimizer by ONNX Runtime's, in place.
+
+    Args:
+        optimizer: the optimizer as returned by `accelerator.prepare` or DeepSpeed.
 
     Returns:
-        Why ONNX Runtime left the optimizer as it is; empty when it did not.
+        Why the optimizer is unchanged; empty if it was modified.
     """
     has_operators = has_fused_ops()
     wrap = importlib.import_module("onnxruntime.training.optim").FP16_Optimizer
-    # accelerate puts a wrapper around DeepSpeed's optimizer, which ONNX Runtime looks through.
+    # accelerate wraps DeepSpeed's optimizer; ONNX Runtime modifies the wrapped one.
     candidates = [optimizer, *([optimizer.optimizer] if hasattr(optimizer, "optimizer") else [])]
     before = [dict(vars(each)) for each in candidates]
     with warnings.catch_warnings(record=True) as caught:
@@ -79,11 +86,11 @@ def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:
         try:
             wrap(optimizer)
         except AttributeError as error:
-            # It compares methods by source, which a later DeepSpeed may have no more.
+            # ONNX Runtime compares the source of methods that a later DeepSpeed may not have.
             return str(error)
     said = [str(warning.message) for warning in caught]
     if not any("are overridden with faster implementation" in text for text in said):
-        # The last one is the verdict, those before it list source code.
+        # The last warning is the verdict; earlier ones list source code.
         reasons = [text.splitlines()[0] for text in said if "Skip modifying optimizer" in text]
         return reasons[-1] if reasons else f"it does not know {type(optimizer).__name__}"
     if not has_operators:
@@ -95,7 +102,7 @@ def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 class Fp16OptimizerCallback(TrainerCallback):
-    """Applies `modify_fp16_optimizer` when a run begins, when DeepSpeed's optimizer first exists."""
+    """Applies `modify_fp16_optimizer` when a run begins: only then does DeepSpeed's optimizer exist."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,9 +1,9 @@
-"""Every option of ORTModule: the `--ort_…` flags, where they cannot work, and the environment variables of ORT that
-correspond to them; no variable is ignored silently.
+"""All options of ORTModule: the `--ort_…` flags, checks whether they can work, and the corresponding environment
+variables of ORT. No variable is ignored silently.
 
-Variables were read in onnxruntime-training 1.19.2: ortmodule/{__init__,options,_fallback,_custom_autograd_function,
+Source of the variables: onnxruntime-training 1.19.2, ortmodule/{__init__,options,_fallback,_custom_autograd_function,
 _custom_autograd_function_exporter,_graph_transition_manager,_custom_op_symbolic_registry}.py,
-ortmodule/graph_optimizers/__init__.py, ort_triton/. Importing this imports nothing of onnxruntime.
+ortmodule/graph_optimizers/__init__.py, ort_triton/. Importing this module does not import onnxruntime.
 """
 
 import copy
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 NO_SKIP = "SKIP_CHECK_DISABLED"
-# What stays undetected without each check.
+# The consequence of skipping each check.
 _SKIPS = {
     "SKIP_CHECK_DEVICE": "inputs on another device than the model are not detected",
     "SKIP_CHECK_BUILD_GRADIENT": "other keyword arguments or dtypes than the first's are ignored or an error",
@@ -61,14 +61,14 @@ _NEED_ANOTHER = {
 }
 # Parameters get their gradients inside the backward of ONNX Runtime's single autograd node, not from torch's graph.
 _HIDE_PARAMETERS = ("ort_mem_efficient_grad_mgmt", "ort_allow_autograd_checkpoint")
-# The last version that ORT's hooks support; later ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
+# The last DeepSpeed that ORT's hooks support; later ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
 _LAST_DEEPSPEED = (0, 13, 1)
 _LARGEST_FILE = 64 * 2**20
 
 
 @dataclass
 class OrtOptions(EngineOptions):
-    """How ORTModule runs the model."""
+    """The `--ort_…` flags: how ORTModule exports and runs the model."""
 
     ort_fallback: bool = flag(
         True, "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop."
@@ -162,16 +162,16 @@ class OrtOptions(EngineOptions):
     )
 
     def check_ort(self) -> None:
-        """Find what is wrong, or cannot work on this machine, before a model or data is loaded.
+        """Refuse options that are invalid, or cannot work on this machine, before a model or data is loaded.
 
         Raises:
-            MemOptError: one line that names the option and what is allowed, or a suggestion.
+            MemOptError: one line that names the option and the allowed values, or makes a suggestion.
         """
         if self.ort_save_onnx is not None and not os.path.isdir(self.ort_save_onnx):
             raise MemOptError(f"--ort_save_onnx {path_excerpt(self.ort_save_onnx)}: no such folder; make it first")
         if self.ort_cache_dir is not None:
             folder = Path(self.ort_cache_dir)
-            # Not `Path.exists`, which raises for a name that is too long.
+            # `Path.exists` would raise for a name that is too long.
             there = (path for path in (folder, *folder.parents) if os.path.exists(path))
             if file := next((path for path in there if not os.path.isdir(path)), None):
                 raise MemOptError(
@@ -222,7 +222,8 @@ def _check_combinations(options: OrtOptions, given: dict[str, str]) -> None:
 
 
 def _check_files(options: OrtOptions) -> None:
-    """ORT ignores a missing file silently, and fails on an unreadable one in the middle of training."""
+    """Refuse missing or unreadable files. ORT silently ignores a missing file, and fails on an unreadable one in the
+    middle of training. Raises MemOptError."""
     if options.ort_tuning and options.ort_tuning_results is not None:
         check_written("--ort_tuning_results", str(options.ort_tuning_results))
     read = ("ort_triton_config",) if options.ort_tuning else ("ort_triton_config", "ort_tuning_results")
@@ -247,7 +248,7 @@ def _check_skips(policy: str) -> None:
 
 
 def skip_check_remark(policy: str | None) -> str:
-    """A line about what `--ort_skip_check` leaves undetected; empty when nothing."""
+    """Returns a log line about errors that `--ort_skip_check` leaves undetected; empty if there are none."""
     undetected = [_SKIPS[name] for name in (policy or NO_SKIP).split("|") if name in _SKIPS]
     return f"--ort_skip_check {policy}: from the second step on {'; '.join(undetected)}" if undetected else ""
 
@@ -294,11 +295,13 @@ PREFIX = "ORTMODULE_"
 
 
 class EnvOption(NamedTuple):
-    """One environment variable of ORT, without its prefix, and the corresponding field of `OrtOptions`.
+    """An environment variable of ORT and the corresponding option.
 
     Attributes:
-        read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.
-        passed: ORT itself reads the value from this variable; otherwise the engine implements the option.
+        variable: name of the variable, without `ORTMODULE_`.
+        option: name of the corresponding field of `OrtOptions`.
+        read: converts the variable's text to the option's value; raises a ValueError that names the allowed values.
+        passed: whether ORT reads the value from this variable; otherwise the engine implements the option.
     """
 
     variable: str
@@ -312,11 +315,11 @@ class EnvOption(NamedTuple):
 
     @property
     def attribute(self) -> str:
-        """That of ORT's `_RuntimeOptions` with the value, where it has one."""
+        """Returns the name of the attribute of ORT's `_RuntimeOptions` that holds the value; it may not exist."""
         return _ATTRIBUTES.get(self.variable, self.variable.lower())
 
 
-# Those that are not named like their variable.
+# Attributes of `_RuntimeOptions` that are not named like their variable.
 _ATTRIBUTES = {
     "ENABLE_MEM_EFFICIENT_GRAD_MGMT": "enable_mem_efficient_grad_management",
     "ENABLE_ZERO_STAGE3": "enable_zero_stage3_support",
@@ -335,7 +338,7 @@ def _one_of(values: Mapping[str, Any], allowed: str) -> Callable[[str], Any]:
 
 _switch = _one_of({"0": False, "1": True}, "0 and 1")
 _level = _one_of({"0": 0, "1": 1, "2": 2}, "0, 1 and 2")
-# ORT's names to those of --memory_opt_log_level, which has nothing below a warning.
+# ORT's log levels to those of --memory_opt_log_level, whose least verbose level is `warning`.
 _LOG_LEVELS = {"VERBOSE": "verbose", "DEVINFO": "devinfo", "INFO": "info"} | dict.fromkeys(
     ("WARNING", "ERROR", "FATAL"), "warning"
 )
@@ -384,7 +387,7 @@ ENV_OPTIONS = (
     EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch),
 )
 
-# Other variables that ORT reads, or that are easily mistaken for one of them, with a remark for the user.
+# Other variables of ORT, and names easily mistaken for one, with a remark for the user.
 _NOT_USED = {
     "PRINT_INPUT_DENSITY": "not used; --log_input_density shows it",
     "PRINT_MEMORY_STATS": "not used; --log_memory_phases shows them",
@@ -395,7 +398,7 @@ _NOT_USED = {
     "EXTERNAL_TORCH_CPP_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
     "EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
 }
-# Read once, when ORT is imported, for the whole process.
+# Variables that ORT reads once, when it is imported, for the whole process.
 SDPA_FALLBACK = f"{PREFIX}ATEN_SDPA_FALLBACK"
 _PROCESS_WIDE = {
     "ATEN_SDPA_FALLBACK": "for all models of this process, sdpa runs as torch's memory-efficient attention",
@@ -405,17 +408,17 @@ KNOWN = tuple(PREFIX + name for name in (*(option.variable for option in ENV_OPT
 
 
 def from_environment(options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
-    """Options with values from the environment: a variable that the user has set for ORT overrides the flag.
+    """Override options with the values of ORT's environment variables.
 
     Args:
-        options: a `MemOptOptions`; not changed.
-        environ: like `os.environ`; a variable without a value counts as not set.
+        options: a `MemOptOptions`; not modified.
+        environ: like `os.environ`; an empty variable counts as unset.
 
     Returns:
         A checked copy with the variables' values, and a log line for each variable.
 
     Raises:
-        MemOptError: a variable's value is not allowed; the message names both.
+        MemOptError: a variable has an invalid value; the message names both.
     """
     effective: Any = copy.copy(options)
     remarks, sources = [], []
@@ -452,7 +455,8 @@ def from_environment(options: OrtOptions, environ: Mapping[str, str]) -> tuple[O
 
 
 def _decide_between_plans(options: Any, effective: Any, given: Mapping[str, str]) -> tuple[str, ...]:
-    """A level and a config exclude each other, so one from the environment replaces the other flag."""
+    """Drop the flag for a level if the environment has a config, and vice versa, since they are mutually exclusive;
+    returns a log line if one was dropped."""
     has_level = given.get(f"{PREFIX}MEMORY_OPT_LEVEL", "0") != "0"
     has_config = f"{PREFIX}MEMORY_OPT_CONFIG" in given
     if has_level and not has_config and options.memory_opt_config is not None:
@@ -477,16 +481,16 @@ def _other_remarks(given: Mapping[str, str]) -> list[str]:
 
 
 def variables(options: OrtOptions) -> dict[str, str | None]:
-    """The environment that ORT sees for one model: every variable it reads except the process-wide ones; None: unset.
+    """Returns the environment that ORT sees for one model: all variables but the process-wide ones; None: unset.
 
-    Plans and the fallback are the engine's own; ORT's fallback covers few errors.
+    ORT's own plans and fallback are off, since the engine implements both; ORT's fallback covers few errors.
     """
     values: dict[str, str | None] = {name: None for name in KNOWN if name.removeprefix(PREFIX) not in _PROCESS_WIDE}
     values |= {
         f"{PREFIX}FALLBACK_POLICY": "FALLBACK_DISABLE",
         f"{PREFIX}MEMORY_OPT_LEVEL": "0",
-        # By default ORT runs the first batch's graph for every later batch: other keyword arguments, int32 ids, no
-        # labels. With the checks it builds a new graph for these; new shapes alone do not need one.
+        # By default ORT runs the first batch's graph for every later batch, even with other keyword arguments, int32
+        # ids or no labels. With the checks it builds a new graph for these; new shapes alone do not need one.
         f"{PREFIX}SKIPCHECK_POLICY": NO_SKIP,
     }
     for env_option in ENV_OPTIONS:
@@ -497,10 +501,10 @@ def variables(options: OrtOptions) -> dict[str, str | None]:
 
 
 def ignored_options(options: OrtOptions, runtime_options: Any) -> tuple[str, ...]:
-    """Flags that ORT silently ignored or changed.
+    """Returns the flags that ORT silently ignored or changed.
 
     Args:
-        options: what the user asked for.
+        options: the requested options.
         runtime_options: ORT's `_RuntimeOptions`, created while `variables` were set.
     """
     given = ((each, getattr(options, each.option)) for each in ENV_OPTIONS if each.passed)

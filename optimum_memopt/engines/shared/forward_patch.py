@@ -1,4 +1,4 @@
-"""The changes that engines make on a model: its training forward, activation checkpointing, the key-value cache."""
+"""The changes that engines make to a model: training forward, activation checkpointing, key-value cache."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called while its object is alive; or a function, while somebody else holds it."""
+    """Returns a callable that holds a method's object, or a function, weakly; it must be alive at each call."""
     held = weakref.WeakMethod(method) if isinstance(method, types.MethodType) else weakref.ref(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,12 @@ def _is_flag(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A number, tensor, container, generator or flag that a module holds beside its buffers, and what it was."""
+    """A number, tensor, container, generator or flag among a module's attributes, with its original value.
+
+    Attributes:
+        value: the original object.
+        values: a copy of its contents: of a tensor's numbers, a container's entries or a generator's state; else None.
+    """
 
     module: torch.nn.Module
     name: str
@@ -80,7 +85,7 @@ class Attribute:
 
     @property
     def is_other_container(self) -> bool:
-        """True for a container that holds other objects than it did."""
+        """True for a container that holds other objects than originally."""
         return type(self.value) in CONTAINERS and not holds_the_same(self.value, self.values)
 
     @property
@@ -104,15 +109,15 @@ class Attribute:
             set_state(self.value, self.values)
 
 
-# Bytes of frozen parameters that are copied before a first forward.
+# Maximum bytes of frozen parameters that are copied before a first forward.
 _MOST_FROZEN = 2**24
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """The state that a forward may have changed: random generators, the buffers of modules, small frozen
-    parameters, the numbers, tensors, containers and generators among the modules' attributes, the containers among its
-    arguments, and what hooks and forwards of a script hold."""
+    """The state that a forward may change: random generators, buffers, small frozen parameters, the numbers, tensors,
+    containers and generators among the modules' attributes, the containers among its arguments, and the state that
+    hooks and forwards of a script hold."""
 
     generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
@@ -133,13 +138,15 @@ class ForwardState:
         arguments: Any = (),
         functions: Iterable[Callable[..., Any]] = (),
     ) -> "ForwardState":
-        """The state before a forward, in which `others` may take part, as a module that computes the loss.
+        """Returns the state before a forward.
 
         Args:
-            with_buffers: with that of modules; False: that of random generators alone.
-            on_host: copies go to the host, which waits for the device. Copies on the device would be counted as memory
-                of all steps where only the first forward needs them.
-            functions: that take part in it, beside hooks and forwards of the modules whose state is noted.
+            with_buffers: include the state of modules; False: random generators, `arguments` and `functions` only.
+            others: other modules that take part, such as one that computes the loss.
+            on_host: copy to the host, which waits for the device. Copies on the device would be counted as memory of
+                all steps, although only the first forward needs them.
+            arguments: the forward's arguments, whose containers are saved.
+            functions: functions that take part, in addition to the hooks and forwards of the saved modules.
         """
         copied = _on_host if on_host else _clone
         parameter = next(model.parameters(), None)
@@ -165,12 +172,12 @@ class ForwardState:
         self.generators.restore()
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
-                # An earlier forward may have saved it for a backward to come, which finds there what it has saved.
+                # Written through `.data`: a forward whose backward is pending may have saved the buffer's old values.
                 buffer.data.copy_(values)
                 setattr(module, name, buffer)
             for parameter, values in self.frozen:
                 parameter.data.copy_(values)
-            # A flag may say that hooks have been put on modules, which stay.
+            # A flag may record that hooks were registered on modules, and these hooks stay.
             has_hooks = has_hook_since(
                 (hooks for module, _ in self.names for hooks in hooks_around_call(module)), self.next_hook
             )
@@ -188,7 +195,7 @@ class ForwardState:
 
 
 def _names_in(module: torch.nn.Module) -> frozenset[str]:
-    """The names of a module's own attributes and buffers."""
+    """Returns the names of a module's own attributes and buffers."""
     buffers = (name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
     return frozenset(vars(module)).union(buffers)
 
@@ -215,17 +222,17 @@ TrainForward = Callable[..., Any]
 
 
 class TrainingForward:
-    """Patches the forward of one model: training calls go elsewhere, all others to the model's own forward.
+    """Patches the forward of one model: training calls go to `train`, all others to the model's own forward.
 
     The model keeps its class, modules, parameters and state-dict keys; a deep copy or a pickle of it is a plain model.
-    Where something has wrapped the patched forward after `start` (accelerate's autocast), `stop` leaves the patch in
-    place, with nothing to do until the next `start`. Get it from `training_forward`.
+    If the patched forward has been wrapped after `start` (accelerate's autocast), `stop` leaves the patch in place,
+    inactive until the next `start`. Create it with `training_forward`.
 
     Attributes:
-        train: called as the model's forward where gradients are enabled; None: the model's own is.
-        plain_forward: the model's own, bound.
-        before: a forward of the instance, over that of its class; None: there was none.
-        function: what takes its place, not bound.
+        train: the forward to call when gradients are enabled; None: the model's own.
+        plain_forward: the model's own forward, bound.
+        before: the instance's own `forward` attribute before the patch; None: the class's forward was used.
+        function: the patched forward, unbound.
     """
 
     name = "forward"
@@ -235,7 +242,7 @@ class TrainingForward:
         self.train: TrainForward | None = None
         self.before = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
-        # The forward that had wrapped this one at `stop`, so that it could not be removed.
+        # The function that wrapped this forward at `stop`, so that the patch could not be removed.
         self._wrapped_by: Any = None
         patched = self.before.__func__ if isinstance(self.before, types.MethodType) else type(model).forward
 
@@ -253,14 +260,14 @@ class TrainingForward:
 
     def start(self, train: TrainForward) -> None:
         """Send training forwards to `train` until `stop`."""
-        # A `torch.compile` of the user's around the model ends its graph here, instead of tracing the engine.
+        # If the user compiles the model with `torch.compile`, the graph breaks here instead of tracing the engine.
         self.train = torch.compiler.disable(train)
         if self._wrapped_by is None:
             self._model.forward = types.MethodType(self.function, self._model)
         self._wrapped_by = None
 
     def stop(self) -> None:
-        """Restore the model's own forward; without effect the second time."""
+        """Restore the model's own forward; no effect if already stopped."""
         if self.train is None:
             return
         self.train = None
@@ -273,7 +280,7 @@ class TrainingForward:
 
     @property
     def is_wrapped(self) -> bool:
-        """True if another function calls the patched forward in the model's `forward`, and may change its outputs."""
+        """True if the model's `forward` is another function, which may wrap the patched one and change its outputs."""
         return getattr(self._model.__dict__.get("forward"), "__func__", None) is not self.function
 
     @property
@@ -289,22 +296,22 @@ class TrainingForward:
 
     @property
     def is_in_place(self) -> bool:
-        """True where `start` would patch the same forward as the last time."""
+        """True if `start` would patch the same forward as last time."""
         current = self._model.__dict__.get("forward")
         return self.train is not None or current is (self.before if self._wrapped_by is None else self._wrapped_by)
 
 
-# Weak both ways: one that something has wrapped is kept by the model, any other one by its engine.
+# Weak keys and values: a patch that has been wrapped is kept alive by the model, any other by its engine.
 _training_forwards: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[TrainingForward]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def training_forward(model: torch.nn.Module) -> TrainingForward:
-    """The model's patch: the last one while it is still in its place.
+    """Returns the model's patch: the last one if it is still in place, else a new one.
 
-    accelerate wraps the forward of a model once and for all (1.15, `prepare_model`): the next engine has to take the
-    place of the last one, under autocast.
+    accelerate wraps the forward of a model permanently (1.15, `prepare_model`), so the next engine must reuse the last
+    engine's patch inside autocast.
     """
     held = _training_forwards.get(model)
     patch = held() if held is not None else None
@@ -324,8 +331,8 @@ class Checkpointing:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # Known once, so that a look at each training forward costs next to nothing. Not hasattr of a module, which
-        # looks through PEFT's wrappers.
+        # Collected once, so that the check at each training forward is almost free. Does not use hasattr on a module,
+        # which PEFT's wrappers forward to the wrapped module.
         self._able = [
             module for module in model.modules() if _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
         ]
@@ -334,12 +341,12 @@ class Checkpointing:
 
     @property
     def is_on(self) -> bool:
-        """True where any module would checkpoint its next training forward."""
+        """True if any module would checkpoint its next training forward."""
         return any(module.gradient_checkpointing for module in self._able)
 
     @property
     def offloads(self) -> bool:
-        """True where any of them would hold its inputs in host memory."""
+        """True if any module that checkpoints would keep its inputs in host memory."""
         return any(module.gradient_checkpointing and offloads_checkpoints(module) for module in self._able)
 
     def switch_off(self) -> None:
@@ -351,7 +358,7 @@ class Checkpointing:
             hooks = forward_hooks(module)
             for key, hook in tuple(hooks.items()):
                 if getattr(hook, "__name__", "") in _INPUT_GRADIENT_HOOKS:
-                    # A handle's remove() finds the hook by its key, also after `restore`.
+                    # Keep the key: a handle's remove() finds the hook by it, also after `restore`.
                     self._hooks.append((hooks, key, hooks.pop(key)))
 
     def restore(self) -> None:
@@ -363,14 +370,14 @@ class Checkpointing:
 
 
 class ModuleCompilation:
-    """`Module.compile` on the modules of a model: an engine cannot see the operators in a compiled call."""
+    """`Module.compile` on a model's modules, which is disabled: it hides the operators of a call from an engine."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._calls: dict[torch.nn.Module, Any] = {}
 
     def switch_off(self) -> list[str]:
-        """Switch it off; returns the names of the modules on which it was on."""
+        """Switch off `Module.compile`, and return the names of the modules that had it on."""
         calls = take_compiled_calls(self._model)
         self._calls.update(calls)
         names = {module: name for name, module in self._model.named_modules()}
@@ -382,19 +389,20 @@ class ModuleCompilation:
 
 
 _NAME = "use_cache"
-# Of a forward: the position of `use_cache` (-1: no such parameter), and whether it takes any keyword.
+# For each forward: the position of its `use_cache` parameter (-1: none), and whether it takes any keyword argument.
 _signatures: "weakref.WeakKeyDictionary[Callable[..., Any], tuple[int, bool]]" = weakref.WeakKeyDictionary()
 
 
 def without_key_value_cache(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forced: bool = False
 ) -> dict[str, Any]:
-    """`kwargs` with `use_cache=False` where the model's forward takes it.
+    """Returns `kwargs` with `use_cache=False` if the model's forward takes it.
 
-    A caller would hold the caches, so that no plan could free them. The config is not enough: Trainer sets
-    `use_cache` of the outer one only, while T5's decoder reads a copy of its own.
+    The caller would hold the caches, and no plan could free them. Setting the config is not enough: Trainer sets
+    `use_cache` of the outer config only, but T5's decoder reads its own copy.
 
-    `forced`: also where `use_cache` was given by name, for an engine that cannot return caches.
+    Args:
+        forced: also override a `use_cache` keyword argument, for an engine that cannot return caches.
     """
     position = _position(model) if forced or _NAME not in kwargs else None
     if position is None or 0 <= position < len(args):
@@ -403,13 +411,14 @@ def without_key_value_cache(
 
 
 def _position(model: torch.nn.Module) -> int | None:
-    """Where `model.forward` takes `use_cache`, -1: as a keyword only; None: it does not, as far as known."""
+    """Returns the position of `use_cache` among the arguments of `model.forward`; -1: keyword only, None: not known
+    to take it."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        # Passes keywords on.
+        # PeftModel passes keywords on.
         return None if _position(model.get_base_model()) is None else -1
     config = getattr(model, "config", None)
-    # Of images and text, and of an encoder and a decoder, the config has others in it.
+    # Configs of multimodal and encoder-decoder models contain further configs.
     if not any(hasattr(each, _NAME) for each in (config, *getattr(config, "__dict__", {}).values())):
         return None
     position, takes_any = _signature(model.forward)
@@ -419,10 +428,10 @@ def _position(model: torch.nn.Module) -> int | None:
         return None
     from transformers import PreTrainedModel
 
-    # `generate` passes it to them (LLaVA, Gemma 3).
+    # `generate` passes `use_cache` to these models (LLaVA, Gemma 3).
     if isinstance(model, PreTrainedModel) and model.can_generate():
         return -1
-    # Models with a head pass keywords on to the model below it; what others do with them is not known.
+    # Models with a head pass keywords on to their base model; what others do with keywords is unknown.
     inner = model.base_model if isinstance(model, PreTrainedModel) else model
     return None if inner is model or _position(inner) is None else -1
 

@@ -1,16 +1,16 @@
-"""State that functions hold outside of modules, as a hook that appends to a list of the script.
+"""State that functions hold outside of modules, for example a hook that appends to a list of the script.
 
-A forward may run more than once in a step: to show its graphs to a budget, or under another plan. A hook is called in
-each of these runs, and what it appends, adds up or counts would be there twice. So what functions may write to is
-noted before the first run, and restored before the next:
+A forward may run more than once in a step: to capture its graphs for a budget's solver, or under another plan. A hook
+is called in each of these runs, and would append, add or count twice. So the state that functions may write to is
+saved before the first run, and restored before the next:
 
-- variables of a function's closure, and those of its module that its code names;
-- attributes of the object that it is a method of, and of objects among those variables, of the function's own package;
-- attributes of their classes, and what methods of these hold;
-- the same of functions of its module that it calls, and of what `functools.partial` wraps;
-- what the lists, dicts and sets among all these hold, and the numbers of small tensors and arrays.
+- variables of a function's closure, and the variables of its module that its code names;
+- attributes of a method's object, and of objects among those variables, if they belong to the function's own package;
+- attributes of their classes, and the state held by the methods of these classes;
+- the same for functions of its module that it calls, and for functions wrapped by `functools.partial`;
+- contents of the lists, dicts and sets among all these, and the numbers of small tensors and arrays.
 
-Functions of libraries that train are left out: those know how often they are called. An iterator cannot be put back.
+Functions of training libraries are left out, since these handle repeated calls. An iterator cannot be restored.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
-# Attributes that every module has, except `training`: torch's own bookkeeping.
+# Attributes that every module has for torch's own bookkeeping, except `training`.
 MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 LIBRARIES = frozenset({"torch", "transformers", "accelerate", "deepspeed", "peft", "optimum_memopt"})
-# Classes of objects that scripts hold their own state in.
+# Packages of namespace classes that scripts store their own state in.
 _NAMESPACES = frozenset({"types", "argparse", threading.local.__module__})
-# Containers in containers, and objects in objects.
+# Maximum nesting of containers in containers, and objects in objects.
 _DEPTH = 3
-# Entries of a container that a hook fills, and not of a data set.
+# Maximum entries of a container that a hook may fill; larger ones are taken for data sets.
 _MOST_ENTRIES = 10_000
-# Bytes of a tensor or an array whose numbers are noted.
+# Maximum bytes of a tensor or array whose numbers are saved.
 _MOST_BYTES = 2**20
 
 
@@ -54,20 +54,20 @@ def variables_around(function: types.FunctionType) -> dict[str, Any]:
 
 
 def holds_the_same(one: Any, other: Any) -> bool:
-    """True where two containers hold the same objects in the same order."""
+    """True if two containers hold the same objects in the same order."""
     pairs = (each.items() if isinstance(each, dict) else each for each in (one, other))
     flat = [[id(part) for each in pair for part in (each if isinstance(each, tuple) else (each,))] for pair in pairs]
     return flat[0] == flat[1]
 
 
 def refill(container: Any, values: Any) -> None:
-    """Have a container hold these values alone."""
+    """Replace the contents of a container by these values."""
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(values)
 
 
 def containers_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
-    """Yields the containers in a value, each with a copy."""
+    """Yields the containers in a value, each with a shallow copy."""
     value = value.data if isinstance(value, UserDict) else value
     if type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES:
         yield value, copy.copy(value)
@@ -78,10 +78,10 @@ def containers_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class _Variable:
-    """A variable, and what it was.
+    """A variable with its original value.
 
     Attributes:
-        place: the cell of a closure, the dict that has it by its name, or what has it as an attribute.
+        place: the closure cell, the dict, or the object that holds the variable.
     """
 
     place: Any
@@ -99,11 +99,14 @@ class _Variable:
 
 @dataclass(frozen=True)
 class FunctionState:
-    """What functions may write to, and what was in it.
+    """The state that functions may write to, with its original contents.
 
     Attributes:
-        objects: attributes of objects, and their names.
-        arrays: tensors, NumPy's arrays and others, each with a copy.
+        variables: variables with their original values.
+        objects: attribute dicts of objects, with the original names in them.
+        containers: lists, dicts and sets, each with a shallow copy.
+        arrays: tensors, NumPy arrays and other arrays, each with a copy.
+        contexts: context variables with their original values.
     """
 
     variables: tuple[_Variable, ...] = ()
@@ -114,7 +117,7 @@ class FunctionState:
 
     @classmethod
     def of(cls, functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module] = ()) -> "FunctionState":
-        """The state of functions, and of the classes and attributes of modules."""
+        """Returns the state of functions, and of the classes and attributes of modules."""
         walk = _Walk()
         for function in functions:
             walk.function(function)
@@ -147,7 +150,7 @@ class FunctionState:
 
 
 class _Walk:
-    """Collects what functions hold, each thing once."""
+    """Collects the state that functions hold, each object once."""
 
     def __init__(self) -> None:
         self.variables: list[_Variable] = []
@@ -155,7 +158,7 @@ class _Walk:
         self.containers: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Any, Any]] = []
         self.contexts: list[tuple[ContextVar[Any], Any]] = []
-        # With what keeps another object from having the number of one.
+        # Visited objects by id, held so that no id is reused.
         self._seen: dict[int, Any] = {}
 
     def function(self, function: Any) -> None:
@@ -168,7 +171,7 @@ class _Walk:
         for value in given:
             self._value(value, package)
         if not isinstance(function, types.FunctionType):
-            # A method, or an object that is called.
+            # A method, or a callable object.
             is_method = isinstance(function, types.MethodType)
             owner = function.__self__ if is_method else function
             if package_of(owner) not in LIBRARIES:
@@ -198,7 +201,7 @@ class _Walk:
                     self._value(value, package)
 
     def _class(self, owner: type, package: str) -> None:
-        """Note attributes of a class and its bases, and what their methods hold."""
+        """Collect attributes of a class and its bases, and the state that their methods hold."""
         for base in owner.__mro__:
             if base.__module__.partition(".")[0] != package or self._is_known(base):
                 continue
@@ -235,7 +238,7 @@ class _Walk:
         self._class(type(owner), package)
         attributes = getattr(owner, "__dict__", None)
         if isinstance(attributes, dict):
-            # A Trainer sets its own.
+            # Objects of library classes, such as a Trainer, add attributes themselves: these are not removed.
             is_own = not any(base.__module__.partition(".")[0] in LIBRARIES for base in type(owner).__mro__)
             self._named(attributes, package, depth, may_remove=is_own)
             return
@@ -249,7 +252,7 @@ class _Walk:
         if may_remove:
             self.objects.append((attributes, frozenset(attributes)))
         for name, value in attributes.items():
-            # A flag may say that hooks have been put on modules, which stay.
+            # Flags are not restored: one may record that hooks were registered on modules, and these hooks stay.
             if _is_plain(value) or isinstance(value, torch.Tensor):
                 self.variables.append(_Variable(attributes, name, value))
             self._value(value, package, depth)
@@ -260,7 +263,7 @@ class _Walk:
         return is_known
 
 
-# No state: modules of Python, functions; and flags.
+# Values that are not saved: Python modules, functions, and flags.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, bool)
 
 
@@ -269,6 +272,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def package_of(value: Any) -> str:
-    """Returns the package that a function, or the class of an object, comes from."""
+    """Returns the top-level package that a function, or the class of an object, comes from."""
     owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
     return (getattr(owner, "__module__", None) or "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""The life cycle of an engine on a model, and which engine a model has."""
+"""The life cycle of an engine on a model, and the registry of attached engines."""
 
 import weakref
 from dataclasses import dataclass, replace
@@ -19,18 +19,19 @@ from optimum_memopt.engines.shared.forward_patch import (
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, abbreviate
 from optimum_memopt.logs import get_logger
 
-# Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
+# Weak keys and values, since an engine refers to its model: this dict keeps neither alive. The engine's patches on the
+# model keep the engine alive.
 _engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: torch.nn.Module) -> Engine | None:
-    """The engine that is attached to this model, if any."""
+    """Returns the engine that is attached to this model, if any."""
     held = _engines.get(model)
     return held() if held is not None else None
 
 
 def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
-    """Note that `engine` is attached to `model`. Raises MemOptError where another one than `instead_of` is already."""
+    """Record that `engine` is attached to `model`. Raises MemOptError if an engine other than `instead_of` is."""
     holder = engine_of(model)
     if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
@@ -41,11 +42,7 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
 
 
 def check_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model in which there is nothing to train, or whose parameters have no shapes yet.
-
-    Raises:
-        UnsupportedModelError: it is one of these.
-    """
+    """Refuse a model without parameters, or with parameters that have no shape yet. Raises UnsupportedModelError."""
     if next(model.parameters(), None) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
     if lazy := next((name for name, each in model.named_parameters() if is_lazy(each)), ""):
@@ -54,7 +51,7 @@ def check_parameters(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Attached:
-    """A model and what an engine has put around it; also while the engine is suspended."""
+    """A model and the patches that an engine applies to it; kept while the engine is suspended."""
 
     model: torch.nn.Module
     training_forward: TrainingForward
@@ -65,9 +62,9 @@ class Attached:
 class InPlaceEngine(Engine):
     """The life cycle of an engine: `attach`, `suspend`, `detach`.
 
-    What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
-    same model. Meanwhile the model's own activation checkpointing is off; level 1 takes its place where no plan was
-    asked for. So is `Module.compile` on modules of the model.
+    Compiled code is kept while the engine is suspended, and reused when the engine is attached to the same model
+    again. While the engine is attached, the model's own activation checkpointing is off, replaced by level 1 if no
+    plan was requested, and so is `Module.compile` on its modules.
     """
 
     keeps_checkpointing = False
@@ -140,8 +137,8 @@ class InPlaceEngine(Engine):
         self._last_attached = None
 
     def check_used(self) -> None:
-        # TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what
-        # is below the head (TRL 1.16, `_ForwardRedirection`).
+        # TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call the
+        # model below the head (TRL 1.16, `_ForwardRedirection`).
         if self._was_called or self._was_transformed or not self._is_attached:
             return
         name, asked = type(self._model).__name__, self._selection.name
@@ -165,10 +162,11 @@ class InPlaceEngine(Engine):
             return self._attached.training_forward.plain_forward(*args, **kwargs)
         if not self._was_called:
             self._was_called = True
-            # Compiled since `attach`, as by a training loop.
+            # Modules may have been compiled since `attach`, for example by a training loop.
             self._replace_compilation()
         if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
-            # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
+            # Checkpointing was switched on after `attach`, for example by the user's training loop with
+            # activation_checkpointing_enable().
             self._replace_checkpointing()
         return self._train_forward(*args, **kwargs)
 
@@ -177,7 +175,7 @@ class InPlaceEngine(Engine):
             self._was_transformed = True
             get_logger().warning(
                 f"forwards of {type(self._model).__name__} under torch.func (grad, vmap, jvp) run in plain PyTorch, "
-                "outside of plan and prediction"
+                "outside the plan and the prediction"
             )
 
     def _replace_checkpointing(self) -> None:
@@ -205,19 +203,19 @@ class InPlaceEngine(Engine):
             )
 
     def _check(self, model: torch.nn.Module) -> None:
-        """Refuse what the engine cannot train. Raises MemOptError."""
+        """Refuse a model that the engine cannot train. Raises MemOptError."""
 
     def _enter(self) -> None:
-        """Change what has to be different while the model is attached."""
+        """Apply the engine's own changes that last while the model is attached."""
 
     def _leave(self) -> None:
         """Undo `_enter`."""
 
     def _continue(self) -> None:
-        """Training begins, or begins again half-way through a step."""
+        """Begin training, or resume it in the middle of a step."""
 
     def _forget(self) -> None:
-        """Drop all that was compiled."""
+        """Drop all compiled code."""
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Moves the Trainer's label smoothing into the model's forward, where an engine computes the loss.
+"""Moves the Trainer's label smoothing into the model's forward, so that an engine computes the loss.
 
-With a smoother the Trainer (transformers 5.23) takes the labels away from the model and computes the loss from the
-returned logits.
+With a label smoother the Trainer (transformers 5.23) removes the labels from the model's inputs and computes the loss
+from the returned logits.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
 
-# A prediction needs no Trainer, whose import brings in PEFT and bitsandbytes: three seconds.
+# Predictions do not need the Trainer, whose import loads PEFT and bitsandbytes and takes three seconds.
 if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_pt_utils import LabelSmoother
@@ -34,27 +34,27 @@ class LabelSmoothing:
 
     @property
     def ignore_index(self) -> int:
-        """The label of tokens that do not count."""
+        """Returns the label of tokens that the loss ignores."""
         return getattr(self.smoother, "ignore_index", -100)
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """The label of each token's logits; the last token of a causal model has none."""
+        """Returns the label for each token's logits; the last token of a causal model has none."""
         if not self.shift_labels:
             return labels
         return torch.nn.functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def loss(self, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
-        """As `Trainer.compute_loss` computes it."""
+        """Returns the smoothed loss as `Trainer.compute_loss` computes it."""
         return self.smoother(outputs, labels, shift_labels=self.shift_labels, num_items_in_batch=items)
 
     def wrap(
         self, forward: Callable[..., Any], loss: Callable[[Any, torch.Tensor, Any], torch.Tensor] | None = None
     ) -> Callable[..., Any]:
-        """`forward` with the smoothed loss in its outputs where `labels` are given.
+        """Returns `forward` with the smoothed loss in its outputs if `labels` are given.
 
         Args:
-            forward: takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
-            loss: the smoothed loss of outputs, labels and `num_items_in_batch`; None: as the Trainer computes it.
+            forward: takes `labels` by name, returns logits of shape (…, classes) as `logits` or as the first output.
+            loss: computes the smoothed loss from outputs, labels and `num_items_in_batch`; None: `self.loss`.
         """
 
         def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -71,12 +71,13 @@ class LabelSmoothing:
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
-    """The logits of a forward without labels."""
+    """Returns the logits of a forward without labels."""
     return outputs["logits"] if isinstance(outputs, dict) else outputs[0]
 
 
 def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """The loss of transformers' `LabelSmoother` as torch's `cross_entropy`, which the compile engine recognizes."""
+    """Returns the loss of transformers' `LabelSmoother`, computed with torch's `cross_entropy`, which the compile
+    engine recognizes."""
     logits = logits_of(outputs)
     loss = torch.nn.functional.cross_entropy(
         logits.view(-1, logits.shape[-1]),
@@ -89,9 +90,9 @@ def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor,
 
 
 def smoothed_by_engine(trainer: "Trainer", engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
+    """Returns `compute_loss` with label smoothing left to the engine in training, if the engine supports it.
 
-    Without a smoother `compute_loss` returns the model's loss, which is then the smoothed one.
+    Without a smoother, `compute_loss` returns the model's loss, which the engine has smoothed.
     """
 
     def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

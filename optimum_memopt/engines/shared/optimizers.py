@@ -1,4 +1,4 @@
-"""AdamW of another library in a Trainer: where it comes from, what it conflicts with, and how it is created."""
+"""AdamW of other libraries in a Trainer: availability, conflicts, and creation."""
 
 import importlib
 import shutil
@@ -22,9 +22,9 @@ class Provider:
     """One value of `--memory_opt_optim`.
 
     Attributes:
-        missing: why it cannot run on this device type and what to do, empty when it can.
-        load: the class, and the arguments that make it torch's AdamW (decoupled weight decay).
-        needs: for the flag's help, as `CUDA`; empty: nothing.
+        missing: returns why it cannot run on this device type and what to do; empty if it can.
+        load: returns the class, and the arguments that make it equivalent to torch's AdamW (decoupled weight decay).
+        needs: requirement for the flag's help, such as `CUDA`; empty: none.
     """
 
     missing: Callable[[str], str]
@@ -95,8 +95,8 @@ OPTIMIZERS = {
 
 
 def register_optimizer(name: str, provider: Provider) -> None:
-    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported. Raises ValueError where
-    the name is taken."""
+    """Register a value of `--memory_opt_optim`, before `optimum_memopt.options` is imported. Raises ValueError if the
+    name is taken."""
     if name in OPTIMIZERS:
         raise ValueError(f"there is an optimizer {name} already")
     OPTIMIZERS[name] = provider
@@ -106,10 +106,10 @@ FLAG = "--memory_opt_optim"
 
 
 def check(name: str, trainer: "Trainer") -> None:
-    """Refuse what would create another optimizer than the flag names, or none at all.
+    """Refuse a Trainer that would create an optimizer other than the one named by the flag, or none.
 
     Raises:
-        MemOptError: the library, a compiler or the device is missing, or something else chooses the optimizer too.
+        MemOptError: the library, a compiler or the device is missing, or another setting chooses the optimizer too.
     """
     config = deepspeed_config(trainer)
     device = "cpu" if _offloads(config) else trainer.args.device.type
@@ -118,20 +118,20 @@ def check(name: str, trainer: "Trainer") -> None:
 
 
 def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The Trainer's `create_optimizer` with this optimizer's class: parameter groups stay the Trainer's.
+    """Call the Trainer's `create_optimizer` with this optimizer's class; parameter groups remain the Trainer's.
 
     Raises:
-        MemOptError: the Trainer has a `create_optimizer` of its own that makes another one.
+        MemOptError: the Trainer's own `create_optimizer` creates another optimizer.
     """
     if trainer.optimizer is not None:
         return create_optimizer(*args, **kwargs)
     config = deepspeed_config(trainer)
     if name == "deepspeed_cpu_adam" and config is not None and _offloads(config):
-        # Else accelerate (1.15, `map_pytorch_optim_to_deepspeed`) makes a new DeepSpeedCPUAdam of it, with L2
-        # regularization instead of decoupled weight decay. DeepSpeed wants its own CPU optimizer, which this is.
+        # Otherwise accelerate (1.15, `map_pytorch_optim_to_deepspeed`) converts it to a new DeepSpeedCPUAdam, with L2
+        # regularization instead of decoupled weight decay. DeepSpeed requires its own CPU optimizer, and this is one.
         config["zero_force_ds_cpu_optimizer"] = False
     cls, arguments = OPTIMIZERS[name].load()
-    # Read now, since a hyperparameter search changes them from run to run.
+    # Read here, since a hyperparameter search changes them between runs.
     args_now = trainer.args
     betas = (args_now.adam_beta1, args_now.adam_beta2)
     arguments |= {"lr": args_now.learning_rate, "betas": betas, "eps": args_now.adam_epsilon}
@@ -149,7 +149,7 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
 
 
 def deepspeed_config(trainer: "Trainer") -> dict[str, Any] | None:
-    """The DeepSpeed config of this run, from --deepspeed or from accelerate's launcher; None without DeepSpeed."""
+    """Returns the run's DeepSpeed config, from --deepspeed or accelerate's launcher; None without DeepSpeed."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return None if plugin is None else plugin.deepspeed_config
 
@@ -177,7 +177,7 @@ def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
         return ""
     if "optimizer" in config:
         return 'the DeepSpeed config has an "optimizer" of its own, which is the one that runs; leave one of them out'
-    # accelerate would put DeepSpeedCPUAdam in its place.
+    # accelerate would replace it by DeepSpeedCPUAdam.
     forced = name != "torch_fused_adamw" or config.get("zero_force_ds_cpu_optimizer", True)
     if name != "deepspeed_cpu_adam" and _offloads(config) and forced:
         return f"DeepSpeed's offload_optimizer steps on the CPU; use {FLAG} deepspeed_cpu_adam, or do not offload"

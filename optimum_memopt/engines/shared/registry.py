@@ -1,6 +1,7 @@
 """Engine registry, and selection of the engine to train with.
 
-A new engine is a folder beside this one whose `__init__` ends in `register_engine`; nothing else names it.
+A new engine is a folder next to this one whose `__init__` ends with a call of `register_engine`; no other code names
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Registration:
-    """An engine: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
+    """An engine: its flags, its name as a value of `--memory_opt_engine`, its priority in `auto`.
 
     Attributes:
-        name: as users write it.
-        options: a dataclass of the engine's flags, beside those of `EngineOptions`; all with defaults and with names
-            that no other engine has.
-        load: imports the engine's code; called when it is first needed.
+        name: its value of `--memory_opt_engine`.
+        options: a dataclass of the engine's own flags, in addition to `EngineOptions`; all have defaults and names
+            that no other engine uses.
+        load: imports the engine's code and returns its factory; called on first use.
         summary: a few words for the help of `--memory_opt_engine`.
         order: `auto` tries the lowest first; flags of the lowest come last in `--help`.
-        for_any_engine: options that also count while another engine trains.
-        need_trainer: options that `optimize` has no use for.
-        per_rank: options that may differ from rank to rank.
+        for_any_engine: options that also apply when another engine trains.
+        need_trainer: options that `optimize` does not use.
+        per_rank: options that may differ between ranks.
     """
 
     name: str
@@ -53,25 +54,25 @@ _registrations: dict[str, Registration] = {}
 
 
 def register_engine(engine: Registration) -> None:
-    """Make an engine known. Raises ValueError where the name is taken."""
+    """Register an engine. Raises ValueError if the name is taken."""
     if engine.name in _registrations or engine.name == AUTO:
         raise ValueError(f"there is an engine {engine.name} already")
     _registrations[engine.name] = engine
 
 
 def registrations() -> tuple[Registration, ...]:
-    """All engines, in the order in which `auto` tries them."""
+    """Returns all registered engines, in the order in which `auto` tries them."""
     return tuple(sorted(_registrations.values(), key=lambda registration: registration.order))
 
 
 def engine_names() -> tuple[str, ...]:
-    """Values of `--memory_opt_engine` beside `auto`, in the order in which it tries them."""
+    """Returns the values of `--memory_opt_engine` except `auto`, in the order in which `auto` tries them."""
     return tuple(registration.name for registration in registrations())
 
 
 @lru_cache
 def factory(name: str) -> EngineFactory[Any]:
-    """The factory of a registered engine. Raises MemOptError where there is no such engine."""
+    """Returns the factory of a registered engine. Raises MemOptError if there is no such engine."""
     if name not in _registrations:
         raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
     return _registrations[name].load()
@@ -86,10 +87,13 @@ def predicting_factory() -> EngineFactory[Any]:
 
 
 def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
-    """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
+    """Returns the engine for a value of `--memory_opt_engine` followed by its fallbacks, and the reason for the first.
 
-    `options`: what the engines are to do; None: anything. Raises MemOptError where there is no such engine, or none
-    that works on this machine.
+    Args:
+        options: options that an engine may decline; None: no engine declines.
+
+    Raises:
+        MemOptError: there is no such engine, or none works on this machine.
     """
     if name != AUTO:
         if missing := factory(name).missing():
@@ -108,9 +112,9 @@ def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tup
 
 
 def given_flags(options: Any, name: str) -> list[str]:
-    """Flags of the engine `name` alone whose value is not the default, as they were given."""
+    """Returns the flags that only the engine `name` reads and that are not at their default, as the user gave them."""
     registration = _registrations[name]
-    # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
+    # Defaults of the object's own class: a subclass may change them (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
     shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
     own = (field.name for field in fields(registration.options) if field.name not in shared)
@@ -119,7 +123,7 @@ def given_flags(options: Any, name: str) -> list[str]:
 
 
 def check_flags_of_others(options: Any, name: str) -> None:
-    """Refuse flags that the engine `name` would not read. Raises MemOptError."""
+    """Refuse flags that the engine `name` does not read. Raises MemOptError."""
     for other in engine_names():
         if other != name and (given := given_flags(options, other)):
             raise MemOptError(
@@ -129,18 +133,18 @@ def check_flags_of_others(options: Any, name: str) -> None:
 
 
 def create(resolved: Resolved[Any]) -> Engine:
-    """The engine that was decided on, not yet attached; with one that takes over if there is one. Logs nothing."""
+    """Returns the selected engine, not yet attached, with its fallback if it has one. Logs nothing."""
     engine = _create(resolved)
     if (following := resolved.then) is None:
         return engine
 
     def create_second(selection: Selection) -> Engine:
         second = _create(following)
-        # As the first one read it, which may know more places than the options.
+        # The selection that the first engine read, which may come from more sources than the options.
         second.apply(selection)
         return second
 
-    # The rest of the protocol is forwarded.
+    # AutoEngine forwards the rest of the protocol.
     return cast(Engine, AutoEngine(engine, create_second, resolved.given))
 
 
@@ -151,15 +155,15 @@ def _create(resolved: Resolved[Any]) -> Engine:
 
 
 class AutoEngine:
-    """Trains with one engine, and with another one as soon as the first turns out unable to.
+    """Trains with one engine, and switches to a second engine if the first turns out to be unable to train the model.
 
-    That may be in a training forward, in most cases the first. The second engine then runs the same inputs, with
-    random generators and buffers restored, so that the run is the second engine's from the beginning. All that is not
-    here is forwarded to the engine that trains the model.
+    The first engine may fail in a training forward, in most cases the first one. The second engine then runs the same
+    inputs, with random generators and buffers restored, so that the run is the second engine's from the beginning.
+    All other attributes are forwarded to the engine that trains the model.
 
     Args:
-        create_second: makes the other one with these plans.
-        unused: flags that the other one does not read, for the line that says so.
+        create_second: creates the second engine with the given plans.
+        unused: flags that the second engine does not read, for the log line about it.
     """
 
     def __init__(self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str]) -> None:
@@ -182,7 +186,7 @@ class AutoEngine:
             setattr(self._current, name, value)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
+        """Choose the engine by Trainer arguments. Raises MemOptError if neither engine can train with them."""
         try:
             self._current.check_arguments(args)
         except MemOptError as error:
@@ -192,7 +196,7 @@ class AutoEngine:
             self._current.check_arguments(args)
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Take over the model's training forward. Raises MemOptError for what neither engine can train."""
+        """Take over the model's training forward. Raises MemOptError if neither engine can train the model."""
         try:
             self._attach(model)
         except UnsupportedModelError as error:
@@ -222,7 +226,7 @@ class AutoEngine:
             return train_by_first(*args, **kwargs)
         except UnsupportedModelError as error:
             if has_trained and world_size() > 1:
-                # The other ranks go on with the first engine.
+                # The other ranks continue with the first engine.
                 raise
             why = error.why
         self._attach_second(model, why)
@@ -248,6 +252,6 @@ class AutoEngine:
         second = create(first.selection)
         second.run, second.outputs_read_by = first.run, first.outputs_read_by
         second.reason = f"{why}{self._unused}"
-        # Only now, since the second one may refuse the plan.
+        # Detach only now, since the second engine may refuse the plan.
         first.detach()
         self._current, self._create_second, self._train_by_first = second, None, None

@@ -1,15 +1,15 @@
 """Released gradients: the optimizer steps in the backward, as soon as a layer's gradients are complete.
 
-A backward computes the gradients of the last layer first, and nothing but the optimizer reads them. So the parameters
-of a layer are stepped when the last of its gradients is there, and these are freed before the layer in front of it
-begins its backward. A step then holds the gradients of one layer, instead of those of the model. The update is the
-optimizer's own, with its states, its groups and their learning rates of that moment: each parameter is stepped once in
-a step, as it would be afterwards, so that the weights are the same to the last bit. What is left when the optimizer's
-own `step` is called, as of a layer that was skipped, is stepped there.
+A backward computes the gradients of the last layer first, and only the optimizer reads them. So a layer's parameters
+are stepped when the last of its gradients is complete, and the gradients are freed before the backward of the
+preceding layer begins. A step then holds the gradients of one layer instead of the whole model. The update is the
+optimizer's own, with its states, groups and current learning rates. Each parameter is stepped once per step, as it
+would be after the backward, so the weights are bitwise equal. Parameters that are left when the optimizer's own `step`
+is called, for example of a skipped layer, are stepped then.
 
-After "How to save memory by fusing the optimizer step into the backward pass"
+Based on "How to save memory by fusing the optimizer step into the backward pass"
 (https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html), which gives each parameter
-an optimizer of its own; here the one optimizer stays, with its schedule and its checkpoints and steps a layer at once.
+its own optimizer. Here the single optimizer is kept, with its schedule and checkpoints, and steps one layer at a time.
 """
 
 import itertools
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 FLAG = "--memory_opt_release_gradients"
-# Optimizers that step each parameter by its own gradient and states.
+# Optimizers that update each parameter from its own gradient and states only.
 _OF_TORCH = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop"),
     *("Rprop", "SGD"),
 )
 _OF_OTHERS = ("transformers.optimization.Adafactor",)
-# Why a step needs all gradients at once, and what to do about it, by what it has.
+# Why a step needs all gradients at once, and the remedy, by the setting that causes it.
 _REASONS = {
     "accumulation": ("gradients are held until the last micro-batch", "give more rows to a micro-batch instead"),
     "clipping": ("gradients can be clipped when all of them are there", "give --max_grad_norm 0"),
@@ -51,8 +51,8 @@ def check_step(flag: str = FLAG, **given: str) -> None:
     """Refuse a step that needs all gradients at once.
 
     Args:
-        flag: as the user gave it.
-        given: for keys of `_REASONS` the setting as the user gave it; empty where the step has none.
+        flag: the flag that releases gradients, as the user gave it.
+        given: for keys of `_REASONS`, the setting as the user gave it; empty if the step does not have it.
 
     Raises:
         MemOptError: one line with the first of the settings, and the reason.
@@ -64,7 +64,7 @@ def check_step(flag: str = FLAG, **given: str) -> None:
 
 
 def check_arguments(args: "TrainingArguments") -> None:
-    """Refuse arguments of a Trainer that need all gradients at once. Raises MemOptError."""
+    """Refuse Trainer arguments that need all gradients at once. Raises MemOptError."""
     steps, norm = args.gradient_accumulation_steps, args.max_grad_norm
     check_step(
         accumulation=f"--gradient_accumulation_steps {steps}" if steps > 1 else "",
@@ -75,13 +75,14 @@ def check_arguments(args: "TrainingArguments") -> None:
 
 
 def check_run(run: Run, **given: str) -> torch.optim.Optimizer:
-    """Returns the optimizer of a run, without what accelerate wraps around it.
+    """Returns the optimizer of a run, without accelerate's wrapper.
 
     Args:
         given: as for `check_step`.
 
     Raises:
-        MemOptError: it has none, one that may look at several parameters together, or needs all gradients at once.
+        MemOptError: the run has no optimizer, or one that may read several parameters together, or needs all
+            gradients at once.
     """
     optimizer: Any = getattr(run.optimizer, "optimizer", run.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -103,10 +104,10 @@ class _Unit:
     """Parameters that are stepped together.
 
     Attributes:
-        params: by the number of a group of the optimizer.
-        expected: gradients in a step, as far as is known.
-        complete: parameters whose gradients are complete, and not yet stepped.
-        count: of those that were stepped in this step.
+        params: the parameters, by the index of their optimizer group.
+        expected: expected number of gradients in a step.
+        complete: parameters with complete gradients that are not stepped yet.
+        count: number of parameters stepped in this step.
     """
 
     params: Mapping[int, list[torch.Tensor]]
@@ -119,10 +120,10 @@ class ReleasedGradients:
     """Steps an optimizer in the backward, from now until `stop`.
 
     Args:
-        optimizer: as of `check_run`, held weakly.
-        parameters: of the model, in its order.
+        optimizer: optimizer returned by `check_run`, held weakly.
+        parameters: the model's parameters, in its order.
         layers: the parameters of each layer.
-        with_norm: `norm` is called between backward and step.
+        with_norm: whether `norm` is called between backward and step.
     """
 
     def __init__(
@@ -134,22 +135,22 @@ class ReleasedGradients:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._units: dict[torch.Tensor, _Unit] = {}
-        # Those with gradients that are complete and not stepped yet.
+        # Units with parameters whose gradients are complete but not stepped yet.
         self._begun: dict[_Unit, None] = {}
-        # Of a first step parameters by the order of their gradients, those of one unit in a row together; None: known.
+        # Parameters in the order of their gradients in the first step, grouped by runs of one unit; None after it.
         self._order: list[list[torch.Tensor]] | None = []
         self._norms: list[torch.Tensor] | None = [] if with_norm else None
         self._stepped: set[torch.Tensor] = set()
-        # Devices of a model that is split have threads of their own in a backward.
+        # If a model is split across devices, the backward uses one thread per device.
         self._lock = threading.RLock()
         trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         for own in _units(trained, parameters, layers):
             unit = _unit(optimizer, own)
             self._units.update(dict.fromkeys(own, unit))
         if not any(parameter.grad is not None for parameter in self._units):
-            # bitsandbytes reads the places of all parameters in its first step.
+            # bitsandbytes reads the positions of all parameters in its first step.
             step_without_hooks(optimizer)
-        # Hooks of tensors that held this would keep the model alive.
+        # Tensor hooks that hold this object strongly would keep the model alive.
         note, finish = weak_method(self._note), weak_method(self._finish)
         handles = [each.register_post_accumulate_grad_hook(note) for each in self._units]
         self._stop = weakref.finalize(self, _remove, [*handles, optimizer.register_step_pre_hook(finish)])
@@ -160,14 +161,14 @@ class ReleasedGradients:
         )
 
     def stop(self) -> None:
-        """Step what is left in the optimizer's own step again."""
+        """Stop releasing gradients: the optimizer's own step updates all parameters again."""
         self._stop()
 
     def norm(self, norm_of_others: Callable[[], torch.Tensor | float]) -> torch.Tensor:
-        """Returns the norm of all gradients of the backward before.
+        """Returns the norm of all gradients of the last backward.
 
         Args:
-            norm_of_others: of the gradients that are still there.
+            norm_of_others: returns the norm of the gradients that are not released.
         """
         self._release_all()
         others = torch.as_tensor(norm_of_others())
@@ -175,7 +176,7 @@ class ReleasedGradients:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def _note(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete."""
+        """Record that a parameter's gradient is complete, and release the units that are done."""
         with self._lock:
             unit = self._units[parameter]
             if parameter in self._stepped or any(parameter is each for each in unit.complete):
@@ -188,7 +189,7 @@ class ReleasedGradients:
                 if not self._order or self._units[self._order[-1][-1]] is not unit:
                     self._order.append([])
                 self._order[-1].append(parameter)
-            # The backward of the layer behind is over.
+            # The backward of the following layer, which runs first, is over.
             for other in [each for each in self._begun if each is not unit]:
                 self._release(other)
             unit.complete.append(parameter)
@@ -197,7 +198,7 @@ class ReleasedGradients:
                 self._release(unit)
 
     def _release(self, unit: _Unit) -> None:
-        """Step a unit's parameters whose gradients are complete, and free these."""
+        """Step a unit's parameters with complete gradients, and free these gradients."""
         optimizer, parameters = self._optimizer(), unit.complete
         unit.complete = []
         del self._begun[unit]
@@ -223,10 +224,10 @@ class ReleasedGradients:
                 self._release(unit)
 
     def _finish(self, *_: Any) -> None:
-        """The optimizer's own step begins."""
+        """Release all pending units and reset the counts, before the optimizer's own step."""
         self._release_all()
         if self._order is not None and (optimizer := self._optimizer()) is not None:
-            # What is behind the layers may have gradients at both ends of the backward.
+            # Parameters outside of the layers may get gradients at both ends of the backward.
             for own in self._order:
                 self._units.update(dict.fromkeys(own, _unit(optimizer, own)))
             self._order = None
@@ -245,8 +246,8 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 def _units(
     trained: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], layers: Iterable[Iterable[torch.Tensor]]
 ) -> Iterator[list[torch.Tensor]]:
-    """The trained parameters of each layer, and of what is before, between and behind the layers; each one that
-    several layers share, or that is not the model's, by itself."""
+    """Yields the trained parameters of each layer, and of the modules before, between and after the layers. Parameters
+    that several layers share, or that are not the model's, are yielded one by one."""
     left, owners = dict.fromkeys(trained), dict[torch.Tensor, list[int]]()
     for number, layer in enumerate(layers):
         for parameter in layer:
@@ -263,7 +264,7 @@ def _units(
 def _unit(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> _Unit:
     own, groups = set(parameters), dict(enumerate(group["params"] for group in optimizer.param_groups))
     if _is_bitsandbytes(optimizer):
-        # Which knows parameters by their places: in those of others there is one without a gradient.
+        # bitsandbytes identifies parameters by position, so other parameters are replaced by one without a gradient.
         absent = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         return _Unit(
             {at: [each if each in own else absent for each in group] for at, group in groups.items()}, len(own)

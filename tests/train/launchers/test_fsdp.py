@@ -117,7 +117,7 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
         for rank in ranks if job.engine == "compile" else ():
             lines, header = rank["lines"], rank["table"]["header"]
             depth = SEGMENTS["config"]["num_hidden_layers"] if name == "segments" else DEPTH
-            assert f" for {depth} layers, compiled once for equal ones" in header[0]
+            assert f" for {depth} layers, equal layers share one" in header[0]
             assert "not exact" not in header[1]
             assert ("level 1" in header[0]) == (name not in ("budget", "config", "replicas", "segments"))
             assert ("recomputed twice (segments)" in header[0]) == (name == "segments")

@@ -13,7 +13,7 @@ OTHER_PLAN = (
     "rank 1 does not train as rank 0 does: --memory_opt_budget: None on rank 0, 90% on rank 1; "
     "--memory_opt_level: 1 on rank 0, 0 on rank 1"
 )
-TENSOR_PARALLEL = "tensor parallelism with the compile engine: a layer computes with a share of its parameters"
+TENSOR_PARALLEL = "does not support tensor parallelism: a layer computes with a shard of its parameters"
 
 
 @pytest.mark.nightly
@@ -28,10 +28,10 @@ def test_weights_are_those_without_an_engine() -> None:
     assert found.pop("other_plan")["error"] == OTHER_PLAN
     # Images are put into the text outside of all graphs.
     images = found.pop("images")
-    assert images["distance"] == 0.0 and "for 4 layers, compiled once for equal ones, FSDP2" in images["header"][0]
+    assert images["distance"] == 0.0 and "for 4 layers, equal layers share one, FSDP2" in images["header"][0]
     for masks in (found.pop("padding"), found.pop("window")):
         assert masks["distance"] < CLOSE and "fits without a plan" in masks["header"][0]
     for case, result in found.items():
         assert result["distance"] == 0.0, case
-        assert "level 1, in 3 graphs for 3 layers, compiled once for equal ones, FSDP2" in result["header"][0], case
+        assert "level 1, in 3 graphs for 3 layers, equal layers share one, FSDP2" in result["header"][0], case
         assert "not exact" not in result["header"][1], case

@@ -70,7 +70,7 @@ def sft(command: list[Any], material: Path, folder: Path) -> tuple[str, dict[str
     flags = [*(word for pair in rows.items() for word in pair), *f"{quick} {rounding} {own}".split()]
     done = start([*command, EXAMPLE / "sft.py", "--output_dir", folder, *flags])
     assert done.returncode == 0 or "(SIGABRT)" in done.stderr, done.stderr[-4000:]
-    assert "level 1" in done.stdout and " for 3 layers, compiled once for equal ones" in done.stdout
+    assert "level 1" in done.stdout and " for 3 layers, equal layers share one" in done.stdout
     assert "NOT " not in done.stderr
     return done.stdout, load_file(folder / "model.safetensors")
 
@@ -123,6 +123,6 @@ def test_weights_are_those_of_a_stock_sft_trainer(tmp_path: Path, make: Any, cas
         assert differing(done.weights(job.name), done.weights(f"{name}-plain")) == []
         if job.engine == "compile":
             header = ranks[0]["table"]["header"][0]
-            assert "for 3 layers, compiled once for equal ones" in header
+            assert "for 3 layers, equal layers share one" in header
             assert ("level 1" in header) == (name != "budget")
             assert not [line for line in ranks[0]["lines"] if "NOT " in line or "one graph for" in line]

@@ -122,7 +122,7 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
             counts = {plan["applied_count"] for plan in rank["table"]["plans"]}
             is_cut = name.startswith("segments")
             depth = SEGMENTS["config"]["num_hidden_layers"] if is_cut else DEPTH
-            assert f" for {depth} layers, compiled once for equal ones" in header[0]
+            assert f" for {depth} layers, equal layers share one" in header[0]
             assert ("recomputed twice (segments)" in header[0]) == is_cut
             assert "ZeRO 3 on 2 ranks" in header[0] and "not exact" not in header[1] and "without the" not in header[1]
             assert not [
@@ -150,5 +150,5 @@ def test_budgets_that_are_refused_end_all_ranks(tmp_path: Path) -> None:
     done = run_jobs(launcher("torchrun"), tmp_path, refused, WITHOUT_SHARED_MEMORY="1")
     assert all("budget 1%" in rank["error"] for rank in done.ranks("small")), done.ranks("small")
     for name in elsewhere:
-        why = f"not predicted, since {name} changes what is on the device"
+        why = f"cannot be predicted, since {name} changes what the device holds"
         assert all(why in rank["error"] for rank in done.ranks(name)), done.ranks(name)

@@ -18,12 +18,12 @@ from optimum_memopt.errors import MemOptError
 
 
 class _Partitioner(dynamo.CustomPartitionerFn):
-    """Partitions one joint graph; its key in inductor's cache is that of the choice.
+    """Partitions one joint graph; its key in inductor's cache is the key of the choice.
 
-    inductor asks `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
+    inductor calls `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
     `FxGraphHashDetails`, 2.13). Forward and backward are compiled after the joint graph was partitioned, so the choice
-    is there by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
-    would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`dynamo.configured`).
+    is known by then. Graphs without a backward are never partitioned and depend on no choice. AOTAutograd's own cache
+    would ask before it traces, when there is no choice yet, and is therefore off (`dynamo.configured`).
     """
 
     def __init__(self, partition: Callable[..., tuple[Choice, Modules]], key: str = "") -> None:
@@ -37,16 +37,16 @@ class _Partitioner(dynamo.CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         sources = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-        # Not in torch's own key: what was compiled to overwrite saved activations would be loaded to keep them.
+        # Missing in torch's own key: code that overwrites saved activations would be loaded for graphs that keep them.
         donates = str(dynamo.functorch_config.donated_buffer)
         return hashlib.sha256(b"".join([self._key.encode(), donates.encode(), *sources])).digest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
-        """Itself: inductor may copy its configuration before the choice is known."""
+        """Returns itself: inductor may copy its configuration before the choice is known."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The key alone: inductor pickles its configuration into the key of its cache."""
+        """Pickle the key alone: inductor pickles its configuration into the key of its cache."""
         return _Partitioner, (_cannot_partition, self._key)
 
 
@@ -64,14 +64,15 @@ def compile_graph(
     say: Callable[[str], None],
     is_draft: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
-    """Compile a graph that dynamo has traced.
+    """Compile a graph traced by dynamo.
 
     Args:
-        inputs: that it was traced with.
+        inputs: inputs that it was traced with.
         partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
             other arguments.
         wrap_backward: takes the compiled backward, and returns the function that runs in its place.
-        saw: see `inductor.compile_with_inductor`, as `is_draft`.
+        saw: see `inductor.compile_with_inductor`; so for `is_draft`.
+        say: logs a line.
     """
     inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
     with contextlib.ExitStack() as stack:
@@ -84,16 +85,16 @@ def compile_graph(
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:
-    """The compiler where the user names none, and why."""
+    """Returns the compiler to use if the user names none, and why."""
     if device_type in ("cpu", "meta"):
-        return "aot_eager", "on a CPU inductor compiles for half a minute and more"
+        return "aot_eager", "inductor takes half a minute or more to compile on a CPU"
     if any(missing := missing_for(device_type)):
         return "aot_eager", "; ".join(missing)
     return "inductor", f"inductor works on {device_type}"
 
 
 def check_compiler(compiler: str, device_type: str) -> None:
-    """Refuse inductor where it lacks something."""
+    """Raise MemOptError if inductor is requested and lacks something on this device."""
     lacking, command = missing_for(device_type)
     if compiler == "inductor" and lacking:
         raise MemOptError(
@@ -102,15 +103,15 @@ def check_compiler(compiler: str, device_type: str) -> None:
 
 
 def missing_for(device_type: str) -> tuple[str, str]:
-    """The lack that keeps inductor from a device and the command that ends it, both empty where there is none."""
+    """Returns what inductor lacks for a device and the command that installs it; both empty if it lacks nothing."""
     if not dynamo.inductor_works(device_type):
         if device_type == "cpu":
-            return "there is no C++ compiler", "apt-get install g++  # or name one in CXX"
-        return "there is no Triton", "pip install triton"
+            return "there is no C++ compiler", "apt-get install g++  # or set CXX"
+        return "Triton is not installed", "pip install triton"
     if device_type == "cuda" and not kernels.triton_has_a_compiler():
-        return "there is no C compiler, which Triton needs", "apt-get install gcc  # or name one in CC"
+        return "there is no C compiler, which Triton needs", "apt-get install gcc  # or set CC"
     # Both its C++ kernels and Triton's launchers are Python extensions.
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         version = "{}.{}".format(*sys.version_info)
-        return "Python's headers (Python.h) are not there", f"apt-get install python{version}-dev"
+        return "Python's headers (Python.h) are missing", f"apt-get install python{version}-dev"
     return "", ""

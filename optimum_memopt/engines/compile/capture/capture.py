@@ -1,4 +1,4 @@
-"""The joint graphs of a training forward, traced on fake tensors: nothing is run, nothing allocated."""
+"""Captures the joint graphs of a training forward on fake tensors: nothing is run, nothing allocated."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,41 +29,42 @@ if TYPE_CHECKING:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse what would be trained without the plan.
+    """Refuse models that the engine cannot train under a plan.
 
     Raises:
-        UnsupportedModelError: no parameters, what `torch.compile` has returned, DataParallel, FSDP 1, tensor
-            parallelism, shares that FSDP2 keeps on the host, Unsloth's forwards.
+        UnsupportedModelError: no parameters, a module returned by `torch.compile`, DataParallel, FSDP 1, tensor
+            parallelism, FSDP2 shards offloaded to the host, Unsloth's forwards.
     """
     in_place.check_parameters(model)
     if dynamo.is_compiled(model):
         raise UnsupportedModelError(
-            "torch.compile(model) with the compile engine, which has to see the model's operators",
-            "give the engine the model itself, which it compiles",
+            "the compile engine does not support torch.compile(model): it traces the model's own operators",
+            "pass the model itself, which the engine compiles",
         )
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(
-            "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
+            "the compile engine does not support torch.nn.DataParallel; start one process per GPU, for example with "
             "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
     if any(_is_unsloths(module) for module in model.modules()):
         raise UnsupportedModelError(
-            "Unsloth's kernels with the compile engine, which torch cannot trace",
-            "load the model with transformers, where --use_liger_kernel has fused kernels too, or leave the plan out",
+            "the compile engine does not support Unsloth's kernels, which torch cannot trace",
+            "load the model with transformers, whose --use_liger_kernel has fused kernels too, or leave the plan out",
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedModelError(*_FSDP_1)
     if fully_shard.has_other_shards(model):
         raise UnsupportedModelError(
-            "tensor parallelism with the compile engine: a layer computes with a share of its parameters (DTensor)",
+            "the compile engine does not support tensor parallelism: a layer computes with a shard of its parameters "
+            "(DTensor)",
             _GATHERED,
         )
     if fully_shard.is_offloaded(model):
         raise UnsupportedModelError(
-            "FSDP2's CPU offload with the compile engine: shares of parameters, gradients and optimizer states on the "
-            "host are not predicted",
-            "leave it out (`cpu_offload` in --fsdp_config, `fsdp_offload_params` in accelerate's config); a plan "
-            "offloads activations",
+            "the compile engine does not support FSDP2's CPU offload: it does not predict shards of parameters, "
+            "gradients and optimizer states on the host",
+            "turn it off (`cpu_offload` in --fsdp_config, `fsdp_offload_params` in accelerate's config); a plan "
+            "can offload activations",
         )
 
 
@@ -74,14 +75,14 @@ def _is_unsloths(module: torch.nn.Module) -> bool:
 
 
 _FSDP_1 = (
-    "FSDP 1 with the compile engine: it keeps a module's parameters in one flat tensor",
+    "the compile engine does not support FSDP 1, which keeps a module's parameters in one flat tensor",
     "use FSDP2 (`version: 2` in --fsdp_config, `fsdp_version: 2` in accelerate's config, or `fully_shard`)",
 )
 _GATHERED = "use FSDP2, which gathers a layer's parameters before it runs"
 
 
 def check_trainer_arguments(args: "TrainingArguments") -> None:
-    """Refuse Trainer arguments that do the engine's work too.
+    """Refuse Trainer arguments that conflict with the engine.
 
     Raises:
         MemOptError: torch_compile, TRL's activation offloading, FSDP 1, parallelism within a layer or a row, several
@@ -92,19 +93,19 @@ def check_trainer_arguments(args: "TrainingArguments") -> None:
     if getattr(args, "activation_offloading", False):
         raise MemOptError(
             "--activation_offloading with the compile engine: what TRL's hooks offload is not predicted; leave it "
-            "out, and have a plan offload (--memory_opt_budget, or strategy 3 in --memory_opt_config)"
+            "out, and let a plan offload (--memory_opt_budget, or strategy 3 in --memory_opt_config)"
         )
     if fsdp_version(args) == 1:
         raise MemOptError("; ".join(_FSDP_1))
     if kinds := parallelisms(args):
         raise MemOptError(
-            f"{' and '.join(kinds)} parallelism with the compile engine: a process computes a part of each layer; "
-            f"{_GATHERED}"
+            f"the compile engine does not support {' and '.join(kinds)} parallelism, where a process computes only a "
+            f"part of each layer; {_GATHERED}"
         )
     if args.n_gpu > 1:
         raise MemOptError(
-            f"the compile engine with {args.n_gpu} GPUs in one process: start one process for each GPU, for example "
-            "with accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+            f"the compile engine does not support {args.n_gpu} GPUs in one process; start one process per GPU, for "
+            "example with accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
 
 
@@ -121,8 +122,8 @@ class Capture:
     """Traces a model's training forward and its backward.
 
     Args:
-        model: of fake tensors, in training mode; the caller is in their mode.
-        reader: who reads more of the outputs than the loss; empty: nobody.
+        model: a model of fake tensors in training mode; the caller has entered their mode.
+        reader: name of the code that reads outputs beside the loss; empty if none does.
 
     Raises:
         UnsupportedModelError: see `check_model`.
@@ -145,7 +146,7 @@ class Capture:
         self._choices = GraphChoices(choose)
 
     def choose_again(self) -> None:
-        """Ask in the next run what is chosen for each graph; none is traced again."""
+        """Discard the choices, so that the next run makes them again; no graph is retraced by dynamo."""
         self._choices = GraphChoices(self._choices.choose)
 
     def run(
@@ -154,22 +155,23 @@ class Capture:
         compared: Sequence[Producer] = (),
         compresses: bool = False,
     ) -> CapturedForward:
-        """The forward, with its choices.
+        """Trace the forward, and return its graphs with their choices.
 
         Args:
-            compared: producers whose choices are noted, too, after the one that is applied.
-            compresses: plans of budgets may compress, as choices do anyway.
+            costs_of: returns the costs of a graph's operators.
+            compared: producers whose choices are also noted, after the applied one.
+            compresses: plans for budgets may compress, even if no choice does.
 
         Raises:
-            MemOptError: the model has nothing that can be trained, or the plan does not go with it.
-            Exception: whatever tracing meets, as a forward that reads values of its tensors.
+            MemOptError: nothing in the model can be trained, or the plan does not match it.
+            Exception: any error of tracing, as for a forward that reads values of its tensors.
         """
         call = self._call()
         if not call.ran:
             raise MemOptError(no_training_graph(call))
         plans = [[graph.choice for graph in call.ran], *(_choices(producer, call) for producer in compared)]
         compresses = compresses or any(compressions(choice.candidates) for of_graphs in plans for choice in of_graphs)
-        # Several choices may be for one graph.
+        # A graph may have several choices, but is captured once.
         captured = {
             id(graph): captured_graph(graph, costs_of(graph), conversions_of(graph, costs_of) if compresses else None)
             for graph in call.analyzed
@@ -194,7 +196,7 @@ class Capture:
             return calls[-1].outputs
 
         checkpointing = Checkpointing(self._model)
-        # The choices take its part.
+        # The choices take the place of checkpointing.
         checkpointing.switch_off()
         self._place.start(train)
         try:
@@ -207,7 +209,7 @@ class Capture:
 
 
 def _choices(producer: Producer, call: TracedCall) -> list[Choice]:
-    """A producer's choice for each graph of a call, as for its first run."""
+    """Returns a producer's choice for the first run of each graph of a call."""
     choices: dict[int, Choice] = {}
     of_runs: list[Choice] = []
     for run in call.tape.calls:

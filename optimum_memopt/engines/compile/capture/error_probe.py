@@ -1,8 +1,8 @@
-"""The error of activations that are saved in fp8, measured once, in the first batch.
+"""Measures the error of activations saved in fp8, once, in the first batch.
 
-What a compiled graph saves is known, and what it would have saved is not: it may never have been in memory. So the
-operators of the forward run once more, one by one, without saving anything, and compare each activation with what its
-fp8 is converted back to. `gradient_probe.py` measures the error of the gradients.
+A compiled graph saves the fp8 values, and the exact ones may never be in memory. So the operators of the forward run
+once more, one by one and without saving anything, and each activation is compared with its value converted back from
+fp8. `gradient_probe.py` measures the error of the gradients.
 """
 
 import copy
@@ -27,9 +27,9 @@ class RelativeError:
     """The error of an activation, or of a graph's gradients, in the Euclidean norm.
 
     Attributes:
-        layer: empty outside of layers.
-        path: of the activation; empty for gradients.
-        sums: the squares of the differences and of the exact values, summed: a tensor of two numbers.
+        layer: path of the layer; empty outside of layers.
+        path: path of the activation; empty for gradients.
+        sums: sums of the squared differences and of the squared exact values: a tensor of two numbers.
     """
 
     layer: str
@@ -38,19 +38,19 @@ class RelativeError:
 
     @property
     def relative(self) -> float:
-        """NaN where a value is not finite."""
+        """Returns the relative error; NaN if a value is not finite."""
         error, whole = self.sums.tolist()
         return 0.0 if whole == 0 else (error / whole) ** 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class ErrorProbe:
-    """Measures the activations that one graph compresses.
+    """Measures the error of the activations that one graph compresses.
 
     Attributes:
-        run: computes the sums of all of them, of a list of arguments that it empties.
-        places: the graph's arguments that it takes, by their positions.
-        paths: layer, empty outside of all, and path in it of each activation.
+        run: takes a list of arguments, which it empties, and returns `RelativeError.sums` of each activation.
+        places: positions of the graph's arguments that `run` takes.
+        paths: layer (empty outside of layers) and path in it of each activation.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -59,8 +59,8 @@ class ErrorProbe:
 
     @classmethod
     def of(cls, forward: fx.GraphModule, graph: AnalyzedGraph, choice: Choice) -> "ErrorProbe | None":
-        """The probe of a partitioned forward, which it copies; None where nothing is compressed, or an argument is
-        none of the traced graph's."""
+        """Returns the probe of a partitioned forward, which it copies; None if nothing is compressed, or the forward
+        has an argument that the traced graph does not have."""
         roots = [candidate.activation.root for candidate in compressions(choice.candidates)]
         if not roots:
             return None
@@ -84,10 +84,10 @@ class ErrorProbe:
         return cls(run, known, tuple(graph.paths.get(root, ("", root.name)) for root in roots))
 
     def errors(self, args: Sequence[Any], layer: str) -> list[RelativeError]:
-        """The errors of one run of the graph; random generators are left as they are.
+        """Measure the errors of one run of the graph; random generators are restored.
 
         Args:
-            layer: that runs it; empty where its paths say so.
+            layer: path of the layer that runs the graph; empty: `paths` have the layers.
         """
         found: list[RelativeError] = []
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
@@ -115,15 +115,15 @@ def squares(difference: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def mean_and_worst(errors: Sequence[RelativeError]) -> tuple[float, float, RelativeError]:
-    """Returns the mean relative error, the largest one, and where that is."""
+    """Returns the mean relative error, the largest one, and the activation or graph that has it."""
     relative = {each: each.relative for each in errors}
-    # NaN is the largest.
+    # NaN counts as the largest.
     worst = max(relative, key=lambda each: (relative[each] != relative[each], relative[each]))
     return sum(relative.values()) / len(relative), relative[worst], worst
 
 
 def errors_line(errors: Sequence[RelativeError]) -> str:
-    """The line about all activations of a forward."""
+    """Returns the log line on the activations of a forward."""
     mean, largest, worst = mean_and_worst(errors)
     where = f"{worst.path} in {worst.layer}" if worst.layer else worst.path
     return (

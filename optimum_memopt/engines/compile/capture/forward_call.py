@@ -1,4 +1,4 @@
-"""A call of a training forward: its arguments, and the kind of call that they make, each of which is traced apart."""
+"""The arguments of a training forward's call, and the kinds of calls, each of which is traced separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ class ForwardArgs:
     """The arguments of a training forward.
 
     Attributes:
-        loss_only: nobody calls backward from any output but the loss.
-        reader: who may read more of the outputs than the loss, empty when nobody does.
-        drops_cache: of keys and values, which plain PyTorch may make.
+        args: positional arguments.
+        inputs: keyword arguments.
+        loss_only: backward is only called on the loss.
+        reader: name of the code that may read outputs beside the loss; empty if none does.
+        drops_cache: the key-value cache, which plain PyTorch may make, is disabled.
     """
 
     args: tuple[Any, ...]
@@ -30,18 +32,18 @@ class ForwardArgs:
     def of(
         cls, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool, reader: str
     ) -> "ForwardArgs":
-        """From a call's arguments; disables the key-value cache unless requested."""
+        """Returns the arguments of a call, with the key-value cache disabled unless requested."""
         inputs = without_key_value_cache(model, args, kwargs)
         return cls(args, inputs, loss_only, reader, inputs.keys() != kwargs.keys())
 
 
 class CallKind(NamedTuple):
-    """The kind of a call: each is traced by itself.
+    """The kind of a call. Each kind is traced separately.
 
     Attributes:
-        hooks: of all modules.
-        reads_outputs: loops compute gradients of outputs beside the loss.
-        trains: for each parameter of the layers, where those are regions.
+        hooks: ids of global module hooks.
+        reads_outputs: training loops compute gradients of outputs beside the loss.
+        trains: for each parameter of the layers whether it trains; empty if layers are not regions.
     """
 
     loss_only: bool
@@ -53,22 +55,22 @@ class CallKind(NamedTuple):
     trains: tuple[bool, ...]
 
     def compared(self, other: "CallKind") -> list[str]:
-        """The differences from another kind, in words."""
+        """Returns the differences from another kind in words."""
         kept = (
             "only the loss keeps its gradient"
             if self.loss_only
-            else "outputs beside the loss may be read, and keep theirs"
+            else "outputs other than the loss may be read, and keep their gradients"
         )
         lines = {
             "loss_only": kept,
             "drops_logits": "no logits are returned" if self.drops_logits else "logits are returned",
             "masks": self.masks.first_after(other.masks),
-            "hooks": "all modules have other hooks",
-            "has_regions": "layers are compiled by themselves" if self.has_regions else "layers have hooks",
-            "reads_outputs": "outputs beside the loss have gradients",
-            "trains": "other parameters train",
+            "hooks": "global module hooks changed",
+            "has_regions": "layers are compiled separately" if self.has_regions else "layers have hooks",
+            "reads_outputs": "outputs other than the loss have gradients",
+            "trains": "the trained parameters changed",
         }
         if self.has_regions != other.has_regions:
-            # Only those in regions are known.
+            # Only known with regions.
             del lines["trains"]
         return [line for name, line in lines.items() if getattr(self, name) != getattr(other, name)]

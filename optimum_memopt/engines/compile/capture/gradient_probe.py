@@ -1,10 +1,10 @@
-"""The error of gradients where activations are saved in fp8, measured once, in the first backward.
+"""Measures the error of gradients with activations saved in fp8, once, in the first backward.
 
 After a graph's backward, its forward and backward are rerun operator by operator, with nothing compressed, on the same
 arguments and the same output gradients. The gradients of its parameters are compared before the next graph's backward,
 so that no second copy of all gradients is held.
 
-This measures the error that each graph adds: its output gradients already have the errors of the graphs after it. For
+The result is the error that each graph adds: its output gradients already have the errors of the graphs after it. For
 a model in one graph, it is the whole error.
 """
 
@@ -27,7 +27,7 @@ from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import capacity
 
 _SUBJECT = "the error of gradients"
-# The share of what is free that a measurement may take.
+# The share of free memory that a measurement may take.
 _FREE = 0.5
 
 
@@ -56,15 +56,15 @@ class GradientErrors:
 
 @dataclass(frozen=True, eq=False)
 class GradientProbe:
-    """Measures the gradients of one graph.
+    """Measures the error of one graph's gradients.
 
     Attributes:
-        run: computes the gradients of parameters, of a list of arguments that it empties.
-        arguments: the graph's arguments that it takes, by their positions.
-        results: the graph's results whose gradients it takes, behind the arguments, by their positions.
-        parameters: the arguments that it returns the gradients of, by their positions.
-        bytes: that it holds.
-        unread: results whose gradients it does not read.
+        run: takes a list of arguments, which it empties, and returns the gradients of parameters.
+        arguments: positions of the graph's arguments that `run` takes.
+        results: positions of the graph's results whose gradients `run` takes, after the arguments.
+        parameters: positions of the arguments whose gradients `run` returns.
+        bytes: peak of the bytes that a run holds.
+        unread: positions of the results whose gradients `run` does not read.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -78,12 +78,12 @@ class GradientProbe:
     def of(
         cls, graph: AnalyzedGraph, choice: Choice, parameters: Sequence[str], runs_operators: bool
     ) -> "GradientProbe | None":
-        """The probe of a joint graph, which it copies; None where nothing is compressed, an argument is none of the
-        traced graph's, or a compiler draws other random numbers than operators do.
+        """Returns the probe of a joint graph, which it copies; None if nothing is compressed, the joint graph has an
+        argument that the traced graph does not have, or a compiler draws other random numbers than operators do.
 
         Args:
             parameters: the name of each argument that is a parameter, empty for the others.
-            runs_operators: it runs without a compiler.
+            runs_operators: the graph runs without a compiler.
         """
         joint = graph.joint
         if not compressions(choice.candidates):
@@ -122,11 +122,14 @@ class GradientProbe:
         layer: str,
         errors: GradientErrors,
     ) -> None:
-        """Measure behind the backward of a run.
+        """Register a hook that measures the error after the backward of a run.
 
         Args:
-            generators: as the run found them.
-            layer: that has run; empty: none.
+            args: arguments of the run.
+            returned: results of the run.
+            generators: states of the random generators before the run.
+            layer: path of the layer that has run; empty outside of layers.
+            errors: collects the error.
         """
         results = [returned[at] for at in self.results]
         nodes = {result.grad_fn for result in results if isinstance(result, torch.Tensor)}
@@ -135,12 +138,12 @@ class GradientProbe:
             return
         outputs, held = [result.output_nr for result in results], list(args)
         unread = [number for number, at in zip(outputs, self.results, strict=True) if at in self.unread]
-        # Of a result that the loss does not depend on there is none.
+        # A result that the loss does not depend on has no gradient, and gets zeros like it.
         like = [(tuple(result.shape), {"dtype": result.dtype, "device": result.device}) for result in results]
         errors.waiting += 1
 
         def measure(gradients: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
-            # A graph that is kept may run its backward again.
+            # With `retain_graph`, a backward may run again.
             if not held:
                 return
             own = held.copy()
@@ -167,10 +170,12 @@ class GradientProbe:
         tangents: Sequence[tuple[torch.Tensor | None, tuple[int, ...], Mapping[str, Any]]],
         generators: GeneratorStates,
     ) -> Sequence[torch.Tensor]:
-        """The gradients of parameters; none where there is no room for them.
+        """Compute the exact gradients of parameters; returns none if memory does not suffice.
 
         Args:
-            tangents: the gradient of each result, None for zeros, and the result's shape and kind.
+            args: all arguments of the graph.
+            tangents: the gradient of each result (None: zeros), its shape, and its dtype and device.
+            generators: states of the random generators before the run.
         """
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         if self.bytes > _FREE * capacity(device).available:
@@ -191,12 +196,12 @@ def _error(layer: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Re
 
 
 def gradients_line(errors: Sequence[RelativeError], is_whole: bool) -> str:
-    """The line about the gradients of a first batch; `is_whole`: see `GradientErrors`."""
+    """Returns the log line on the gradients of a first batch; `is_whole`: see `GradientErrors`."""
     mean, largest, worst = mean_and_worst(errors)
     if is_whole:
         return (
             f"gradients are inexact by {largest:.2%} in the first batch, since activations are saved in fp8: "
-            "the norm of the difference over that of exact gradients"
+            "the norm of their error over the norm of exact gradients"
         )
     return (
         f"activations in fp8 make gradients of each of {len(errors)} graphs inexact by {mean:.2%} on average and "

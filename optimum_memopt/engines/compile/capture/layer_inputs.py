@@ -1,9 +1,9 @@
-"""Arguments of a graph's run that its backward reads, and nobody holds until then: offloaded, or recomputed.
+"""Offloads or recomputes arguments of a graph's run that its backward reads, so that they are not held until then.
 
-Both happen around the graph, whose partition is the same. An offloaded argument is copied while the run computes, and
-reloaded while the backward of the next run does. One that is recomputed is returned once more by the run that had
-returned it, so that of a segment of layers the input of the first is held (Chen et al. 2016,
-https://arxiv.org/abs/1604.06174); hooks on saved tensors leave the model's own loop as it is.
+Both happen around the graph, whose partition stays the same. An offloaded argument is copied to the host while the run
+computes, and reloaded while the backward of the next run computes. For a recomputed argument, the run that returned it
+is rerun, so that only the first input of a segment of layers is held (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174). Saved-tensor hooks do this without a change to the model's own loop.
 """
 
 import contextlib
@@ -26,12 +26,13 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 
 @dataclass(eq=False)
 class _Argument:
-    """An argument while nobody holds it.
+    """An argument that is not held between forward and backward.
 
     Attributes:
-        offset: of the tensor that `value` stands for, in its storage.
-        saved: how often autograd has saved it or a view of it.
-        opened: of those, how many a backward has read.
+        offset: storage offset of the original tensor.
+        saved: how often autograd has saved the argument or a view of it.
+        opened: how many of these saved tensors a backward has read.
+        value: the reloaded or recomputed tensor; None while it is not held.
     """
 
     offset: int
@@ -43,7 +44,7 @@ class _Argument:
         raise NotImplementedError
 
     def open(self) -> torch.Tensor:
-        """For the backward, which holds it from the last time on."""
+        """Returns the value for the backward; the last read of a backward drops it here."""
         value = self.get()
         self.opened += 1
         if self.opened == self.saved:
@@ -52,7 +53,7 @@ class _Argument:
 
 
 class _View(NamedTuple):
-    """A tensor that lies in an argument."""
+    """A view of an argument, relative to the argument's offset."""
 
     argument: _Argument
     shape: torch.Size
@@ -69,7 +70,7 @@ class _View(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class _Offloaded(_Argument):
-    """Waits on the host; `before` is that of an earlier run, whose backward comes next."""
+    """An argument on the host; `before` is the one offloaded before it, whose backward comes next."""
 
     host: torch.Tensor
     device: torch.device
@@ -89,7 +90,7 @@ class _Offloaded(_Argument):
 
 
 class _Random(NamedTuple):
-    """States of random generators: of the CPU, and of devices."""
+    """States of the random generators of the CPU and of devices."""
 
     cpu: torch.Tensor
     devices: list[int]
@@ -101,13 +102,13 @@ class _Random(NamedTuple):
 
     def is_equal(self, other: "_Random") -> bool:
         pairs = zip((self.cpu, *self.states), (other.cpu, *other.states), strict=True)
-        # The states are real where the forward runs on fake tensors.
+        # The states are real tensors even if the forward runs on fake ones.
         with without_modes():
             return all(itertools.starmap(torch.equal, pairs))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within it generators draw the same numbers again."""
+        """Set the generators to these states within the context, and restore them afterwards."""
         kind = torch.accelerator.current_accelerator() if self.devices else None
         kind_name = kind.type if kind is not None else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind_name):
@@ -118,13 +119,14 @@ class _Random(NamedTuple):
 
 @dataclass(eq=False)
 class _Repeated:
-    """A run that a backward runs again.
+    """A run that a backward reruns.
 
     Attributes:
-        args: those that are not held are views.
-        gathered: around it, has the parameters among them.
-        random: the states before it; None: it draws nothing.
-        results: those that are arguments of others, by their places.
+        run: the compiled graph.
+        args: its arguments; those that are not held as `_View`.
+        gathered: returns a context in which the parameters among the arguments are gathered.
+        random: generator states before the run; None if it draws nothing.
+        results: results that are recomputed arguments of other runs, by their positions.
     """
 
     run: Callable[..., Any]
@@ -134,10 +136,10 @@ class _Repeated:
     results: "weakref.WeakValueDictionary[int, _Recomputed]" = field(default_factory=weakref.WeakValueDictionary)
 
     def again(self) -> None:
-        """Set the values of its results."""
+        """Rerun, and set the values of `results`."""
         args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
         with self.gathered(), contextlib.nullcontext() if self.random is None else self.random.again():
-            # Without gradients, so that nothing holds what it saves.
+            # Detached, so that autograd saves nothing.
             results = listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         for place, result in self.results.items():
             result.value = results[place].detach()
@@ -155,16 +157,16 @@ class _Recomputed(_Argument):
 
 
 class LayerInputs:
-    """The runs of one forward whose arguments are offloaded or recomputed, and those that run again."""
+    """Runs graphs of one forward with offloaded or recomputed arguments, and keeps the runs to rerun."""
 
     def __init__(self) -> None:
         self._last: _Offloaded | None = None
-        # By storage the run that has returned it, the place among its results, the offset there, and what keeps
-        # another storage from having its address.
+        # By the storage of a result: the run that returned it, its position and offset there, and a weak reference
+        # that keeps the storage's id from being reused.
         self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef]] = {}
 
     def possible(self, plan: InputsPlan, args: Sequence[Any]) -> InputsPlan:
-        """The part of a plan that holds for these arguments: what a hook has changed on its way is no run's result."""
+        """Returns the plan without recomputed arguments that no run has returned, such as those changed by a hook."""
         known = {at for at in plan.recomputed if dynamo.storage_id(args[at]) in self._returned}
         return plan if known == plan.recomputed else replace(plan, recomputed=frozenset(known))
 
@@ -175,15 +177,18 @@ class LayerInputs:
         gathered: Callable[[], contextlib.AbstractContextManager[None]],
         state: StateArgs,
     ) -> Any:
-        """The results of a run.
+        """Run a graph, and return its results.
 
         Args:
-            gathered: around one in a backward, has the parameters among its arguments.
+            run: the compiled graph.
+            plan: the arguments to offload or recompute, and whether the run is to be rerun for another one.
+            gathered: returns a context in which the parameters among the arguments are gathered, for reruns.
+            state: arguments of the run.
         """
-        # autograd holds `pack` as long as what it has saved: it must hold no arguments.
+        # autograd holds `pack` as long as the saved tensors, so `pack` must not hold arguments.
         args, saved_state = state.args, state.saved
         arguments: dict[int, _Argument] = {}
-        # Not in the forward's autograd graph.
+        # Detached: the copies are not part of the forward's autograd graph.
         offloaded = {place: args[place].detach() for place in sorted(plan.offloaded)}
         for given in offloaded.values():
             self._last = _Offloaded(
@@ -205,7 +210,7 @@ class LayerInputs:
             if isinstance(packed, _View):
                 packed.argument.saved += 1
                 return packed
-            # ZeRO 3 takes a parameter's data away, and gives it others.
+            # ZeRO 3 frees a parameter's data and later assigns new tensors.
             return saved if isinstance(saved, torch.nn.Parameter) else saved.detach()
 
         random = _Random.now(args) if plan.is_repeated else None
@@ -227,7 +232,7 @@ class LayerInputs:
 
 
 def listed(results: Any) -> Sequence[Any]:
-    """The results of a run, of which there may be one."""
+    """Returns the results of a run as a sequence, also a single one."""
     return results if isinstance(results, tuple | list) else [results]
 
 

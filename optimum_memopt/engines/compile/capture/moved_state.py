@@ -1,15 +1,15 @@
 """Finds state that changes between a forward and its backward, which would then recompute from other values.
 
-Of frozen parameters and large buffers no copy is saved (`graph/state_copies.py`): most never change. They are watched
-instead.
+Frozen parameters and large buffers are saved without a copy (`graph/state_copies.py`), since most never change. They
+are watched instead.
 
-- In the first backwards of each run of a graph the values are compared with those that the forward has read. Code that
-  writes to state mostly does so in each step, also by `.data`, which no version counter shows. State that is read for
-  a recompute alone is copied to the host for that, as far as it is not large, so that this backward is right, too; of
-  the rest some thousand numbers are compared, and the sum of all.
-- From then on version counters are compared when the backward begins, which waits for no device.
+- In the first backwards of each graph run, the values are compared with those that the forward has read. Code that
+  writes to state mostly does so in each step, also by `.data`, which no version counter shows. State that is only read
+  to recompute is copied to the host for that, unless it is large, so that this backward is also right. Of other state,
+  some thousand numbers and the sum of all numbers are compared.
+- From then on, version counters are compared when the backward begins, which does not wait for the device.
 
-What has changed is copied by all forwards to come, whose graphs are traced again for that.
+State that has changed is copied by all later forwards, whose graphs are retraced for that.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
 from optimum_memopt.logs import get_logger
 
-# Backwards of a run of a graph in which values are compared.
+# Backwards of each graph run in which values are compared.
 COMPARED_BACKWARDS = 3
 
-# Numbers of a tensor that are compared one by one where it is not copied.
+# Numbers that are compared one by one if a tensor is not copied.
 _SAMPLE = 4096
-# Numbers that are added up at once: torch casts integers to int64 before it does (`make_reduction_from_ty` in
-# `aten/src/ATen/native/ReduceOpsUtils.h`), which takes four times a weight in half precision.
+# Numbers that are added up at once: torch casts integers to int64 first (`make_reduction_from_ty` in
+# `aten/src/ATen/native/ReduceOpsUtils.h`), which takes four times the memory of a weight in half precision.
 _SUMMED = 2**18
-# State that one forward copies to compare it, bytes.
+# Bytes of state that one forward copies for the comparison.
 _MOST_BYTES = 2**24
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,8 +41,10 @@ class SavedState:
     """State that autograd saves, with the values that the forward has read.
 
     Attributes:
-        former: on the host, what `_compared` had returned.
-        opened: called when the backward reads it: whether it has changed, and whether the backward gets what it was.
+        former: the values that the forward has read, as `_compared` returns them, on the host.
+        is_whole: `former` is a copy of the whole tensor.
+        opened: called when the backward reads the state, with two flags: the state has changed; its former values are
+            known.
     """
 
     tensor: torch.Tensor
@@ -52,12 +54,12 @@ class SavedState:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, is_whole: bool, opened: Callable[[bool, bool], None]) -> "SavedState":
-        # A storage that the tensor is given later is none that the forward has read.
+        # Detached: the forward has not read a storage that is assigned to the tensor later.
         tensor = tensor.detach()
         return cls(tensor, _compared(tensor, is_whole), is_whole, opened)
 
     def open(self) -> torch.Tensor:
-        """The values for the backward."""
+        """Returns the values for the backward, the former ones if they are known."""
         now = _compared(self.tensor, self.is_whole)
         pairs = zip(now, self.former, strict=True)
         has_changed = not all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
@@ -66,7 +68,7 @@ class SavedState:
 
 
 def _compared(tensor: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, ...]:
-    """A copy of the tensor, or numbers from all over it and the sum of its bits, on the host."""
+    """Returns a copy of the tensor, or a sample of its numbers and the sum of all bits as integers, on the host."""
     if is_whole:
         return (tensor.to("cpu", copy=True),)
     some = tensor.as_strided((min(tensor.numel(), _SAMPLE),), (max(1, tensor.numel() // _SAMPLE),))
@@ -77,18 +79,19 @@ def _compared(tensor: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, of which all are equal to themselves."""
+    """Returns the bits as integers, so that NaN equals itself."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(_INTEGERS[real.dtype.itemsize])
 
 
 @dataclass(frozen=True)
 class StateArgs:
-    """The arguments of a run of a graph.
+    """The arguments of a graph run.
 
     Attributes:
-        saved: what autograd saves in the place of state; None: state itself.
-        copied: places of those that change before the backward, and of which the graph reads a copy.
+        saved: returns what autograd saves in place of a tensor of state, None for other tensors; None: nothing is
+            replaced.
+        copied: positions of arguments that change before the backward and are copied by the graph.
     """
 
     args: Sequence[Any]
@@ -100,28 +103,28 @@ class StateWatch:
     """Watches the state of one model.
 
     Args:
-        name_of: the name of a tensor in log lines, empty where it has none.
+        name_of: returns the name of a tensor for log lines, empty if it has none.
 
     Attributes:
-        moved: the sources of state that had changed when the forward began.
+        moved: the sources of state that is known to change, as of the beginning of the forward.
     """
 
     def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
         self._name_of = name_of
         self.moved: frozenset[str] = frozenset()
         self._compared: Counter[Hashable] = Counter()
-        # By this forward.
+        # Bytes that the current forward has copied.
         self._bytes_copied = 0
-        # Changed since, and whether a backward has read the new values.
+        # State found changed since the forward began, and whether a backward has read the new values.
         self._new: dict[str, torch.Tensor] = {}
         self._was_read = False
-        # Of the forward that runs: state, its version and its source; and autograd's node of the last graph.
+        # State of the current forward, with its version and source; and the autograd node of the last graph.
         self._versions: list[tuple[torch.Tensor, int, str]] = []
         self._node: Any = None
 
     def begin(self) -> bool:
-        """A forward begins: true where its graphs have to be traced again, since more state has moved."""
-        # A forward that has failed leaves its own.
+        """Begin a forward. Returns True if its graphs must be retraced, since more state has changed."""
+        # A failed forward leaves its own behind.
         self._versions, self._node, self._bytes_copied = [], None, 0
         new = {source: tensor for source, tensor in self._new.items() if source not in self.moved}
         if not new:
@@ -130,8 +133,8 @@ class StateWatch:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         read = "; gradients of that step were computed from the new values" if self._was_read else ""
         get_logger().warning(
-            f"{names[0]}{more} changed between a forward and its backward{read}: compiling the forward again, which "
-            "saves a copy from now on"
+            f"{names[0]}{more} changed between a forward and its backward{read}: recompiling the forward, to save "
+            "a copy from now on"
         )
         self.moved = self.moved.union(new)
         self._new, self._was_read = {}, False
@@ -145,13 +148,13 @@ class StateWatch:
         copied: Collection[int],
         run: Hashable,
     ) -> StateArgs:
-        """The arguments for a run of a graph.
+        """Returns the arguments for a graph run.
 
         Args:
-            sources: of the state among the arguments that the backward recomputes from, by places.
-            is_only_recomputed: whether it reads that for nothing else, by places.
+            sources: sources of the arguments that are state and that the backward recomputes from, by position.
+            is_only_recomputed: by position, whether the backward reads the argument for nothing else.
             copied: see `StateArgs`.
-            run: the same for the same run of each forward.
+            run: key of the graph run, the same in each forward.
         """
         if not sources:
             return StateArgs(args, copied=copied)
@@ -160,11 +163,11 @@ class StateWatch:
             given = list(args)
             for at, source in watched.items():
                 self._versions.append((args[at], autograd.version_of(args[at]), source))
-                # Without a version for autograd, which would end the run where the state has changed.
+                # `.data` hides the version from autograd, which would raise an error for changed state.
                 given[at] = args[at].data
             return StateArgs(given, copied=copied)
         places = {dynamo.storage_id(args[at]): at for at in watched}
-        # What autograd saves must hold no other arguments.
+        # The function that autograd keeps must not hold other arguments.
         tensors = {at: args[at] for at in watched}
         is_opened = False
 
@@ -178,7 +181,7 @@ class StateWatch:
 
             def opened(has_changed: bool, is_right: bool) -> None:
                 nonlocal is_opened
-                # Once a run: all of its state is opened by one backward.
+                # Count once per run: one backward opens all of its state.
                 self._compared[run] += not is_opened
                 is_opened = True
                 if has_changed:
@@ -190,12 +193,12 @@ class StateWatch:
         return StateArgs(args, saved_state, copied)
 
     def after(self, results: Sequence[Any]) -> None:
-        """Note the results of a run; within the forward."""
+        """Note the results of a graph run, within the forward."""
         if self._versions:
             self._node = autograd.compiled_node(results) or self._node
 
     def end(self) -> None:
-        """The forward has run: compare versions when its backward begins."""
+        """End a forward: have versions compared when its backward begins."""
         versions, node = self._versions, self._node
         self._versions, self._node = [], None
         if node is None or not versions:

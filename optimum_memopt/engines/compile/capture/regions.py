@@ -1,15 +1,14 @@
-"""Regions: the layers of a model that are equal, each group compiled once. Its forward is one operator of the graph
-around the layers.
+"""Regions: groups of equal layers, each group compiled once. A layer's forward is one operator of the graph around the
+layers, the outer graph.
 
 Parameters are inputs of a graph, so that one trace serves all layers of a group. Hooks of a layer, and activation
 checkpointing around it, stay outside. Regional compilation by hand: https://docs.pytorch.org/tutorials/recipes/
 regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
 
-torch cannot trace the hooks in which parameters are gathered (FSDP2), and breaks the graph at each. So they are taken
-from the modules while torch traces what is around them, and Python runs them: those of a layer around its forward. A
-module that computes the logits is *open*: its forward is part of the graph around layers, which may compute the loss
-without logits. The parameters of an open one are gathered before the model's forward, and count as used until that
-returns.
+torch cannot trace the hooks in which FSDP2 gathers parameters, and breaks the graph at each. So hooks are removed from
+the modules while torch traces the outer graph, and Python runs those of a layer around its forward. The module
+that computes the logits is *open*: its forward is part of the outer graph, which may then compute the loss without
+logits. The parameters of an open module are gathered before the model's forward, and count as used until it returns.
 """
 
 import contextlib
@@ -43,15 +42,16 @@ from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.generators import preserved_generators
 
-# Layers of one class and structure, by their paths in the model, in order.
+# Layers of one class and structure by their paths in the model, in order.
 LayerGroup = Mapping[str, torch.nn.Module]
 
 
 def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
-    """The layers of a model that are equal to another one in the same `ModuleList`, in the order of the modules.
+    """Returns groups of equal layers of a `ModuleList` with at least two layers each, in module order.
 
-    A list in an item of a list is part of that item: the experts of a layer are no layers. Left out are single
-    operators, which are cheaper compiled with what is around them, and layers whose forward somebody has replaced.
+    A list inside an item of a list belongs to that item: the experts of a layer are no layers. Modules without
+    children are left out, since they are cheaper to compile in the outer graph, and so are layers with a replaced
+    forward.
     """
     groups: list[LayerGroup] = []
     inside: set[torch.nn.Module] = set()
@@ -70,35 +70,37 @@ def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
-# Fewer equal layers are traced about as fast in one graph.
+# The fewest equal layers that are worth a region: fewer are traced about as fast in one graph.
 _ENOUGH = 4
-# Graphs of one group: more are so many that the group is none, as where each layer has a number that differs.
+# The most graphs of one group. With more, the group is no region, as when a number differs in each layer.
 _MOST_GRAPHS = 3
 
 
 def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
-    """The groups that are compiled by themselves where `unit` is one of `options.UNITS`: layers, and modules whose
-    parameters are gathered in hooks.
+    """Returns the groups to compile separately: equal layers, and modules whose parameters are gathered in hooks.
+
+    Args:
+        unit: one of `options.UNITS`.
 
     Raises:
-        UnsupportedModelError: layers are asked for, and no two of them are equal.
+        UnsupportedModelError: the unit is a layer, and no two layers are equal.
     """
     groups = () if unit == MODEL else layer_groups(model)
     if unit == LAYER and not groups:
         raise UnsupportedModelError(
-            f"--memory_opt_unit layer: no list of modules in {type(model).__name__} has two equal ones",
+            f"--memory_opt_unit layer: no module list in {type(model).__name__} has two equal layers",
             "leave the flag out",
         )
     sharded = () if unit == MODEL else _sharded_modules(model, groups)
-    # Where hooks gather parameters, each would break the graph of the whole.
+    # Each hook that gathers parameters would break the graph of a whole forward.
     is_hooked = unit != MODEL and fully_shard.is_sharded(model)
     is_worth_it = unit == LAYER or is_hooked or any(len(group) >= _ENOUGH for group in groups)
     return (*groups, *sharded) if is_worth_it else ()
 
 
 def _sharded_modules(model: torch.nn.Module, groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
-    """Each module by itself that FSDP2 has sharded by itself, less layers, what is in them and around them, and what
-    is open."""
+    """Returns one group for each module that FSDP2 shards separately, except layers, modules inside or around layers,
+    and open modules."""
     layers = [path for group in groups for path in group]
     opened = opened_modules(model)
     return tuple(
@@ -110,7 +112,7 @@ def _sharded_modules(model: torch.nn.Module, groups: Sequence[LayerGroup]) -> tu
 
 
 def opened_modules(model: torch.nn.Module) -> LayerGroup:
-    """The modules that FSDP2 gathers with the one that computes the logits, by their paths."""
+    """Returns the modules that FSDP2 gathers together with the one that computes the logits, by their paths."""
     computes_logits = embeddings(model, "output")
     groups = ({path: model.get_submodule(path) for path in paths} for paths in fully_shard.sharded_groups(model))
     return next((modules for modules in groups if computes_logits in modules.values()), {})
@@ -121,7 +123,7 @@ def _contains(path: str, inner: str) -> bool:
 
 
 def _structure(layer: torch.nn.Module) -> Hashable:
-    """Equal for layers of one class with the same modules and the same shapes of parameters."""
+    """Returns a key that is equal for layers of one class with the same modules and parameter shapes."""
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
     return kinds, tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
@@ -137,9 +139,9 @@ class Region:
 
     Attributes:
         name: the class of its layers.
-        layers: held weakly.
-        constants: numbers and sizes that all layers are given, as far as they were traced; see `_constants`.
-        graphs: traced in this call.
+        layers: weak references to the layers.
+        constants: numbers and sizes that all layers traced so far get as arguments; see `_constants`.
+        graphs: number of graphs traced in this call.
     """
 
     name: str
@@ -153,9 +155,11 @@ class _Layer:
     """A layer of a region.
 
     Attributes:
-        path: in the model.
-        forward: compiled, of which the first argument is the layer.
-        hooks: around the modules in it: they are called while it runs, and write to what is traced before that.
+        path: path in the model.
+        held: weak reference to the layer.
+        forward: the compiled forward; its first argument is the layer.
+        hooks: forward hooks of the modules inside the layer. They run when the outer graph is already traced, so it
+            does not see what they write.
     """
 
     path: str
@@ -172,26 +176,27 @@ class _Layer:
 
     @property
     def collected_kinds(self) -> set[str | None]:
-        """The kinds of output that hooks in it collect; None among them: one is no such hook."""
+        """Returns the kinds of output that hooks inside the layer collect; None stands for any other hook."""
         if not any(self.hooks):
             return set()
         return {trace_fixes.kind_of(hook) for hooks in self.hooks for hook in hooks.values()}
 
 
 class Regions:
-    """The forwards of a model's layers while its training forward runs. It keeps no module alive: torch keeps what
-    was compiled until the process ends.
+    """Replaces the forwards of a model's layers by compiled ones while its training forward runs.
+
+    It keeps no module alive, since torch keeps compiled code until the process ends.
 
     Args:
-        compiled: compiles a forward, of which the first argument is the layer.
+        compiled: compiles a forward whose first argument is the layer.
         opened: open modules.
-        only_layers: nothing is traced around the layers, so that hooks stay where they are.
+        only_layers: nothing is traced around the layers, so that hooks stay in place.
 
     Attributes:
-        all: one for each group.
+        all: one region for each group.
         has_checkpointed: a layer has run in plain PyTorch, under the user's own checkpoint.
-        has_run_others: the same, or hooks have run around a layer.
-        refusal: why layers cannot be compiled by themselves; empty: they can, as far as is known.
+        has_run_others: a layer has run under the user's checkpoint, or with hooks around it.
+        refusal: why layers cannot be compiled separately; empty if no reason is known.
     """
 
     def __init__(
@@ -204,22 +209,21 @@ class Regions:
         self.all: list[Region] = []
         self.refusal = ""
         self.has_checkpointed = self.has_run_others = False
-        # That the whole forward runs in.
+        # The checkpoint that the whole forward runs in, if any.
         self._checkpoint: object = None
         self._only_layers = only_layers
-        # The layer whose forward runs.
+        # The layer whose forward is running.
         self._running: _Layer | None = None
-        # While dynamo traces what is around layers: their results on fake tensors, by what they are given, and those
-        # of their attributes that these depend on.
+        # While dynamo traces the outer graph: results of layers on fake tensors, by their arguments, and the
+        # attributes of layers that these results depend on.
         self._results: dict[Hashable, Any] = {}
         self._attributes: dict[Region, dict[torch.nn.Module, Hashable]] = {}
-        # The results that it was traced with, by the trace, the layer, and the kinds of the layer's arguments.
+        # The layer results that the outer graph was traced with, by trace, layer and kinds of the layer's arguments.
         self._traced_results: dict[Hashable, set[_TracedResults]] = {}
         self._trace: Hashable = None
         self._forwards: list[tuple[_Layer, Callable[..., Any]]] = []
         self._opened = [(weakref.ref(module), self._opened_forward(module)) for module in opened]
-        # The hooks of each module before and after the forward, and of a layer around its backward, while they are
-        # taken from it.
+        # Hooks removed from each module: those before and after the forward, and of layers also backward hooks.
         self._taken: dict[torch.nn.Module, tuple[dict[int, Any], ...]] = {}
         for group in groups:
             region = Region(type(next(iter(group.values()))).__name__, list(map(weakref.ref, group.values())))
@@ -234,26 +238,29 @@ class Regions:
 
     @property
     def are_closed(self) -> bool:
-        """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
-        traced before they run, and none of all modules would be called around a layer and in it."""
+        """True if layers can be compiled as regions: hooks inside them only collect outputs, since others may write to
+        outer objects after the outer graph was traced, and no global module hook is registered."""
         if not self.all or any(None in layer.collected_kinds for layer, _ in self._forwards):
             return False
         return self._only_layers or not dynamo.global_hooks()
 
     @property
     def are_replaced(self) -> bool:
-        """True where a layer has a forward of its own by now, which is none of the group's."""
+        """True if the forward of a layer has been replaced, so that it no longer equals the others of its group."""
         modules = (held() for region in self.all for held in region.layers)
         return any(module is not None and "forward" in vars(module) for module in modules)
 
     @property
     def layer(self) -> str:
-        """Path of the layer whose forward runs; empty: none does."""
+        """Returns the path of the layer whose forward is running; empty outside of layers."""
         return "" if self._running is None else self._running.path
 
     def note_graph(self, watch: dynamo.Watch) -> str:
-        """Note that a graph was traced in the first call, which `watch` is of; a line where the current group has too
-        many."""
+        """Count a graph traced in a first call. Returns an error line if the current group has too many.
+
+        Args:
+            watch: recompiles and graph breaks of that call.
+        """
         if self._running is None:
             return ""
         region = self._running.region
@@ -265,7 +272,7 @@ class Regions:
 
     @property
     def layers_at_once(self) -> int:
-        """Number of the layers in the current group; of all, outside of layers; 1 in a forward that is one graph."""
+        """Returns the number of layers in the current group, outside of layers in all groups; 1 without regions."""
         if not self.are_closed:
             return 1
         regions = self.all if self._running is None else [self._running.region]
@@ -273,10 +280,10 @@ class Regions:
 
     @contextlib.contextmanager
     def in_place(self, trace: Hashable) -> Iterator[None]:
-        """The layers' forwards are those of the regions, hooks are taken, and open modules are gathered.
+        """Run layers as regions within the context, without their hooks and with open modules gathered.
 
         Args:
-            trace: what is around the layers runs as it was traced within the same one.
+            trace: key of the outer trace; calls with the same key run the outer graph that was traced under it.
         """
         self._trace, self._checkpoint = trace, autograd.checkpoint()
         for region in self.all:
@@ -314,7 +321,7 @@ class Regions:
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
                 if (checkpoint := autograd.checkpoint()) is not None and checkpoint is not self._checkpoint:
-                    # It runs the layer's own forward again.
+                    # The user's checkpoint reruns the layer's own forward.
                     self.has_checkpointed = self.has_run_others = True
                     forward = functools.partial(type(module).forward, module)
                 if self._has_hooks(module):
@@ -329,39 +336,39 @@ class Regions:
             returned = dynamo.tree_leaves(results)
             if not any(each.match(returned, values) for each in traced):
                 raise ResultsChangedError(
-                    f"{layer.path} returns something else than the layers that are equal to it, or than it did before"
+                    f"the outputs of {layer.path} no longer match those of equal layers, or its earlier ones"
                 )
         return results
 
     def forget_results(self) -> None:
-        """Compare what layers return with later traces alone."""
+        """Forget the layer results of all traces so far."""
         self._traced_results.clear()
 
     def _call_key(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
         return self._trace, layer, tuple(map(_kind, given))
 
     def check_graph(self, graph: fx.Graph) -> None:
-        """Raise RuntimeError where what is traced around the layers registers a hook on a tensor: a piece of the graph
-        that returns what it was given, with a hook on it, is passed by in the backward."""
+        """Raise RuntimeError if the outer graph registers a hook on a tensor. The backward would bypass a piece of the
+        graph that returns its own input with a hook on it."""
         if any(map(dynamo.registers_hook, graph.nodes)):
             raise self._refused("a hook is registered on a tensor between layers")
 
     def check_around(self, trace: dynamo.Trace) -> None:
-        """Raise RuntimeError where what is traced around the layers writes to something that a hook of a layer has, as
-        to a list that all hooks append to: what the hook writes there while the graph runs would be lost."""
+        """Raise RuntimeError if the outer code writes to an object that a layer's hook holds, such as a list that all
+        hooks append to: the hook's own writes while the graph runs would be lost."""
         hooks = (hook for taken in self._taken.values() for hooks in taken for hook in hooks.values())
         if trace.changes(held for hook in hooks for held in _held(hook)):
-            raise self._refused("hooks of layers, and what runs around these, write to the same object")
+            raise self._refused("hooks of layers and code outside of layers write to the same object")
 
     def finish(self, outputs: Any) -> Any:
-        """The model's outputs behind the hooks of its open modules; within `in_place`."""
+        """Returns the model's outputs after the forward hooks of its open modules; call it within `in_place`."""
         for held, _ in self._opened:
             if (module := held()) is not None and module in self._taken:
                 outputs = self._hooked(module, (False, True), lambda outputs=outputs: outputs, (), {})
         return outputs
 
     def _opened_forward(self, module: torch.nn.Module) -> types.FunctionType:
-        """The forward of an open module, for torch to trace: its hooks before the forward are one operator."""
+        """Returns a traceable forward of an open module: its forward pre-hooks are one operator."""
         held, run = weakref.ref(module), dynamo.untraced(weak_method(self._run_hooks))
 
         def hooks_before(given: torch.Tensor) -> torch.Tensor:
@@ -384,7 +391,7 @@ class Regions:
         return given
 
     def _has_hooks(self, module: torch.nn.Module) -> bool:
-        """True where a call of the module is more than its forward. While layers are closed no hook is of all."""
+        """True if a call of the module runs hooks around its forward. Regions exclude global module hooks."""
         return module in self._taken and any(itertools.chain(self._taken[module], hooks_around_call(module)))
 
     def _hooked(
@@ -395,21 +402,26 @@ class Regions:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A call of a module with this forward and the kinds of its hooks that are wanted."""
+        """Call a module with this forward and some kinds of its removed hooks.
+
+        Args:
+            kinds: for each kind of hook, in the order of `hooks_around_call`, whether it runs.
+        """
         inner, taken = module.__dict__.get("forward"), self._taken[module]
         _give_back(module, [hooks if wanted else {} for hooks, wanted in zip(taken, kinds, strict=True)])
         module.__dict__["forward"] = forward
         try:
             return module(*args, **kwargs)
         finally:
-            # Hooks may remove themselves, and register others.
+            # Hooks may remove themselves and register others.
             left = zip(_take(module, len(kinds)), taken, kinds, strict=True)
             self._taken[module] = tuple(now if wanted else {**hooks, **now} for now, hooks, wanted in left)
             if inner is not None:
                 module.__dict__["forward"] = inner
 
     def _forward_of(self, layer: _Layer) -> types.FunctionType:
-        """The forward of a layer: its region, or its results on fake tensors where dynamo traces what is around it."""
+        """Returns a forward that runs the layer's region, or its results on fake tensors while the outer graph is
+        traced."""
         run = dynamo.untraced(functools.partial(self._run, layer))
 
         def layer_region(*args: Any, **kwargs: Any) -> Any:
@@ -424,7 +436,8 @@ class Regions:
             traced.add(_TracedResults.of(dynamo.tree_leaves(results), given))
             return results
 
-        # torch guards on functions by their code: with one for all, layers that change places run in their old ones.
+        # torch guards on functions by their code object: if layers shared one, reordered layers would run in their old
+        # places.
         return cast(types.FunctionType, dynamo.with_own_code(layer_region))
 
     def _refused(self, why: str) -> RuntimeError:
@@ -434,13 +447,14 @@ class Regions:
     def _traced(
         self, layer: torch.nn.Module, region: Region, trace: dynamo.Trace, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """The results of a layer on fake tensors: of equal layers that are given the same, copies of the first's.
+        """Returns the results of a layer on fake tensors; for an equal layer with equal arguments, copies of the first
+        layer's.
 
         Raises:
-            RuntimeError: what runs around the layer would not see what the layer sets, or the other way round.
+            RuntimeError: the outer code would not see what the layer sets, or the other way round.
         """
         if trace.changes(_state(layer)):
-            raise self._refused(f"attributes of {region.name} are set around it")
+            raise self._refused(f"attributes of {region.name} are set outside of it")
         given, structure = dynamo.tree_flatten((args, kwargs))
         constants = list(map(_constants, given))
         region.constants = list(map(_common, constants, region.constants or constants))
@@ -454,7 +468,7 @@ class Regions:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = list(map(writes_to, tensors))
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
-        # Its code runs here, and draws Python's and NumPy's random numbers.
+        # The layer's Python code runs here, and may draw random numbers of Python and NumPy.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
         with preserved_generators(), replaced([layer], fakes), trace.with_fake_states(layer), without_launches():
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
@@ -462,25 +476,25 @@ class Regions:
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
         if list(map(writes_to, tensors)) != before:
-            # What the layer before it has saved of that is no longer there.
-            raise self._refused(f"the forward of {region.name} writes to what it is given")
+            # The values that the previous layer has saved would be overwritten.
+            raise self._refused(f"the forward of {region.name} writes to its arguments")
         results = fully_shard.with_cast_outputs(layer, results)
         inputs = set(map(dynamo.storage_id, tensors))
         values = dynamo.tree_leaves(results)
         is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
         if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
-            # Sizes that the layer has found to be the same are one symbol for the layers behind it.
+            # The forward may have unified symbols of equal sizes, so the key is computed again for later layers.
             self._results[(*way, tuple(map(described, given)))] = results
         return results
 
 
-# How many of the kinds of `hooks_around_call` are taken.
+# How many kinds of `hooks_around_call` are removed.
 _AROUND_FORWARD, _ALL = 2, 4
 
 
 def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
-    """Leave a module without hooks of the first kinds, and return them. Those that collect its outputs stay where they
-    are the last: torch can trace them."""
+    """Remove a module's hooks of the first kinds, and return them. Trailing hooks that collect its outputs stay, since
+    torch can trace them."""
     places = hooks_around_call(module)[:kinds]
     taken = tuple(map(_before_collectors, places))
     for place, hooks in zip(places, taken, strict=True):
@@ -495,7 +509,7 @@ def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:
-    """Put hooks before those that have been registered since they were taken."""
+    """Put removed hooks back, before those that were registered since."""
     for place, hooks in zip(hooks_around_call(module), taken, strict=False):
         since = dict(place)
         place.clear()
@@ -503,14 +517,14 @@ def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> N
 
 
 def _state(layer: torch.nn.Module) -> Iterator[object]:
-    """A layer's modules, and all that these hold."""
+    """Yields a layer's modules and all of their attributes."""
     for module in layer.modules():
         yield from (module, *vars(module).values())
 
 
 def _held(function: Any) -> Iterator[object]:
-    """The objects that a function may write to: of its closure, its arguments, its object, and the names that it
-    has in common with its module."""
+    """Yields the objects that a function may write to: from its closure, bound and default arguments, instance, and
+    the globals that it names."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values(), *_held(function.func))
         return
@@ -524,19 +538,19 @@ def _held(function: Any) -> Iterator[object]:
 
 
 def _constants(value: Any) -> list[int | None]:
-    """The sizes of a tensor, or a number; None for each that is a symbol where dynamo traces what is around layers."""
+    """Returns the sizes of a tensor, or a number; None for each that is a symbol in the outer trace."""
     return list(map(traced_sizes.constant, [value] if isinstance(value, int | torch.SymInt) else _sizes(value)))
 
 
 def _common(one: list[int | None], other: list[int | None]) -> list[int | None]:
-    """The constants that two layers are both given."""
+    """Returns the constants that two layers have in common, None in the other places."""
     if len(one) != len(other):
         return []
     return [constant if constant == of_other else None for constant, of_other in zip(one, other, strict=True)]
 
 
 def _kind(value: Any) -> Hashable:
-    """The properties of a value that autograd and the operators of a trace depend on."""
+    """Returns the properties of a value that autograd and traced operators depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.requires_grad
     kind: type = int if isinstance(value, torch.SymInt) else type(value)
@@ -545,11 +559,11 @@ def _kind(value: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class _TracedResults:
-    """The results of a layer in a trace of what is around it.
+    """The results of a layer in the outer trace.
 
     Attributes:
-        kinds: of each value, see `_kind`.
-        sizes: of each tensor: a constant, or the argument and its dimension of the same size (None: neither).
+        kinds: the kind of each value, see `_kind`.
+        sizes: the sizes of each tensor: a constant, or the argument and its dimension of that size (None: neither).
     """
 
     kinds: tuple[Hashable, ...]
@@ -568,7 +582,7 @@ class _TracedResults:
         return cls(tuple(map(_kind, results)), tuple(tuple(map(traced, _sizes(value))) for value in results))
 
     def match(self, results: Sequence[Any], given: Sequence[Any]) -> bool:
-        """True where the results of a run with these arguments are as they were traced."""
+        """True if the results of a run with these arguments are as they were traced."""
 
         def is_same(traced: int | tuple[int, int] | None, size: int) -> bool:
             if isinstance(traced, tuple):
@@ -586,11 +600,11 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _relevant_attributes(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
-    """Those attributes of each layer that its results on fake tensors depend on: tensors without data, numbers and
-    names.
+    """Returns the attributes of each layer that its results on fake tensors depend on: tensors without data, numbers
+    and names.
 
-    Left out are whole numbers that no two layers share, the places of layers in the model: nearly no forward asks for
-    them, and each layer would be run on fake tensors by itself.
+    Whole numbers that no two layers share are left out: they are layer indices, which almost no forward reads, and
+    with them each layer would need its own run on fake tensors.
     """
     known = {layer: dict(_attributes(layer)) for layer in layers}
     counts = Counter(item for values in known.values() for item in values.items())
@@ -602,7 +616,7 @@ def _relevant_attributes(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Mod
 
 
 def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Attributes of the modules in a layer, by path and name."""
+    """Yields the attributes of the modules in a layer, by path and name."""
     for path, module in layer.named_modules():
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for name, value in (*tensors, *vars(module).items()):
@@ -611,7 +625,8 @@ def _attributes(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]
 
 
 def around_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """A traced graph as a graph of modules: what is before, between and behind the layers, and each layer's call."""
+    """Returns a traced graph split into modules: the pieces before, between and after the layers, and each layer's
+    call."""
     numbers: dict[fx.Node, int] = {}
     number = 0
     for node in module.graph.nodes:
@@ -629,7 +644,8 @@ def around_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _picked_of(node: fx.Node) -> fx.Node | None:
-    """The layer of several results of which the node is one. A part of a single result is computed behind it."""
+    """Returns the layer call that a `getitem` node unpacks; None for other nodes. Indexing into a layer's only tensor
+    is part of the next piece."""
     of = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
     if not isinstance(of, fx.Node) or not dynamo.is_operator_of_python(of):
         return None

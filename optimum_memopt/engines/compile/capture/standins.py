@@ -1,8 +1,8 @@
-"""Traces a model on the CPU as on a CUDA device that is not there, and as one rank of several.
+"""Traces a model on the CPU as on an absent CUDA device, and as one rank of several.
 
-torch cannot trace a backward with fake CUDA tensors where there is no device. So tensors are fake CPU tensors,
-attention calls CUDA's operators, and autocast casts what it casts on CUDA. A model is sharded by FSDP2 itself, in a
-process group that moves nothing.
+torch cannot trace a backward with fake CUDA tensors without a CUDA device. So tensors are fake CPU tensors, attention
+calls CUDA's operators, and autocast casts as on CUDA. A model is sharded by FSDP2 itself, in a process group that
+transfers nothing.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ _AMPERE = (8, 0)
 
 
 def stand_in_place(target: Device | None) -> torch.device:
-    """The device of the tensors that stand for those of a device that is planned for; None: this machine's."""
+    """Returns the device of the stand-in tensors for a target device; None as target: this machine's device."""
     return torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
 
 
 def multiprocessors(target: Device | None, here: torch.device) -> Multiprocessors | None:
-    """Those of the CUDA device that is planned for, or that tensors lie on; None where it is no CUDA device."""
+    """Returns the multiprocessors of the target, or of the tensors' device without one; None if not a CUDA device."""
     return target.cuda if target is not None else kernels.multiprocessors_of(here)
 
 
 @contextlib.contextmanager
 def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
-    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`. An
-    operator's error is raised, and not logged too."""
+    """Trace forwards within the context as on a device; operators are those of `here` if it is no CUDA device. Errors
+    of operators are raised without being logged as well."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_tracebacks())
         if device is not None and device.cuda is not None:
@@ -55,7 +55,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 
 @contextlib.contextmanager
 def eager_standin(device: Device | None) -> Iterator[None]:
-    """As `traced_for`, for code that runs without a compiler."""
+    """Do the same as `traced_for`, for code that runs without a compiler."""
     with traced_for(device, None), contextlib.ExitStack() as stack:
         if device is not None:
             stack.enter_context(autocast.of_any_device(device.capability >= _AMPERE))
@@ -68,7 +68,7 @@ def eager_standin(device: Device | None) -> Iterator[None]:
 def _attention_of(device: Device) -> contextlib.AbstractContextManager[None]:
     capability = device.capability
 
-    # dynamo traces it in the place of torch's, as it does no partial object.
+    # A function, since dynamo would not trace a `functools.partial` in place of torch's function.
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _attention(capability, *args, **kwargs)
 
@@ -83,13 +83,13 @@ def kernel(
     shares_keys: bool,
     fused: Collection[str] = ("cudnn", "flash", "efficient"),
 ) -> str:
-    """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`): cudnn, flash, efficient
-    or math.
+    """Returns the attention kernel that torch uses on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`): cudnn, flash,
+    efficient or math.
 
     Args:
-        has_mask: flash takes none.
-        shares_keys: fewer heads of keys than of queries, expanded by the kernel.
-        fused: the kernels that take the sizes and strides.
+        has_mask: a mask is given; flash supports none.
+        shares_keys: there are fewer key heads than query heads; the kernel expands them.
+        fused: the fused kernels that support the sizes and strides.
     """
     if is_half and capability >= _HOPPER and not has_dropout and "cudnn" in fused:
         return "cudnn"
@@ -106,9 +106,10 @@ def _fused_kernels(
     mask: torch.Tensor | None,
     is_causal: bool,
 ) -> list[str]:
-    """Returns the kernels that take these sizes and strides: all want rows without gaps, of T5's biases by heads too.
+    """Returns the fused kernels that support these sizes and strides. All need rows without gaps, also in a mask:
+    T5's biases, stored with heads last, have gaps.
 
-    cuDNN's is left out where training avoids it (`kernels.cudnn_attention_warning`).
+    cuDNN's kernel is left out if training avoids it (`kernels.cudnn_attention_warning`).
     """
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     if query.dim() != 4 or any(tensor.stride(-1) != 1 for tensor in tensors):
@@ -136,7 +137,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`."""
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by the operator that CUDA would use."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -155,7 +156,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as torch gives it to the kernel: numbers, rows of a multiple of 8, all heads."""
+    """Returns a mask as torch passes it to a kernel: as numbers, padded to rows of a multiple of 8, for all heads."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     if padding := -mask.size(-1) % 8:
@@ -165,17 +166,18 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 @contextlib.contextmanager
 def planned_ranks(ranks: int, device: str) -> Iterator[DeviceMesh | None]:
-    """A process group of which this process is the first rank; None for a single one.
+    """Make a fake process group within the context, with this process as its first rank. Yields its device mesh, None
+    for a single rank.
 
     Raises:
-        MemOptError: this process is in one already.
+        MemOptError: this process already belongs to a process group.
     """
     if ranks == 1:
         yield None
         return
     if torch.distributed.is_initialized():
-        raise MemOptError("steps of several ranks are predicted in a process that is not itself one of several")
-    # torch puts the rank in front of each line of a traceback from then on.
+        raise MemOptError("steps of several ranks cannot be predicted in a distributed process; use a single process")
+    # With a process group, torch installs a hook that prefixes each line of a traceback with the rank.
     before = sys.excepthook
     fake_group(ranks)
     try:
@@ -190,10 +192,10 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
     the last norm with the head, and the rest. Weights of 4 bits that are packed into integers stay whole.
 
     Args:
-        half: of its mixed precision; None: none.
+        half: dtype of mixed precision; None: no mixed precision.
 
     Raises:
-        MemOptError: weights of 4 bits would be cast to it.
+        MemOptError: packed weights of 4 bits would be cast to `half`.
     """
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
     quantized = set(filter(is_4bit, model.parameters()))
@@ -206,8 +208,8 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         if weight.is_floating_point() and weight.dtype != half:
             packed, gathered = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, half))
             raise MemOptError(
-                f"weights of 4 bits are packed into {packed}: FSDP2 gathers them in {gathered}, which changes them; "
-                f"give storage={gathered} or storage=uint8"
+                f"4-bit weights are packed into {packed}: FSDP2 gathers them in {gathered}, which changes them; "
+                f"use storage={gathered} or storage=uint8"
             )
     if half is not None and not quantized:
         for parameter in model.parameters():

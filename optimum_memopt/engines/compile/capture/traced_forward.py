@@ -1,4 +1,4 @@
-"""A model's training forward as torch.compile traces it, each of its graphs partitioned as is chosen for it."""
+"""A model's training forward, traced by torch.compile; each of its graphs is partitioned by the choice made for it."""
 
 import contextlib
 import functools
@@ -75,15 +75,16 @@ _MOST_TRACES = 3
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call of a forward.
+    """The outputs of one call of a forward, with the graphs that ran in it.
 
     Attributes:
-        graphs: those of `ran` that had not run in an earlier call with the same choices.
-        ran: graphs in the order of their first runs, and in `analyzed` their joint graphs.
-        tape: the runs of `ran`.
-        graph_breaks: reasons, one line each, where graphs were compiled.
-        recompiles: where an earlier call had compiled graphs for it.
-        before: the state to restore where the call is to run again; None where it has changed more than that.
+        graphs: graphs of `ran` that had not run in an earlier call with the same choices.
+        ran: all graphs, in the order of their first runs.
+        analyzed: the joint graphs of `ran`.
+        tape: the recorded runs of `ran`.
+        graph_breaks: reasons, one line each, if the call compiled graphs.
+        recompiles: recompiles that the call caused; empty in a first call.
+        before: the state to restore before a rerun of the call; None if the call changed more than that.
     """
 
     outputs: Any
@@ -97,14 +98,14 @@ class TracedCall:
 
 
 class TracedForward:
-    """Traces at its first call, and again for arguments of another kind; partitions what was traced for all choices.
+    """Traces a forward once per kind of call, and partitions the traced graphs for any number of choices.
 
     Attributes:
-        spec: how.
-        masks: of attention, that are made for batches.
-        variants: of its graphs.
-        is_first: the last call was the first with its kind of arguments, or with its choices.
-        would_chunk: a loss would be computed in chunks if nobody could read the logits.
+        spec: trace settings.
+        masks: the attention masks that a traced forward makes.
+        variants: compiled variants of the graphs.
+        is_first: the last call was the first of its kind, or the first with its choices.
+        would_chunk: a loss would be computed in chunks if the logits could not be read.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], spec: TraceSpec) -> None:
@@ -115,10 +116,10 @@ class TracedForward:
         self.masks = AttentionMasks(model, forward)
         self._compiled: dict[CallKind, Callable[..., Any]] = {}
         self._traced_again = 0
-        # What torch traces: those, and the layers' own; not the functions, which hold the model.
+        # Code objects of the compiled forwards and layers. The functions themselves would keep the model alive.
         self._codes: list[types.CodeType] = []
         weakref.finalize(self, dynamo.forget, self._codes).atexit = False
-        # What its backend has returned to torch.
+        # Functions that the backend has returned to torch; see `_owned`.
         self._returned: list[Callable[..., Any]] = []
         groups, opened = regions_of(model, spec.unit), opened_modules(model)
         self._regions = self._new_regions(groups, opened)
@@ -129,31 +130,31 @@ class TracedForward:
         leafs = [path for group in groups for path in group] if spec.only_layers else None
         self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
-        # Tensors that the graphs of the last call have written to, and their former values.
+        # Tensors that the graphs of the last call wrote to, with their former values.
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Of a call that is to run again.
+        # The watch of a failed call, for its rerun.
         self._watch: dynamo.Watch | None = None
         self._said: set[str] = set()
         self._state = StateWatch(weak_method(self._name_of))
-        # Functions that Python runs, and the places where arguments' sizes became constants of a graph.
+        # Functions left to plain Python, and the places in the code that made argument sizes constants of a graph.
         self._in_python: frozenset[dynamo.CodePlace] = frozenset()
         self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
-        # By the masks of batches.
+        # By the attention masks of a batch.
         self._shardings: dict[KeptMasks, Sharding] = {}
         self._has_run = self.would_chunk = False
         self.is_first = True
         self.variants = Variants(model, spec, self._state, self.shared.is_shared, weak_method(self.say))
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
-        """Run the forward with these choices, of which those are made that are not there yet. Where it raises in a
-        first call, random generators and buffers are as they were before.
+        """Run the forward with these choices, and make the missing ones. If a first call raises, random generators and
+        buffers are restored.
 
         Args:
-            records: the runs, though they may be known from an equal call.
+            records: record the runs of graphs, even if they are known from an equal call.
 
         Raises:
-            OtherRunsError: they are known, and are others in this call: it is to run again, with `records`.
-            Exception: torch's, or what is no fault of a compiler's as it was raised.
+            OtherRunsError: the runs differ from those of an equal call; rerun with `records`.
+            Exception: torch's error, or the original one if no compiler is at fault.
         """
         has_failed = False
         try:
@@ -168,25 +169,25 @@ class TracedForward:
             why = str(error) if is_changed else why
             if not self._regions.all or not why or own_error(error) is not None:
                 raise
-            # What it was raised through holds what the graphs that have run saved for the backward.
+            # The frames of its traceback hold activations that the graphs saved for the backward.
             forget_frames(error)
             if self.spec.is_run and not is_changed and not self._regions.refusal:
-                # Layers are no cause of what plain PyTorch raises, too.
+                # If plain PyTorch fails too, compiling layers is not the cause.
                 self.check_plain(call)
             if is_changed and not self.is_first and self._traced_again < _MOST_TRACES:
                 self._traced_again += 1
-                self.say(f"compiling the forward of {self._name} again: {why}")
+                self.say(f"recompiling the forward of {self._name}: {why}")
             else:
                 self._say_whole(why)
                 self._regions = self._new_regions(())
             has_failed = True
         if has_failed:
-            # Not while the error is handled: what it was raised from holds tensors, too.
+            # Outside the except block: the errors that it was raised from hold tensors, too.
             self._forget_compiled()
             return self(call, choices)
         if traced is None:
-            # transformers installs those that collect hidden states and router logits in the first forward that is
-            # asked for them, which breaks its graph there; all later ones run with them.
+            # transformers installs the hooks that collect hidden states and router logits in the first forward asked
+            # for these outputs, which breaks its graph there; all later forwards run with the hooks.
             which = "a later" if self._has_run else "the first"
             self.say(f"{which} forward of {self._name} registered module hooks: recompiling")
             self._forget_compiled()
@@ -202,14 +203,14 @@ class TracedForward:
         return Regions(groups, weak_method(self._compile_alone), modules, self.spec.only_layers)
 
     def _forget_compiled(self) -> None:
-        """Have all calls traced again: nothing holds that earlier traces took from the layers."""
+        """Drop all compiled forwards and the layer results that traces assumed; every call is traced again."""
         self._compiled.clear()
         self._trace_fixes.forget()
         self._regions.forget_results()
 
     def run_in_python(self, functions: frozenset[dynamo.CodePlace]) -> bool:
-        """Have Python run these functions, with what they call compiled as behind a graph break. False: it does so
-        already."""
+        """Leave these functions to plain Python; functions that they call are compiled, as after a graph break.
+        Returns False if Python already runs all of them."""
         is_new = not functions <= self._in_python
         if is_new:
             self._in_python |= functions
@@ -218,14 +219,14 @@ class TracedForward:
 
     @property
     def own_function(self) -> frozenset[dynamo.CodePlace]:
-        """The place of the model's forward."""
+        """Returns the place of the model's forward in the code; empty if it has no code object."""
         code = getattr(inspect.unwrap(self._forward), "__code__", None)
         own = None if code is None else dynamo.CodePlace(code.co_filename, code.co_firstlineno, code.co_name)
         return frozenset() if own is None else frozenset({own})
 
     def is_in_layers(self, functions: Iterable[dynamo.CodePlace]) -> bool:
-        """True where one of these is the forward of a layer or of a module in it; also of none, which is what calls a
-        layer."""
+        """True if one of the functions is the forward of a layer or of a module inside one. Also True if there
+        are none, since the code is then that of a layer's call."""
         modules = {
             module for group in layer_groups(self._model) for each in group.values() for module in each.modules()
         }
@@ -234,22 +235,22 @@ class TracedForward:
         return not known or any(place.is_in(code) for place in known for code in codes)
 
     def _say_whole(self, why: str) -> None:
-        """Say that the forward is traced as a whole. Raises UnsupportedModelError where that was asked not to be."""
+        """Log the fallback to one graph. Raises UnsupportedModelError if the settings demand separate layers."""
         if self.spec.only_layers:
             raise UnsupportedModelError(
-                f"the layers of {self._name}, around which its parameters are gathered, cannot be compiled by "
-                f"themselves ({why})",
+                f"ZeRO 3 gathers parameters by layer, but the layers of {self._name} cannot be compiled separately "
+                f"({why})",
                 "use ZeRO stage 0, 1 or 2",
             )
         if self.spec.unit == LAYER:
             raise UnsupportedModelError(
-                f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
+                f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled separately ({why})",
                 "leave the flag out",
             )
         self.say(f"falling back to one graph for {self._name}: its layers cannot be compiled separately: {why}")
 
     def _call(self, call: ForwardArgs, choices: GraphChoices, records: bool) -> TracedCall | None:
-        """Run a call; None where it has put hooks on the model's modules, and has to run again."""
+        """Run a call. Returns None if it registered hooks on the model's modules and must be rerun."""
         self._renew_regions()
         kind = self._kind_of(call)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
@@ -288,8 +289,8 @@ class TracedForward:
             return None
         if self._regions.has_checkpointed:
             self.say(
-                "running layers under torch.utils.checkpoint in plain PyTorch, outside of plan and prediction: it "
-                "runs them again; to have a plan recompute in its place, leave the checkpoint out"
+                "running layers under torch.utils.checkpoint in plain PyTorch, outside the plan and the prediction: "
+                "the checkpoint reruns them; to have a plan recompute them instead, remove the checkpoint"
             )
         if run.errors:
             self.say(errors_line(run.errors))
@@ -302,28 +303,28 @@ class TracedForward:
         return self._traced_call(run, outputs, graphs, tape.under(self._sharding_of(call, tape)), before)
 
     def _renew_regions(self) -> None:
-        """Have layers compiled again that have changed since the last call, and the forward as a whole where hooks
-        allow no layers by now."""
+        """Recompile if layers have changed since the last call, and fall back to one graph if hooks now rule out
+        separate layers."""
         if is_replaced := self._regions.are_replaced:
-            self.say(f"the forwards of layers of {self._name} have been replaced: compiling again")
+            self.say(f"layers of {self._name} have new forwards: recompiling")
         if self._state.begin() or is_replaced:
             self._forget_compiled()
             if self._regions.all:
                 self._regions = self._new_regions(regions_of(self._model, self.spec.unit), opened_modules(self._model))
         if self._regions.all and not self._regions.are_closed:
-            self._say_whole("modules in them, or all modules, have hooks")
+            self._say_whole("modules inside them have hooks, or global module hooks are registered")
 
     def _kind_of(self, call: ForwardArgs) -> CallKind:
-        """Returns what the call is compiled by, beside what torch guards on."""
+        """Returns the properties of a call that it is compiled for and torch does not guard on."""
         has_regions = self._regions.are_closed
-        # Layers are no part of what is traced around them, and torch has no guards there on whether they train.
+        # The graph around the layers does not contain them, so it has no guards on whether they train.
         trains = _trains(self._in_layers) if has_regions else ()
         reads_outputs = not call.loss_only and self.variants.read_outputs
         drops_logits, hooks = self.spec.loss.drops_logits(call.reader), dynamo.global_hooks()
         return CallKind(call.loss_only, drops_logits, self.masks.kept, hooks, has_regions, reads_outputs, trains)
 
     def _forward_state(self, call: ForwardArgs) -> ForwardState:
-        """Returns the state that a call is to run again from; its buffers, if it is the first of its kind."""
+        """Returns the state to restore before a rerun of the call; with buffers if it is the first of its kind."""
         # A forward may write to a dict that it is given (sentence-transformers').
         given = call.args, call.inputs
         kinds = filter(None, itertools.chain.from_iterable(self._hooks))
@@ -331,7 +332,7 @@ class TracedForward:
         return ForwardState.of(self._model, with_buffers=self.is_first, arguments=given, functions=called)
 
     def _run_compiled(self, kind: CallKind, call: ForwardArgs, run: ForwardRun, stops_at_hooks: bool) -> Any:
-        """Returns the outputs of what was compiled for the kind."""
+        """Returns the outputs of the forward that was compiled for this kind."""
         masks = self.masks.replacements(call.args, call.inputs, call.drops_cache)
         with (
             dynamo.configured(kind.has_regions, self._in_python, self._codes),
@@ -360,7 +361,7 @@ class TracedForward:
         breaks = tuple(run.watch.graph_breaks()) if self.is_first or graphs else ()
         recompiles = run.watch.recompiles() if not self.is_first else ()
         if before is not None and run.buffers is not None:
-            # What the traced code does beside its results comes after its graphs; hooks are called between them.
+            # Side effects of traced code follow its graphs; hooks are called between the graphs.
             functions = (*run.buffers.functions, *before.functions)
             before = replace(
                 run.buffers, generators=before.generators, arguments=before.arguments, functions=functions
@@ -374,15 +375,15 @@ class TracedForward:
         return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, self.shared.gathered())))
 
     def _may_play(self, run: ForwardRun) -> bool:
-        """True where a forward that turns out not to run as this one did may run again: it has written nothing, and
-        no other rank and no hook has taken part in it."""
+        """True if the tape of this run may be played for equal calls. A call that then runs other graphs is rerun, so
+        the forward must write nothing and involve no other rank and no hook."""
         is_one = run.tape.count == 1 and all(graph.is_all_of_forward for graph in run.ran)
         has_written = run.has_written and not is_one
         return self.spec.is_run and not (has_written or self.shared.is_shared or self._regions.has_run_others)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
-        """True where the call has put hooks on modules, the first of them with this id or a later one, and may run
-        again from a state. A forward that always does so, as it is."""
+        """True if the call registered module hooks, with this id or a later one, and may be rerun. A forward that
+        does so in every call is no longer rerun after `_MOST_TRACES`."""
         may_have = self._may_run_again(before) and next_hook != next_hook_id()
         return may_have and has_hook_since((hooks for _, hooks, *_ in self._hooks), next_hook)
 
@@ -391,17 +392,17 @@ class TracedForward:
 
     @property
     def _runs_outside(self) -> bool:
-        """True where operators run outside of all graphs though nothing breaks one."""
+        """True if operators run outside of all graphs without a graph break."""
         return self.spec.only_layers or self._trace_fixes.opens_modules
 
     @property
     def has_regions(self) -> bool:
-        """True where layers are compiled by themselves."""
+        """True if layers are compiled separately."""
         return self._regions.are_closed
 
     @property
     def sharding(self) -> Sharding | None:
-        """The model's sharding, as batches like the last one run; None before one has."""
+        """Returns the model's sharding for batches like the last one; None until such a batch has run."""
         return self._shardings.get(self.masks.kept)
 
     @sharding.setter
@@ -410,11 +411,11 @@ class TracedForward:
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """For each of the model's parameters, whether it trains."""
+        """Returns, for each parameter of the model, whether it trains."""
         return _trains(self._parameters)
 
     def go_on_with(self, choices: GraphChoices) -> None:
-        """Have the call that runs make these choices for all graphs that have not run yet."""
+        """Use these choices for all graphs that have not yet run in the current call."""
         run = self._run
         run.choices = choices
         if run.buffers is None and not run.has_written:
@@ -423,11 +424,11 @@ class TracedForward:
 
     @property
     def overwritten(self) -> Sequence[torch.Tensor]:
-        """Parameters and tensors of the batch that the graphs of the last call have written to, if it was a first."""
+        """Returns parameters and batch tensors that the graphs of the last call wrote to, if it was a first call."""
         return [tensor for tensor, _ in self._overwritten]
 
     def restore_overwritten(self) -> None:
-        # The first copy of several is the oldest.
+        # Newest first: of several copies of a tensor, the oldest is restored last.
         while self._overwritten:
             tensor, values = self._overwritten.pop()
             tensor.data.copy_(values)
@@ -436,16 +437,16 @@ class TracedForward:
         self._overwritten = []
 
     def plainly(self, call: ForwardArgs) -> Any:
-        """The outputs of the model's own forward, changed as those of the compiled one."""
+        """Returns the outputs of the model's own forward, with the changes that compiled outputs have (`_wrapped`)."""
         return self._wrapped(call)(*call.args, **call.inputs)
 
     def check_plain(self, call: ForwardArgs) -> None:
-        """Run a batch that failed in plain PyTorch, and restore the state before it.
+        """Run a failed batch in plain PyTorch, then restore the state before it.
 
         Raises:
-            Exception: plain PyTorch's own, of one line, where it cannot run the batch either, as one without rows.
+            Exception: plain PyTorch's own, of one line, if it cannot run the batch either, as one without rows.
         """
-        # Other ranks do not gather the parameters for it.
+        # The other ranks would not gather the parameters for this forward.
         if self.shared.is_shared:
             return
         before = ForwardState.of(self._model, with_buffers=True)
@@ -469,7 +470,7 @@ class TracedForward:
             get_logger().info(line)
 
     def _sharding_of(self, call: ForwardArgs, tape: Tape) -> Sharding:
-        """Returns the model's sharding, as batches like that of a call run, which has run."""
+        """Returns the model's sharding for batches like that of this call, which has run."""
         if (sharding := self.sharding) is None:
             forward = functools.partial(weak_method(self._plain_forward), call.loss_only, call.reader)
             compiled = {each.layer for each in tape.calls}
@@ -502,7 +503,7 @@ class TracedForward:
         return without_logits(forward) if self.spec.loss.drops_logits(call.reader) else forward
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend of `torch.compile`: what runs in the place of a graph that dynamo has traced."""
+        """Returns the function that runs in place of a graph traced by dynamo: the backend of `torch.compile`."""
         self._constant_sizes.update(traced_sizes.constant_sizes())
         fx_graph.drop_unread_results(module)
         fused_lm_head.with_labels(module)
@@ -522,20 +523,20 @@ class TracedForward:
             self._regions.check_around(trace)
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
-        # Only what is behind the layers has losses over a vocabulary.
+        # Only the last piece, after the layers, has losses over a vocabulary.
         last = next(reversed(pieces))
         for name, piece in pieces.items():
             run = piece.forward
             if not any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
                 run = self._traced(piece, given, names, losses if name == last else (), trace)
-            # Hooks of all modules are not for these.
+            # A function instead of a module: global module hooks must not run for pieces of a graph.
             delattr(whole, name)
             setattr(whole, name, run)
         return self._owned(whole.forward)
 
     def _owned(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs this as long as the forward is there: torch may keep what a backend returns until the
-        process ends, among the globals of the module whose code it has traced (2.13)."""
+        """Returns a function that calls `run` without keeping it alive: torch may keep what a backend returns until
+        the process ends, among the globals of the Python module whose code it has traced (2.13)."""
         self._returned.append(run)
         return weak_method(run)
 
@@ -550,8 +551,8 @@ class TracedForward:
         """Compile a traced graph, or a part of one, for the first time.
 
         Args:
-            given: what dynamo was given, by the names of inputs.
-            names: of parameters, by their ids.
+            given: inputs that dynamo passed to the backend, by the names of their placeholders.
+            names: names of parameters by their ids.
         """
         placeholders, traced = module.graph.find_nodes(op="placeholder"), dynamo.traced_module()
         graph = TracedGraph(
@@ -566,7 +567,7 @@ class TracedForward:
             None if traced is None else weakref.ref(traced),
             trace,
         )
-        # Not only as they were traced: a forward may have set what a tensor is.
+        # The backend's inputs come before the traced values: a forward may have changed a tensor's metadata.
         values = [given.get(node.name, dynamo.traced_value(node)) for node in placeholders]
         self.variants.compile(graph, self._run, self._regions, values)
         if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph(self._run.watch)):
@@ -574,7 +575,7 @@ class TracedForward:
         graph.trace = dynamo.Trace.current()
         run_graph = weak_method(self._run_graph)
 
-        # Not a bound method: dynamo keeps it.
+        # Not a bound method, since dynamo keeps the function alive.
         def called(*args: Any) -> Any:
             return run_graph(graph, args)
 
@@ -614,17 +615,18 @@ class TracedForward:
         return results
 
     def _note_writes(self, graph: TracedGraph, args: Sequence[Any]) -> None:
-        """Note what a graph will write to, less buffers, which are noted before a first forward."""
+        """Copy the parameters and batch tensors that a graph will write to; buffers are copied before a first
+        forward."""
         if places := graph.written_arguments():
             batch = set(map(dynamo.storage_id, tensors_in((self._run.args, self._run.inputs))))
             for given, parameter in ((args[at], graph.parameters[at]) for at in places):
-                # What is written may be found by a size of it alone.
+                # The place may be that of a size: of a new tensor that the graph writes to.
                 if isinstance(given, torch.Tensor) and (parameter or dynamo.storage_id(given) in batch):
                     self._run.overwritten.append((given, given.detach().to("cpu", copy=True)))
 
     def _state_before(self, graph: TracedGraph, variant: Variant, args: Sequence[Any], run: Hashable) -> StateArgs:
         partitioned = variant.partitioned
-        # ZeRO 3 takes the data of parameters away, and gives them others.
+        # ZeRO 3 frees the data of parameters and later assigns new tensors.
         is_watched = partitioned is not None and self.spec.is_run and not self.spec.only_layers
         if partitioned is None or not is_watched:
             return StateArgs(args, copied=() if partitioned is None else partitioned.copied)
@@ -654,17 +656,17 @@ class TracedForward:
         return announced(
             f"compiling {subject} with {self.spec.compiler}",
             f"compiled {subject} and ran its forward",
-            "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
+            "traces, partitions and compiles forward and backward once; takes a minute for large models",
             stage="tracing",
         )
 
 
 def _trains(parameters: Sequence[Mapping[str, torch.nn.Parameter | None]]) -> tuple[bool, ...]:
-    # In a list, which takes half the time: each step asks.
+    # A list takes half the time of a generator, in each step.
     return tuple([each.requires_grad for of_module in parameters for each in of_module.values() if each is not None])
 
 
 def no_training_graph(traced: TracedCall) -> str:
-    """Why a call has compiled no graph."""
-    reasons = "; ".join(traced.graph_breaks) or "nothing in it can be trained"
+    """Returns why a call has compiled no training graph."""
+    reasons = "; ".join(traced.graph_breaks) or "nothing in it is trainable"
     return f"torch compiled no training graph of this model ({reasons})"

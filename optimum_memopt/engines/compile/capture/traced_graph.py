@@ -1,5 +1,4 @@
-"""How a training forward is traced, its graphs as dynamo has traced them, the choices for each, and the forward while
-it runs."""
+"""Trace settings, graphs traced by dynamo, the choices and variants for each, and the state of a running forward."""
 
 import copy
 import weakref
@@ -38,14 +37,15 @@ from optimum_memopt.logs import Progress
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """How a forward is traced.
+    """Settings for tracing a forward.
 
     Attributes:
-        strict: what is asked for and is not in the graphs is an error.
-        target: the device that it is planned for; None: where the model lies.
-        is_run: programs are compiled and run; False: the graphs are only looked at.
-        unit: what is compiled as one, of `options.UNITS`.
-        only_layers: what is outside of layers runs as in plain PyTorch, since hooks there gather what it reads.
+        strict: requested ids that are not in the graphs are an error.
+        target: the device that is planned for; None: the model's device.
+        is_run: graphs are compiled and run; False: they are only traced.
+        unit: the compilation unit, one of `options.UNITS`.
+        only_layers: code outside of layers runs in plain PyTorch, since hooks there gather the parameters that it
+            reads.
     """
 
     compiler: str
@@ -61,14 +61,15 @@ class TraceSpec:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A graph as it was compiled for one choice.
+    """A graph compiled for one choice.
 
     Attributes:
-        partitioned: None where nothing of it is trained, as `analyzed`.
-        analyzed: the joint graph that the choice is for, which is traced again for each.
-        inputs: of the choice.
-        probe: None where nothing is compressed.
-        gradient_probe: None where the error of its gradients is not measured.
+        run: the compiled graph.
+        partitioned: None if nothing in the graph is trained.
+        analyzed: the joint graph of the choice, traced anew for each variant; None as for `partitioned`.
+        inputs: the choice's plan for arguments.
+        probe: None if nothing is compressed.
+        gradient_probe: None if the error of its gradients is not measured.
     """
 
     run: Callable[..., Any]
@@ -82,21 +83,21 @@ class Variant:
 
 @dataclass(eq=False)
 class TracedGraph:
-    """A graph that dynamo has traced, or a part of one.
+    """A graph traced by dynamo, or a part of one.
 
     Attributes:
-        inputs: fake ones, that it was traced with.
+        inputs: the fake inputs that it was traced with.
         parameters: the name of each input that is a parameter, empty for the others.
-        state: where the model holds each input that is state, empty for the others.
-        losses: that were decided for it.
-        layer: path of the layer that it was traced for; empty: of none.
-        is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
-        is_whole: it is all that was traced, and no layer.
-        module: whose forward, or a part of it, it is.
-        trace: None where it is compiled while dynamo traces it.
-        analyzed: its joint graph; None where nothing of it is trained.
-        variants: by the keys of their choices.
-        chosen_at: choices, run of the forward and layer of the latest variant.
+        state: the source of each input that is state of the model, empty for the others.
+        losses: the decisions on its losses over a vocabulary.
+        layer: path of the layer that it was traced for; empty outside of layers.
+        is_all: no part of the traced forward runs outside of this graph and those traced together with it.
+        is_whole: dynamo's whole graph, and not that of a layer.
+        module: the module whose forward, or a part of it, was traced.
+        trace: dynamo's trace, to compile further variants in; None while dynamo is tracing the graph.
+        analyzed: its joint graph; None if nothing in it is trained.
+        variants: variants by the keys of their choices.
+        chosen_at: choices, number of earlier graph runs, and layer of the latest variant.
     """
 
     graph: fx.GraphModule
@@ -114,19 +115,23 @@ class TracedGraph:
     chosen_at: tuple[object, int, str] | None = None
 
     def state_key(self, at: int) -> str:
-        """The source of an argument that is state, and whose attribute it is."""
+        """Returns the key of an argument that is state: the class of the traced module, and the argument's source."""
         module = self.module() if self.module is not None else None
         return f"{type(module).__name__} {self.state[at]}"
 
     def written_arguments(self) -> Collection[int]:
-        """The places of arguments that it writes to."""
+        """Returns the positions of the arguments that the graph writes to."""
         if self.analyzed is not None:
             return places_of(self.analyzed.joint.mutated_inputs)
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return [inputs.index(node) for node in fx_graph.written_in_place(self.graph.graph)]
 
     def state_arguments(self, moved: Collection[str]) -> StateArguments:
-        """Those of its arguments that are state; `moved` are keys of some."""
+        """Returns the arguments that are state.
+
+        Args:
+            moved: keys of the state that has changed between a forward and its backward.
+        """
         places = [at for at, source in enumerate(self.state) if source]
         return StateArguments(
             frozenset(at for at in places if self.parameters[at]),
@@ -137,12 +142,13 @@ class TracedGraph:
 
 @dataclass(frozen=True)
 class ForwardProgress:
-    """The forward as far as it has come when a choice is made for one of its graphs.
+    """The progress of a forward when a choice is made for one of its graphs.
 
     Attributes:
-        choices: that of each run of a graph so far.
-        untrained: see `without_gradient`.
-        trained: see `with_gradient`.
+        inputs: keyword arguments of the forward.
+        choices: the choices of all graph runs so far.
+        untrained: parameters without a gradient so far, see `without_gradient`.
+        trained: parameters with a gradient so far, see `with_gradient`.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
@@ -154,22 +160,22 @@ class ForwardProgress:
     is_all: bool
 
 
-# Chooses for one graph; it may raise what the user is to read.
+# Makes the choice for one graph; its errors are shown to the user.
 Choose = Callable[[AnalyzedGraph, ForwardProgress], Choice]
 
 
 @dataclass(eq=False)
 class GraphChoices:
-    """The choices for the graphs of a forward, one for each; other batches may have choices of their own.
+    """The choices for the graphs of a forward under one plan.
 
     Attributes:
-        purpose: for which batches, for log lines; empty: for all.
-        has_run: a forward has run with them.
-        sizes: of each graph in its first run with them.
-        variants: by graph, layer and call index.
-        partitions: the same by graph and the key of the choice.
-        seen: graphs that have run with them.
-        tapes: by the kinds of calls and what their arguments are like.
+        purpose: the batches that the choices are for, in log lines; empty: all batches.
+        has_run: a forward has run with these choices.
+        sizes: symbol values of each graph in its first run with these choices.
+        variants: variants by graph, layer and call index.
+        partitions: variants by graph and the key of the choice.
+        seen: graphs that have run with these choices.
+        tapes: tapes by kind of call and description of its arguments.
     """
 
     choose: Choose
@@ -182,29 +188,28 @@ class GraphChoices:
     tapes: KnownTapes = field(default_factory=KnownTapes)
 
     def copied(self) -> "GraphChoices":
-        """The same choices, to which others may be added."""
+        """Returns a copy to which further choices can be added, without the tapes."""
         own = {name: copy.copy(getattr(self, name)) for name in ("sizes", "variants", "partitions", "seen")}
         return replace(self, tapes=KnownTapes(), **own)
 
 
 @dataclass(eq=False)
 class ForwardRun:
-    """A forward while it runs.
+    """The state of a running forward.
 
     Attributes:
-        args: its positional arguments.
-        inputs: its keyword arguments.
+        args: positional arguments of the forward.
+        inputs: keyword arguments of the forward.
         reader: see `ForwardArgs`.
-        tape: notes the runs of graphs.
-        watch: knows why torch has traced them.
-        layer_inputs: arguments of those runs that are offloaded or recomputed.
-        chosen: the choice of each run of a graph so far.
-        ran: the graphs among those, with their joint graphs.
-        buffers: the state of the model's buffers before it; None where they were not read.
-        errors: of activations that are saved in fp8, in a first forward.
-        gradient_errors: of the backward of a first forward; None: they are not measured.
-        overwritten: parameters, and tensors of the batch, that its graphs write to in a first forward, with their
-            values before.
+        tape: recorder or player of the graph runs.
+        watch: reasons for graph breaks and recompiles.
+        layer_inputs: arguments of graph runs that are offloaded or recomputed.
+        chosen: the choices of all graph runs so far.
+        ran: the graphs that have run, with their joint graphs.
+        buffers: the model's state before the forward, with buffers; None if they were not copied.
+        errors: errors of activations saved in fp8, in a first forward.
+        gradient_errors: errors of the gradients of a first forward; None: they are not measured.
+        overwritten: parameters and batch tensors that graphs of a first forward write to, with their former values.
     """
 
     choices: GraphChoices
@@ -225,21 +230,25 @@ class ForwardRun:
 
     @property
     def has_written(self) -> bool:
-        """True where it may have written to buffers."""
+        """True if the forward may have written to buffers."""
         return any(graph.joint.mutated_inputs for graph in self.ran.values()) or not all(
             graph.is_all_of_forward for graph in self.ran
         )
 
     def call_index(self, analyzed: AnalyzedGraph | None, layer: str) -> int:
-        """See `Call`; 0 for a graph of which nothing is trained."""
+        """Returns the call index of the graph's next run, see `tape.Call`; 0 if nothing in the graph is trained."""
         return 0 if analyzed is None else self._calls[analyzed.digest, layer]
 
     def place(self, layer: str) -> tuple[GraphChoices, int, str]:
-        """See `TracedGraph.chosen_at`."""
+        """Returns the value of `TracedGraph.chosen_at` for the next run of a graph."""
         return self.choices, self.tape.count, layer
 
     def choose(self, graph: TracedGraph, analyzed: AnalyzedGraph, gradients: Mapping[str, bool], layer: str) -> Choice:
-        """The choice for a graph that runs next, of these gradients of parameters. Raises what choosing does."""
+        """Returns the choice for the graph that runs next. Raises the errors of `GraphChoices.choose`.
+
+        Args:
+            gradients: for each parameter that the graph reads, whether it returns a gradient.
+        """
         so_far = [*(earlier.gradients for earlier in self.ran), gradients]
         is_all = graph.is_whole and graph.is_all
         state = ForwardProgress(
@@ -248,13 +257,13 @@ class ForwardRun:
         choice = self.choices.choose(
             replace(analyzed, layer=layer, call_index=self.call_index(analyzed, layer)), state
         )
-        # A plan file may say so all the same, of another layer or of an earlier version.
+        # A plan file of another layer or an earlier version may still ask to rerun a graph that writes to its inputs.
         if choice.inputs.is_repeated and analyzed.joint.mutated_inputs:
             return replace(choice, inputs=replace(choice.inputs, is_repeated=False))
         return choice
 
     def note(self, variant: Variant, layer: str) -> None:
-        """A variant has run for a layer."""
+        """Note that a variant has run for a layer."""
         if variant.partitioned is not None and variant.analyzed is not None:
             self.ran.setdefault(variant.partitioned, variant.analyzed)
             self.chosen.append(variant.partitioned.choice)

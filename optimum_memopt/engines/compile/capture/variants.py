@@ -1,4 +1,4 @@
-"""Partitions and compiles the graphs of a forward, each once for a choice."""
+"""Partitions and compiles the graphs of a forward, once for each choice."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# By how much a device's allocator may take more than tensors do.
+# Overhead of the device's allocator, as a share of the tensors' bytes.
 _BLOCKS = 0.01
 
 
@@ -43,14 +43,14 @@ class Variants:
     """The compiled variants of a forward's graphs.
 
     Args:
-        state: state that changes between forwards and backwards.
+        state: watch of state that changes between a forward and its backward.
         is_shared: ranks gather parameters together.
         say: logs a line once.
 
     Attributes:
-        held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
-            same forward.
-        measures_gradients: their error is measured; not within a budget, whose bytes that might pass.
+        held: bytes that the process held when the last graph was partitioned.
+        held_after: graph runs of the same forward before that.
+        measures_gradients: the error of gradients is measured; off with a budget, which the measurement might exceed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Variants:
         self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         self._probe: ErrorProbe | None = None
         self._gradient_probe: GradientProbe | None = None
-        # Of the graphs whose backwards are compiled without them.
+        # Of graphs whose backwards are compiled without gradients of outputs beside the loss.
         self._output_gradients: list[OutputGradients] = []
 
     @property
@@ -72,7 +72,11 @@ class Variants:
         return any(gradients.are_read for gradients in self._output_gradients)
 
     def chosen(self, graph: TracedGraph, args: Sequence[Any], run: ForwardRun, regions: Regions) -> Variant:
-        """Returns the variant of the choice for a graph that is about to run with these arguments."""
+        """Returns the variant of a graph for its next run, and makes the choice for that run if needed.
+
+        Args:
+            args: arguments of the run.
+        """
         (*_, latest), analyzed, layer = graph.variants.values(), graph.analyzed, regions.layer
         choices = run.choices
         if analyzed is None or latest.partitioned is None or graph.chosen_at == run.place(layer):
@@ -85,7 +89,7 @@ class Variants:
             now = partitioned.timeline.values(sizes_of(args)) if partitioned.timeline is not None else {}
             choices.sizes[graph] = {**analyzed.size_hints, **now}
         analyzed = replace(analyzed, size_hints=choices.sizes[graph])
-        # Where the forward runs on fake tensors, they are of another mode than the graph's.
+        # If the forward runs on fake tensors, their mode is not that of the graph.
         with without_modes():
             choice = run.choose(graph, analyzed, partitioned.gradients, layer)
             own = choices.partitions.get((graph, choice.key))
@@ -100,13 +104,13 @@ class Variants:
             return replace(own, inputs=choice.inputs)
 
     def compile(self, graph: TracedGraph, run: ForwardRun, regions: Regions, given: Sequence[Any] = ()) -> Variant:
-        """Returns a new variant of a graph, for the choice that is made now.
+        """Make a choice for a graph, and return the graph compiled for it.
 
         Args:
             given: inputs to compile it with; empty: those of its trace.
 
         Raises:
-            Exception: torch's, and what choosing raises.
+            Exception: errors of torch and of `GraphChoices.choose`.
         """
         self._partitioned, self._probe, self._gradient_probe = None, None, None
         programs = InductorPrograms()
@@ -133,7 +137,7 @@ class Variants:
         return variant
 
     def _is_draft(self) -> bool:
-        """True where the graph that was partitioned last runs under a draft of a choice."""
+        """True if the graph that was partitioned last runs as a draft, operator by operator."""
         return self._partitioned is not None and self._partitioned[1].choice.draft_limit is not None
 
     def _partition(
@@ -156,14 +160,15 @@ class Variants:
         cuda = spec.target.cuda if spec.target is not None else None
         state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
         fuses = spec.compiler == "inductor"
-        # Operators draw other random numbers than inductor; what a layer returns has gradients.
+        # A backward that runs operator by operator draws other random numbers than inductor's. In a layer's graph, all
+        # outputs have gradients.
         may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
         given = of_outputs if may_run and not self.read_outputs else None
         graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
         graph = replace(graph, layers_at_once=regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph
-        # Names were found by the sizes of the batch that it was traced with.
+        # The symbols were named by the sizes of the batch that the graph was first traced with.
         sizes = running.choices.sizes.setdefault(traced, graph.size_hints)
         graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
         choice = running.choose(traced, graph, gradients, regions.layer)
@@ -198,13 +203,13 @@ class Variants:
 
 
 def _may_be_draft(graph: AnalyzedGraph, modules: Modules, held: int, limit: int) -> bool:
-    """Returns True if a graph's forward fits within a limit operator by operator, in all layers that share the graph.
+    """Returns True if a graph's forward, run operator by operator in all layers that share it, fits within a limit.
 
     Args:
-        held: bytes of the process before it.
+        held: bytes that the process holds before it.
     """
     is_within = False
-    with best_effort("what a forward takes operator by operator"):
+    with best_effort("the peak of a forward, operator by operator"):
         forward = timeline_of(replace(graph, inlined=Inlined()), modules).predict(graph.size_hints).forward
         earlier = (graph.layers_at_once - 1) * forward.end if graph.layer else 0
         is_within = (held + earlier + forward.peak) * (1 + _BLOCKS) <= limit

@@ -27,25 +27,26 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernel
 from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
-# Seconds that a kernel takes at least, from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
+# Minimum seconds of a kernel, called from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
 # decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs); 4 fits PEFT's method comparison (docs/gpu.md).
 _LAUNCH = 4e-6
-# Seconds of the shortest kernel, where Python is ahead.
+# Seconds of the shortest kernel, if Python runs ahead of the device.
 _KERNEL = 2e-6
 # Host seconds before a step's first operator and after its last one (the optimizer), and the cost of a call from
 # autograd's engine relative to one from a module: plain PyTorch on an H100 (docs/gpu.md).
 _BEFORE, _BEHIND, _IN_BACKWARD = 1e-3, 2e-3, 0.5
-# Repetitions of an operator, and seconds after which one is not repeated.
+# Repetitions of an operator, and seconds after which it is not repeated.
 _REPEATS, _LONG = 5, 0.02
 # Bytes that are written on a CPU before each repetition, as `triton.testing.do_bench` clears a GPU's cache: in a step
-# much is computed between two uses of a tensor. Operators that move less find what was just computed in the cache,
-# those that move more clear it themselves.
+# much is computed between two uses of a tensor. Smaller operators find recent results in the cache, and larger ones
+# clear it themselves.
 _CLEARED, _SMALL, _LARGE = 2**24, 2**20, 2**26
-# What a measured operator takes at most, of what it reads and writes: oneDNN copies operands, and so do some kernels.
+# The most bytes that a measured operator takes, relative to its operands and results: oneDNN and some kernels copy
+# operands.
 _TAKEN = 2
-# Parts of a batch that are measured in its place, where it takes too much itself.
+# Divisors of a batch that is measured in smaller size if it takes too much memory itself.
 _PARTS = (4, 16, 64, 256)
-# Of what an operator that is bound by memory takes alone, where inductor fuses it with neighbours.
+# Seconds of a memory-bound operator that inductor fuses with its neighbours, relative to the operator alone.
 FUSED = 0.5
 
 
@@ -54,9 +55,9 @@ class Costs:
     """Costs of a joint graph's operators.
 
     Attributes:
-        seconds: of each node of the joint graph, in its order; 0 of views, of picks of outputs and of numbers.
-        source: `measured`, `roofline H100`.
-        workspaces: bytes that a library's kernel holds beside its results, of each node; empty: not measured.
+        seconds: seconds of each node of the joint graph, in order; 0 for views, picks of outputs and numbers.
+        source: the source of the seconds: `measured`, `roofline H100`.
+        workspaces: each node's bytes that a library's kernel holds in addition to its results; empty: not measured.
     """
 
     seconds: tuple[float, ...]
@@ -72,15 +73,16 @@ class Measured(NamedTuple):
 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
-    """Estimated by a device's rates, see `bounded`."""
+    """Estimates costs by a device's rates, see `bounded`."""
     of_nodes = works(joint, sizes, moved_by(joint) if fused else None, device.kind)
     seconds = (0.0 if work is None else bounded(work, device)[0] for work in of_nodes)
     return Costs(tuple(seconds), f"roofline {device.name}")
 
 
 def bounded(work: Work, device: Device, launch: float = _LAUNCH) -> tuple[float, str]:
-    """Seconds of an operator on a device, and what bounds it, of `predictions`: the longest of a launch, of computing
-    and of moving all operands once.
+    """Returns the seconds of an operator on a device, and what bounds it (see `predictions`).
+
+    The seconds are the longest of a launch, of computing, and of moving all operands once.
 
     Args:
         launch: minimum seconds of a kernel.
@@ -124,24 +126,26 @@ def measured(
     limit: float = 2.0,
     room: int | None = None,
 ) -> Costs:
-    """Measured where the graph's tensors are: each distinct operator on its shapes, the largest first.
+    """Measures each distinct operator on its shapes, the largest first, on the device of the graph's tensors.
 
     On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
     half precision into buffers whose sizes depend on the processor.
 
-    The state of random generators is restored. What needs a seed, is left when the time is up, or cannot be run on
-    tensors of ones, is estimated by the bytes that it moves, at the median rate of what was measured.
+    The state of random generators is restored. Operators that need a seed, are left when the time is up, or cannot run
+    on tensors of ones are estimated by the bytes that they move, at the median rate of the measured ones.
 
     Args:
-        cached: by operator; gets what is measured.
-        limit: seconds in all.
-        room: bytes that may be allocated; what takes more is measured with smaller sizes, and grows with its work.
-            None: as many as there are.
+        of_joint: the work of each node, see `works`.
+        fused: a compiler fuses memory-bound operators.
+        cached: known costs by operator; new measurements are added.
+        limit: seconds for all measurements.
+        room: bytes that may be allocated; larger operators are measured with smaller sizes, and scaled by their work.
+            None: no limit.
     """
     of_nodes = {node: work for node, work in zip(joint.nodes, of_joint, strict=True) if work is not None}
     distinct = {work.key: node for node, work in of_nodes.items() if not fx_graph.reads_seed(node)}
     end = time.perf_counter() + limit
-    # What followed from smaller sizes is not measured, and not for others to read.
+    # Costs scaled from smaller sizes are not measurements, and must not enter the cache.
     costs = dict(cached)
     with eager(joint):
         for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
@@ -168,8 +172,8 @@ def measured(
 
 @contextlib.contextmanager
 def eager(joint: JointGraph) -> Iterator[None]:
-    """Operators run as they are called: outside of the tracer's modes, and without autocast, whose casts the graph has
-    already. The state of random generators is restored."""
+    """Run operators eagerly: outside of the tracer's modes, and without autocast, whose casts are already in the
+    graph. The state of random generators is restored."""
     tensors = (tensor for node in joint.nodes for tensor in tensors_in(value(node)))
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with fx_graph.without_modes_and_autocast(), torch.no_grad(), torch.random.fork_rng(devices=devices):
@@ -177,38 +181,38 @@ def eager(joint: JointGraph) -> Iterator[None]:
 
 
 def timed(run: Callable[[], object], is_on_cuda: bool) -> float:
-    """Seconds of a call until the device is done; on a CPU without those in which other processes had it."""
+    """Returns the seconds of a call until the device is done; on a CPU without the time that other processes took."""
     wait = torch.cuda.synchronize if is_on_cuda else lambda: None
     wait()
     begin, processor_begin = time.perf_counter(), time.process_time()
     run()
     wait()
     wall, processor = time.perf_counter() - begin, time.process_time() - processor_begin
-    # Several threads take more of the processor than of the clock; in a virtual machine the processor's clock may
-    # stand still for so short a time.
+    # With several threads, processor time exceeds wall time; in a virtual machine the processor's clock may stand
+    # still during so short a time.
     return wall if is_on_cuda or not processor else min(wall, processor)
 
 
 def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros where the dtype is of integers: an index that is in range everywhere."""
+    """Returns a tensor of ones, or of zeros for integer dtypes, as indices that are always in range."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return tensor.fill_(1 if dtype.is_floating_point else 0)
 
 
 def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> list[Any]:
-    """Arguments that a joint graph can be run on: tensors of ones, of zeros where they may be indices, and numbers."""
+    """Returns arguments for running a joint graph: tensors of ones, of zeros if they may be indices, and numbers."""
     value_of = numbers(sizes)
     return [concrete(node, value_of, _ones) for node in joint.nodes if node.op == "placeholder"]
 
 
 def _measure(node: fx.Node, number: Evaluate, work: Work) -> Measured | None:
-    """The shortest of a few runs, which other processes disturb least; None where it does not run."""
+    """Returns the shortest of a few runs, which other processes disturb least; None if the operator does not run."""
     run: Any = node.target
     seconds: list[float] = []
     workspace = 0
     try:
         positional, named = arguments(node, number, _ones)
-        # A generator takes no other bytes for a state.
+        # A generator rejects arbitrary bytes as its state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
             positional[2] = generator_state(positional[4])
         name = dynamo.operator_name(node.target)
@@ -221,12 +225,12 @@ def _measure(node: fx.Node, number: Evaluate, work: Work) -> Measured | None:
         while len(seconds) < _REPEATS and sum(seconds) < _LONG:
             cache.add_(1)
             seconds.append(timed(lambda: run(*positional, **named), is_on_cuda))
-        # The buffer of TRL's head has longer rows than a small vocabulary; the rest of them takes no pages.
+        # The buffer of TRL's head has longer rows than a small vocabulary; the unused rest takes no pages.
         if work.flops and not is_on_cuda and not name.startswith("label_log_probs"):
-            # The most held at a time beside what is there afterwards.
+            # The most bytes held at a time, less those held afterwards.
             held = list(itertools.accumulate(kernels.cpu_allocations(lambda: run(*positional, **named)), initial=0))
             workspace = max(held) - held[-1]
-    # Any operator may refuse ones; out of memory is one more reason not to measure it.
+    # Any operator may reject tensors of ones; running out of memory is another reason not to measure it.
     except Exception:
         return None
     return Measured(min(seconds), workspace)
@@ -237,8 +241,8 @@ def _taken(work: Work) -> float:
 
 
 def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, room: int) -> Measured | None:
-    """Costs scaled from the largest part of the sizes with which an operator takes no more than there is room for;
-    None where none does, as where sizes are constants."""
+    """Returns costs scaled from the largest part of the sizes with which an operator fits in `room`; None if none
+    does, as with constant sizes."""
     for parts in _PARTS:
         number = numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
         with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
 """Rates of devices, for costs that are estimated instead of measured.
 
-Dense rates, without sparsity, from the makers' data sheets:
+Dense rates, without sparsity, from the vendors' data sheets:
 
 - H100 SXM, H200 SXM: resources.nvidia.com/en-us-tensor-core (H100 and H200 data sheets)
 - A100 80GB SXM: nvidia.com, NVIDIA A100 Tensor Core GPU data sheet (2021)
@@ -10,10 +10,10 @@ Dense rates, without sparsity, from the makers' data sheets:
 - RTX 3090: NVIDIA Ampere GA102 white paper, appendix A (bf16 with fp32 accumulation)
 - MI300X: amd.com, AMD Instinct MI300X data sheet
 
-The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s); the one between devices half of what
-the data sheets say of NVLink and Infinity Fabric, where there is one.
+The link is one direction of PCIe x16 (generations 3, 4 and 5: 16, 32 and 64 GB/s); the link between devices, if any,
+is half of the data sheets' rate of NVLink and Infinity Fabric.
 
-What kernels get of these rates is fitted to published times, one set of numbers a generation (docs/gpu.md).
+The fractions of these rates that kernels attain are fitted to published times, one set per generation (docs/gpu.md).
 """
 
 from collections.abc import Mapping
@@ -35,22 +35,22 @@ _SHAPE = (
     "them); for CUDA also cuda (capability as 8.6, multiprocessors, threads of each)"
 )
 _LARGEST_FILE = 2**20
-# A megabyte, or as much a second, up to what a rack of devices has.
+# Limits of valid numbers: a megabyte, or as much a second, up to what a rack of devices has.
 _LEAST, _MOST = 1e6, 1e18
 _LONGEST_NAME = 80
-# Multiprocessors, and threads of one.
+# Most multiprocessors, and most threads of one.
 _MOST_PARTS = 2**16
 
 
 @dataclass(frozen=True)
 class Attained:
-    """The share of a data sheet's rates that kernels of PyTorch get.
+    """The fractions of a data sheet's rates that PyTorch's kernels attain.
 
     Attributes:
-        bandwidth: of the memory's, by kernels that move operands.
-        flops: of matrix products'.
+        bandwidth: fraction of the memory bandwidth, in kernels that move operands.
+        flops: fraction of the rate of matrix products.
         unaligned: fraction of `flops` that half-precision products reach if their rows are not 16-byte aligned.
-        call: host seconds per operator call from a module, on the machine that the times are from.
+        call: host seconds per operator call from a module, on the machine of the published times.
     """
 
     bandwidth: float
@@ -60,14 +60,15 @@ class Attained:
 
     def share(self, kernel: Kernel) -> float:
         """Returns the fraction of the attained rate that a kind of kernel reaches: of `flops` for products and
-        attention, else of `bandwidth`."""
+        attention, otherwise of `bandwidth`."""
         return self.unaligned if kernel is Kernel.UNALIGNED else _SHARES.get(kernel, 1.0)
 
 
 # Fractions measured on an H100 with a profiler.
 _SHARES = {Kernel.FUSED: 0.75, Kernel.CONVERTING: 0.7, Kernel.REDUCING: 0.55, Kernel.ATTENTION: 0.33}
-# H100: plain PyTorch's steps, and Liger-Kernel's benchmarks of PyTorch, as A100. L40S: PEFT's method comparison.
-# GeForce: Liger's on an RTX 4090. Hopper's full rate has instructions of its own, which unaligned products do not use.
+# H100: steps of plain PyTorch, and Liger Kernel's benchmarks of PyTorch, as for A100. L40S: PEFT's method comparison.
+# GeForce: Liger Kernel's on an RTX 4090. Hopper's full rate needs special instructions, which unaligned products do
+# not use.
 _HOPPER, _AMPERE = Attained(0.9, 0.74, unaligned=0.17, call=36e-6), Attained(0.75, 0.85)
 _ADA, _GEFORCE = Attained(0.9, 0.75), Attained(0.85, 1.0)
 
@@ -77,12 +78,12 @@ class Device:
     """A device's rates.
 
     Attributes:
-        memory: bytes.
-        bandwidth: of its memory, bytes a second.
-        flops: of matrix products a second, by dtype as `bfloat16`.
-        link: to the host, bytes a second in one direction.
-        peers: to other devices of the machine, likewise; 0: by way of `link`.
-        attained: what kernels get of them; of a device that nobody published times of, that of the L40S.
+        memory: memory in bytes.
+        bandwidth: memory bandwidth, bytes a second.
+        flops: floating point operations of matrix products a second, by dtype such as `bfloat16`.
+        link: rate of the link to the host, bytes a second in one direction.
+        attained: fractions of the rates that kernels attain; those of the L40S for devices without published times.
+        peers: rate to other devices of the machine, bytes a second in one direction; 0: through `link`.
     """
 
     name: str
@@ -97,22 +98,22 @@ class Device:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Half-precision dtypes that it does not compute in."""
+        """Returns the half-precision dtypes that the device does not compute in."""
         return tuple(dtype for dtype in _DTYPES if dtype not in self.flops)
 
     @property
     def kind(self) -> torch.device:
-        """Returns torch's device type; a CPU for a device that is not CUDA's."""
+        """Returns torch's device type; a CPU if it is not a CUDA device."""
         return torch.device("cpu" if self.cuda is None else "cuda")
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second that kernels read and write."""
+        """Returns the bytes a second that kernels read and write."""
         return self.attained.bandwidth * self.bandwidth
 
     @property
     def libraries(self) -> int:
-        """Bytes that cuBLAS holds: a workspace for the thread of forwards and one for autograd's
+        """Returns the bytes that cuBLAS holds: one workspace for the forward's thread and one for autograd's
         (`aten/src/ATen/cuda/CUDABlas.cpp`, 2.13)."""
         if self.cuda is None:
             return 0
@@ -120,16 +121,17 @@ class Device:
 
     @property
     def copy_rate(self) -> float:
-        """Bytes a second that copies from and to pinned memory get of the link; not tuned."""
+        """Returns the bytes a second of the link that copies from and to pinned memory attain; not tuned."""
         return 0.8 * self.link
 
     @property
     def gather_rate(self) -> float:
-        """Bytes a second that an all-gather gets from other devices; not tuned."""
+        """Returns the bytes a second that an all-gather gets from other devices; not tuned."""
         return 0.8 * (self.peers or self.link)
 
     def product_rate(self, dtype: str) -> float:
-        """Floating point operations a second of matrix products; of float32 for a dtype that the device lacks."""
+        """Returns the floating point operations a second of matrix products; for a dtype that the device lacks, those
+        of float32."""
         return self.attained.flops * self.flops.get(dtype, self.flops["float32"])
 
 
@@ -172,23 +174,23 @@ DEVICES = {
     )
 }
 
-# Whose rates count for a GPU that is not in the table.
+# The device whose rates are used for a GPU that is not in the table.
 _UNKNOWN = "A100"
 
 
 def device_at(device: torch.device) -> Device:
-    """The device of the table that is in this machine, or `_UNKNOWN`."""
+    """Returns the table's entry for a device of this machine, or `_UNKNOWN`."""
     name = torch.cuda.get_device_name(device).replace(" ", "").lower()
     matching = [listed for listed in DEVICES if listed.replace(" ", "").lower() in name]
-    # `L4` is in `L40S`, too.
+    # The longest match, since `L4` is also in `L40S`.
     return DEVICES[max(matching, key=len, default=_UNKNOWN)]
 
 
 def device_of(name: str) -> Device:
-    """A device of the table, or of a JSON file with the fields of `Device`.
+    """Returns a device of the table, or of a JSON file with the fields of `Device`.
 
     Raises:
-        MemOptError: neither a known name nor a readable file.
+        MemOptError: the name is neither a known device nor a readable file.
     """
     for listed, device in DEVICES.items():
         if listed.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
@@ -217,7 +219,7 @@ def device_of(name: str) -> Device:
 
 
 def _cuda(entry: Any) -> tuple[Multiprocessors | None, tuple[int, int]]:
-    """Multiprocessors and compute capability of a CUDA device; of None for another device."""
+    """Parses the multiprocessors and compute capability of a CUDA device; an entry of None is another device."""
     if entry is None:
         return None, (0, 0)
     if not isinstance(entry, dict):
@@ -233,7 +235,7 @@ def _cuda(entry: Any) -> tuple[Multiprocessors | None, tuple[int, int]]:
 
 
 def _number(name: str, given: Any) -> float:
-    # Exact types, since true is a number of Python's; NaN compares as false.
+    # Exact types, since Python's True is an int; comparisons with NaN are false.
     if type(given) not in (int, float) or not _LEAST <= given <= _MOST:
         raise ValueError(f"{name} is {excerpt(given) or repr(given)}, not a number from {_LEAST:.0e} to {_MOST:.0e}")
     return float(given)

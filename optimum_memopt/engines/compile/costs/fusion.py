@@ -1,8 +1,8 @@
-"""The bytes that the kernels of a compiled joint graph move, where inductor computes neighbours in one. Pure.
+"""The bytes that the kernels of a compiled joint graph move, which inductor fuses from neighbouring operators. Pure.
 
-A kernel reads what no operator of its own computes and writes what others read. After `torch/_inductor/scheduler.py`
-(2.13), far simpler: operators that compute by element, and sums over the last dimensions, are in one kernel as long as
-no other kind of operator is on a path between them.
+A kernel reads operands from other kernels and writes results that other kernels read. After
+`torch/_inductor/scheduler.py` (2.13), far simpler: elementwise operators, and sums over the last dimensions, are in
+one kernel if no other kind of operator is on a path between them.
 """
 
 import math
@@ -24,12 +24,12 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Sums over so many elements a row find in no cache what they have read before.
+# Reductions over rows of at least this many elements do not find in a cache what they have read before.
 _LONG_ROW = 2**14
 _REDUCTIONS = frozenset(
     ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all", "argmax", "argmin")
 )
-# Without torch's tag, and computed by element all the same.
+# Elementwise operators without torch's tag `pointwise`.
 _BY_ELEMENT = frozenset(
     (
         "arange", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "full", "full_like",
@@ -37,7 +37,7 @@ _BY_ELEMENT = frozenset(
         "masked_fill", "ones_like", "scalar_tensor", "slice_scatter", "where", "zeros", "zeros_like",
     )
 )  # fmt: skip
-# Of their first operand they read as much as they return.
+# Operators that read as many bytes of their first operand as they return.
 _LOOKUPS = frozenset(("embedding", "gather", "index"))
 
 
@@ -46,9 +46,9 @@ class Moved:
     """The operands and results that an operator's part of a kernel moves.
 
     Attributes:
-        reads: operands.
-        looks_up: of the first operand as much is read as the operator returns.
-        writes: another kernel reads the result.
+        reads: the operands that it reads from memory.
+        looks_up: it reads as many bytes of the first operand as it returns.
+        writes: it writes the result, since another kernel reads it.
     """
 
     reads: tuple[fx.Node, ...]
@@ -57,17 +57,17 @@ class Moved:
 
 
 def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
-    """The operands and results that kernels move, by operator; one that is in no kernel with others has no entry."""
+    """Returns the operands and results that kernels move, by operator; operators that are not fused have no entry."""
     kernels = _Kernels(joint)
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     moved: dict[fx.Node, Moved] = {}
-    # What each kernel has read.
+    # The storages that each kernel has read.
     known: set[tuple[fx.Node, fx.Node]] = set()
     for node in kernels.fused:
         reads = []
         for read in _operands(node):
             source = _operator_of(root(read))
-            # What the forward has not written, the backward computes again: saving it would take longer.
+            # The backward recomputes what the forward has not written: saving it would take longer.
             is_again = kernels.is_passed(source, node) and source in moved and not moved[source].writes
             own = kernels.of(node), root(read)
             if own not in known and (_reads_again(node) or not (is_again or kernels.is_within(source, node))):
@@ -86,14 +86,14 @@ def moved_by(joint: JointGraph) -> dict[fx.Node, Moved]:
 
 
 class _Kernels:
-    """The operators of a joint graph, by the kernel that computes them.
+    """The operators of a joint graph, grouped by kernel.
 
     Attributes:
-        fused: those that a kernel may have several of, in the order of the graph.
+        fused: operators that may share a kernel, in graph order.
     """
 
     def __init__(self, joint: JointGraph) -> None:
-        # Half a second of imports, for the graphs of compilers alone.
+        # Imported here, since it takes half a second and only graphs with a compiler need it.
         from scipy.cluster.hierarchy import DisjointSet
 
         self._backward = joint.backward
@@ -106,20 +106,20 @@ class _Kernels:
                     self._sets.merge(source, node)
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The operator that stands for all in a kernel."""
+        """Returns the operator that represents a node's kernel."""
         return cast(fx.Node, self._sets[node])
 
     def is_within(self, source: fx.Node, reader: fx.Node) -> bool:
-        """True where one kernel has both."""
+        """True if both are in one kernel."""
         return {source, reader} <= self.fused.keys() and self._stages[source] == self._stages[reader]
 
     def is_passed(self, source: fx.Node, reader: fx.Node) -> bool:
-        """True where a backward reads what is the forward's."""
+        """True if an operator of the backward reads a result of the forward."""
         return reader in self._backward and source not in self._backward
 
     def _count(self, joint: JointGraph) -> dict[fx.Node, tuple[bool, int]]:
-        """For each operator in forward or backward how many times those of other kinds are before it on the longest
-        path; one that only later ones read is computed with the first of these."""
+        """Returns each operator's pass and stage: the number of times that a fused operator follows another kind on
+        the longest path to it in its pass. A fused operator with later readers only gets the stage of the first."""
         stages: dict[fx.Node, tuple[bool, int]] = {}
         for node in joint.nodes:
             is_backward = node in self._backward
@@ -138,7 +138,7 @@ class _Kernels:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """True for an operator that one kernel computes together with others."""
+    """True for an operator that inductor may fuse with others in one kernel."""
     name = dynamo.operator_name(node.target)
     if node.op != "call_function" or not name or is_view(node):
         return False
@@ -147,7 +147,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def _reads_again(node: fx.Node) -> bool:
-    """True for sums over other dimensions than the last ones, which have a kernel of their own, and over long rows."""
+    """True for reductions over other than the last dimensions, which have a kernel of their own, or over long rows."""
     if dynamo.operator_name(node.target) not in _REDUCTIONS:
         return False
     shape = tensor_value(first_input(node)).shape
@@ -160,12 +160,12 @@ def _reads_again(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that an operator reads."""
+    """Yields the tensors that an operator reads."""
     return filter(is_tensor, node.all_input_nodes)
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read a node, through views too."""
+    """Yields the operators that read a node, also through views."""
     for user in node.users:
         if is_view(user):
             yield from readers(user)
@@ -174,10 +174,10 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The outputs of an operator, of which several are picked."""
+    """Returns the picked outputs of an operator, or the operator itself if it has one output."""
     return [user for user in node.users if _operator_of(user) is node] or [node]
 
 
 def _operator_of(node: fx.Node) -> fx.Node:
-    """The operator that a node is an output of."""
+    """Returns the operator that a node is an output of."""
     return first_input(node) if is_output(node) and not is_view(node) else node

@@ -1,8 +1,8 @@
-"""Operators whose results a compiler holds nowhere, since it computes them within the kernels that read them. Pure.
+"""Operators whose results a compiler never stores, since it computes them within the kernels that read them. Pure.
 
-After `torch/_inductor/lowering.py` (2.13), far simpler: what is computed by element is inlined into the operators by
-element, and the sums, that read it. Here only where one storage that is no larger is held in its place, so that no
-prediction rises.
+After `torch/_inductor/lowering.py` (2.13), far simpler: elementwise operators are inlined into the elementwise
+operators and sums that read them. Here this is assumed only if a single storage that is no larger is held instead, so
+that no prediction rises.
 """
 
 from collections.abc import Collection
@@ -15,17 +15,17 @@ from optimum_memopt.engines.compile.graph.joint import Inlined, JointGraph, is_t
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Beside those with torch's tag.
+# Elementwise operators without torch's tag `pointwise`.
 _BY_ELEMENT = frozenset(("convert_element_type", "full", "scalar_tensor", "where"))
-# An operand of this part of the result is a row or a number, which weighs nothing.
+# Operands up to this fraction of the result's bytes are rows or numbers, and are ignored.
 _SMALL = 1 / 8
 
 
 def inlined(joint: JointGraph, sizes: SymbolValues, saved: Collection[fx.Node]) -> Inlined:
-    """The operators that are inlined.
+    """Returns the operators that are inlined.
 
     Args:
-        saved: roots that a plan may save.
+        saved: roots that a plan may save, which are not inlined.
     """
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     candidates = [
@@ -45,7 +45,7 @@ def inlined(joint: JointGraph, sizes: SymbolValues, saved: Collection[fx.Node]) 
 
 
 def _is_inlined(joint: JointGraph, node: fx.Node) -> bool:
-    """True for what is computed by element for readers that one kernel computes with it, all in the same pass."""
+    """True for an elementwise operator whose readers can all be fused with it and are in the same pass."""
     if node.op != "call_function" or is_view(node) or not is_tensor(node) or joint.is_impure(node):
         return False
     is_by_element = torch.Tag.pointwise in getattr(node.target, "tags", ())

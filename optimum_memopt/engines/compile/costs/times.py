@@ -1,8 +1,8 @@
 """Costs of single operators, from the machine's cache, from another rank, or measured now; and seconds of a whole
-joint graph that is run on this machine, operator by operator.
+joint graph that runs on this machine, operator by operator.
 
-An operator takes longer in a graph than by itself: it is called from Python, and finds its operands in no cache. How
-much longer depends on its size, so on the rows of the batch.
+An operator takes longer in a graph than by itself: it is called from Python, and its operands are not in a cache. How
+much longer depends on its size, and so on the rows of the batch.
 """
 
 import contextlib
@@ -53,35 +53,36 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
+# Minimum bytes for measuring operators, however little is left of a budget: without any measured rate all plans would
 # seem to take no time.
 _LEAST_MEASURED = 4 * 2**20
-# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
+# Seconds that a rank waits for another rank's measurement, which takes two at most after waiting for the cache's lock.
 _RANK_WAIT = 60.0
-# Seconds between two looks into the store.
+# Seconds between two polls of the store.
 _LOOK = 0.05
-# Seconds that a process waits for the lock: those that start together measure one after the other, the later ones what
-# is new to them, two seconds each at most (`measured`).
+# Seconds that a process waits for the lock: processes that start together measure in turn, the later ones only
+# operators that are still missing, two seconds each at most (`measured`).
 _LOCK_WAIT = 30.0
-# Bytes of a file of costs, of which an operator takes some 200.
+# Most bytes of a cost file, in which an operator takes some 200.
 _LARGEST_CACHE = 64 * 2**20
-# No operator takes an hour, nor a buffer of 256 TiB.
+# Limits of valid costs: no operator takes an hour, nor a buffer of 256 TiB.
 _MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
-    """The text that the first rank that asks for `name` computes, and all others take from it.
+    """Returns a text that the first rank to request `name` computes and all others take from it.
 
-    By the key-value store of the process group, not by a collective operation: that every rank would have to reach,
-    also where only one of them compiles again.
+    It is shared through the process group's key-value store, not by a collective operation, which every rank would
+    have to reach, even if only one of them recompiles.
 
     Args:
-        compute: called on the first rank; on another one, if the first has failed or has not answered in time.
+        compute: called on the first rank; on another rank only if the first has failed or not answered in time.
+        wait: seconds to wait for the first rank.
     """
     key = f"optimum_memopt/{hashlib.sha256(name.encode()).hexdigest()}"
     try:
         is_first = store.add(f"{key}/asked", 1) == 1
-    # Not every store counts: torch's backend `fake` has none that does.
+    # Not every store supports `add`: that of torch's backend `fake` does not.
     except RuntimeError:
         return compute()
     if is_first:
@@ -100,12 +101,12 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
 
 
 def cache_folder() -> Path:
-    """The user's cache of this package."""
+    """Returns the folder of the user's cache for this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
 
 
 def cache_path(device: torch.device) -> Path:
-    """The file of a device under this version of torch, as this version of the package measures."""
+    """Returns the cost file for a device, this version of torch and this package's measuring code."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -116,22 +117,22 @@ def cache_path(device: torch.device) -> Path:
 
 @lru_cache(maxsize=1)
 def _measuring() -> str:
-    """A digest of the code that measures: another version may leave out what this one has noted."""
+    """Returns a digest of the measuring code: other versions may measure other operators or values."""
     return hashlib.sha256(Path(costs_module.__file__).read_bytes()).hexdigest()[:8]
 
 
 def _home() -> Path:
     try:
         return Path.home()
-    # Neither HOME nor an entry for the user, as in a container that runs under any number.
+    # Neither HOME nor an entry for the user, as in a container with an arbitrary user id.
     except RuntimeError:
         return Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
 
 
 @contextlib.contextmanager
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
-    """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
-    measured again. Only one process has them at a time, where the file system has locks."""
+    """Yields costs by operator, to read and to extend, and writes them back afterwards. Invalid entries of a file are
+    ignored, and measured again. If the file system has locks, only one process uses a file at a time."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
         cached = _read(path)
         before = len(cached)
         yield cached
-        # For a reader that has not got the lock, too.
+        # Replaced as a whole, for readers that did not get the lock.
         if len(cached) > before:
             written_whole(path, json.dumps(cached))
 
@@ -147,7 +148,7 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
 def _read(path: Path) -> dict[str, Measured]:
     try:
         entries = json.loads((entry_bytes(path, _LARGEST_CACHE) or b"").decode())
-    # RecursionError: nested too deeply.
+    # RecursionError: the JSON is nested too deeply.
     except (ValueError, RecursionError):
         return {}
     if not isinstance(entries, dict):
@@ -159,7 +160,7 @@ def _is_cost(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 2:
         return False
     seconds, workspace = entry
-    # Exact types, since true is a number of Python's; NaN compares as false.
+    # Exact types, since Python's True is an int; comparisons with NaN are false.
     is_time = type(seconds) in (int, float) and 0 < seconds <= _MOST_SECONDS
     return is_time and type(workspace) is int and 0 <= workspace <= _MOST_BYTES
 
@@ -167,14 +168,14 @@ def _is_cost(entry: Any) -> bool:
 def costs_of(
     graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None, most: int | None = None
 ) -> Costs:
-    """The costs of all operators of a graph.
+    """Returns the costs of all operators of a graph.
 
-    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
-    never equal, and two plans may have different peaks.
+    Ranks with the same device plan with one rank's measurements, also on several machines: two measurements are never
+    equal, and could lead to plans with different peaks.
 
     Args:
-        fused: a compiler fuses what is bound by memory.
-        target: estimate for this device instead.
+        fused: a compiler fuses memory-bound operators.
+        target: the device to estimate for; None: operators are measured on `device`.
         most: bytes that the process may hold while it measures; None: all that is available.
     """
     if target is not None:
@@ -196,29 +197,29 @@ def costs_of(
     return costs({operator: Measured(*cost) for operator, cost in of_ranks.items()}, limit=0)
 
 
-# Times that each batch is run.
+# Measured runs of each batch.
 _ROUNDS = 3
-# Times each byte of the parameters is read or written by adding up gradients.
+# Reads and writes of each parameter byte when gradients are accumulated.
 _ADDING = 3
-# Elements of the optimizer's step that is measured.
+# Most parameter elements in the measured optimizer step.
 _MEASURED = 2**22
-# Batch sizes that other sizes are extrapolated from: for work, linear above one tile, and for measured seconds.
+# Batch sizes from which others are extrapolated: for work, linear above one tile, and for measured seconds.
 _TWO = (64, 128)
 _MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
-# A batch that takes n seconds is not run to measure it.
+# Batches that are expected to take this many seconds or more are not run.
 _LONG = 1.0
-# Lengths of the chains that tell what calling an operator takes.
+# Lengths of the two chains of operators from which the overhead of a call is computed.
 _CHAINS = (8, 72)
-# The values of a graph's symbols for a batch of n rows.
+# Returns the values of a graph's symbols for a number of rows.
 Sizes = Callable[[int], SymbolValues]
 
 
 def replayed(graph: AnalyzedGraph, batches: Sequence[SymbolValues]) -> list[float] | None:
-    """Seconds of a forward and its backward with everything saved; None where it cannot be run on tensors of ones.
+    """Returns each batch's seconds of forward and backward with everything saved; None if tensors of ones fail.
 
-    Batches are run in turns: a machine is not always as fast.
+    Batches are run in turn, since a machine's speed varies.
     """
-    # The tracer's module takes lists of its placeholders, this one takes them one by one.
+    # The tracer's module takes its placeholders as lists, this one takes them one by one.
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.joint.module.graph, {}))
     run = fx.GraphModule(graph.joint.module, copied)
@@ -228,7 +229,7 @@ def replayed(graph: AnalyzedGraph, batches: Sequence[SymbolValues]) -> list[floa
         return timed(lambda: run(*inputs), any(isinstance(given, torch.Tensor) and given.is_cuda for given in inputs))
 
     with eager(graph.joint):
-        # As where single operators are measured: any may refuse ones, and memory may run out.
+        # As with single operators, any operator may reject tensors of ones, and memory may run out.
         try:
             # The first round warms up.
             rounds = [[seconds(sizes) for sizes in batches] for _ in range(1 + _ROUNDS)][1:]
@@ -239,11 +240,12 @@ def replayed(graph: AnalyzedGraph, batches: Sequence[SymbolValues]) -> list[floa
 
 @dataclass(frozen=True)
 class OperatorTimes:
-    """Times of a joint graph's nodes, in its order.
+    """Times of a joint graph's nodes, in order.
 
     Attributes:
-        bounds: what bounds each, one of `predictions`.
-        call: seconds of a forward and its backward beside their operators.
+        bounds: what bounds each node, see `predictions`.
+        source: the source of the seconds, see `Costs`.
+        call: overhead in seconds of a call of forward and backward, in addition to their operators.
     """
 
     seconds: tuple[float, ...]
@@ -252,7 +254,7 @@ class OperatorTimes:
     call: float = 0.0
 
     def by_bound(self, nodes: Iterable[int]) -> dict[str, float]:
-        """Seconds of these nodes, by what bounds them."""
+        """Returns the seconds of these nodes, by what bounds them."""
         totals: defaultdict[str, float] = defaultdict(float)
         for node in nodes:
             totals[self.bounds[node]] += self.seconds[node]
@@ -260,7 +262,11 @@ class OperatorTimes:
 
 
 def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -> Callable[[int], OperatorTimes]:
-    """Estimated by a device's rates, see `bounded`; work grows by the row."""
+    """Estimates times by a device's rates, see `bounded`; work grows linearly with the rows.
+
+    Returns:
+        The times for a number of rows.
+    """
     moved = moved_by(graph.joint) if fused else None
     low, high = (works(graph.joint, sizes(rows), moved, device.kind) for rows in _TWO)
     nodes = [node for node, work in enumerate(low) if work is not None]
@@ -279,15 +285,18 @@ def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device, fused: bool) -
 def measured_times(
     graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int, peak: Callable[[int], int]
 ) -> Callable[[int], OperatorTimes]:
-    """Measured where the graph's tensors are, with a few batches; those of any other follow.
+    """Measures times on the device of the graph's tensors, with a few batch sizes; other sizes are extrapolated.
 
-    A measurement of each batch by itself would find the best one where it has erred most. Where the graph is run
-    operator by operator, it is also run as a whole, and its operators take a part of that.
+    If each batch size were measured by itself, the best one would be where the measurement erred most. A graph that
+    runs operator by operator is also run as a whole, and its operators' times are scaled to that.
 
     Args:
-        fused: a compiler fuses what is bound by memory, and runs no views.
-        budget: bytes; of it no operator that is measured takes more than a quarter, where that is possible.
-        peak: bytes that the graph holds, for a batch of n rows; it is not run where that is over the budget.
+        fused: a compiler fuses memory-bound operators, and runs no views.
+        budget: bytes; a measured operator takes at most a quarter of them, if possible.
+        peak: returns the bytes that the graph holds for a number of rows; batches over the budget are not run.
+
+    Returns:
+        The times for a number of rows.
     """
 
     def largest(rows: int) -> float:
@@ -298,7 +307,7 @@ def measured_times(
         costs = [costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in batches]
         launch, (operator_overhead, call) = launch_seconds(device), (0.0, 0.0) if fused else overheads(device)
     does_work = works(graph.joint, sizes(1))
-    # A larger batch takes no less: what says so is noise.
+    # A larger batch cannot take less time: such measurements are noise.
     of_nodes = np.maximum.accumulate([cost.seconds for cost in costs]).T.tolist()
     is_called = [is_view(node) and not is_output(node) for node in graph.joint.nodes]
 
@@ -339,7 +348,8 @@ def measured_times(
 
 @contextlib.contextmanager
 def _as_in_training(device: torch.device) -> Iterator[None]:
-    """On a CPU operators write to new pages, which the engine has malloc return to the system."""
+    """Run operators as in training: on a CPU, malloc returns freed pages to the system, so that operators write to new
+    pages."""
     if device.type != "cpu":
         yield
         return
@@ -356,29 +366,34 @@ def _bounded(times: Sequence[tuple[float, str]], source: str) -> OperatorTimes:
 
 @dataclass(frozen=True)
 class UpdateTimes:
-    """Seconds of what is done to all parameters.
+    """Seconds of the work on all parameters.
 
     Attributes:
-        accumulating: of adding the gradients of one micro-batch to those before.
-        optimizer: of clipping gradients and of the optimizer's step.
+        accumulating: seconds to add the gradients of one micro-batch to earlier ones.
+        optimizer: seconds to clip gradients and to run the optimizer's step.
     """
 
     accumulating: float
     optimizer: float
 
     def step(self, micro_batch: Mapping[str, float], count: int) -> float:
-        """Seconds of an optimizer step of several micro-batches; those of one are by what bounds them."""
+        """Returns the seconds of an optimizer step with `count` micro-batches.
+
+        Args:
+            micro_batch: seconds of one micro-batch, by what bounds them.
+        """
         return PredictedStep(0, micro_batch, self.accumulating, self.optimizer).total(count)
 
 
 def update_times(
     trained: Sequence[torch.Tensor], optimizer: PlannedOptimizer, device: torch.device, target: Device | None
 ) -> UpdateTimes:
-    """Seconds at a bandwidth, which bounds all of it: that of a device's kernels, or measured where tensors lie.
+    """Computes the seconds from a bandwidth, which bounds all of this work: the kernels' bandwidth on `target`, or
+    measured on `device`.
 
     Args:
         trained: the parameters that get gradients.
-        target: None: `device`.
+        target: the device to estimate for; None: `device` is measured.
     """
     rate = update_bandwidth(device, sum(each.numel() for each in trained)) if target is None else target.memory_rate
     return UpdateTimes(_ADDING * sum(each.nbytes for each in trained) / rate, optimizer.moved(trained) / rate)
@@ -386,11 +401,11 @@ def update_times(
 
 @lru_cache
 def overheads(device: torch.device) -> tuple[float, float]:
-    """Seconds of each operator of a graph that runs operator by operator, and of a call of its forward and backward,
-    guards and autograd's function among it.
+    """Returns the overhead in seconds of each operator in a graph that runs operator by operator, and of a call of its
+    forward and backward, including guards and the autograd function.
 
-    Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
-    not in a cache, so that it takes several times what it does in a loop.
+    Measured on two compiled chains of small operators. In a graph each operator is called from Python, on tensors that
+    are not in a cache, so that it takes several times as long as in a loop.
     """
 
     def seconds(length: int) -> float:
@@ -405,14 +420,14 @@ def overheads(device: torch.device) -> tuple[float, float]:
         return _shortest(lambda: compiled(x).backward(), device, repeats=10)
 
     short, long = (seconds(length) for length in _CHAINS)
-    # Forward sine, backward cosine and product.
+    # Three operators per link: sine in the forward, cosine and product in the backward.
     operator = max(0.0, (long - short) / (3 * (_CHAINS[1] - _CHAINS[0])))
     return operator, max(0.0, short - 3 * _CHAINS[0] * operator)
 
 
 @lru_cache
 def launch_seconds(device: torch.device) -> float:
-    """Seconds of an operator that does nothing, measured."""
+    """Measures the seconds of an operator that does almost nothing."""
     with torch.no_grad():
         number = torch.ones(1, device=device)
         return _shortest(lambda: number.add(1), device, repeats=100)
@@ -420,12 +435,12 @@ def launch_seconds(device: torch.device) -> float:
 
 @lru_cache
 def update_bandwidth(device: torch.device, elements: int) -> float:
-    """Bytes a second of a fused AdamW with that many elements, of which a few million at most are measured."""
+    """Measures the bytes per second of a fused AdamW with that many elements, or a few million if there are more."""
     parameter = torch.nn.Parameter(torch.ones(min(max(elements, 1), _MEASURED), device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
-    # Parameter, gradient and two states; all but the gradient are written too.
+    # It reads the parameter, the gradient and two states, and writes all but the gradient.
     return 7 * parameter.nbytes / _shortest(optimizer.step, device, repeats=5)
 
 

@@ -1,5 +1,5 @@
-"""The work of an operator, from a joint graph's node or a live call: bytes moved, floating point operations and the
-kind of kernel. Pure.
+"""The work of an operator, from a joint graph's node or a live call: bytes moved, floating point operations and kind
+of kernel. Pure.
 """
 
 import math
@@ -35,7 +35,7 @@ from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# bitsandbytes' product with a weight of 4 bits.
+# bitsandbytes' product with a 4-bit weight.
 _QUANTIZED_PRODUCT = "gemm_4bit"
 # Slower than element-wise kernels: several passes over the input, or sums across threads.
 _REDUCTIONS = frozenset(
@@ -44,7 +44,8 @@ _REDUCTIONS = frozenset(
         "_softmax_backward_data", "amax", "mean", "native_layer_norm", "native_layer_norm_backward", "sum", "var_mean",
     )
 )  # fmt: skip
-# Operators that do not read all of one operand: its position, and whether they read as much as they return (or none).
+# Operators that do not read all of one operand: its position, and whether they read as many bytes of it as they return
+# (or none).
 _LOOKUPS = {
     "embedding": (0, True),
     "gather": (0, True),
@@ -52,17 +53,17 @@ _LOOKUPS = {
     "nll_loss_forward": (0, True),
     "nll_loss_backward": (1, False),
 }
-# float32 products run without tensor cores, in tiles: a dimension is padded to the first number. Below the second one,
-# kernels for vectors take over.
+# float32 products run without tensor cores, in tiles: dimensions are padded to the first number. Below the second one,
+# vector kernels are used.
 _TILE, _VECTORS = 64, 8
 # Returns the value of a number that may be symbolic.
 Evaluate = Callable[[Any], Any]
-# A tensor of a shape, strides, dtype and device.
+# Returns a tensor of the given shape, strides, dtype and device.
 MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 class Kernel(Enum):
-    """Kinds of kernels, each of which reaches a fraction of its own of a device's rates (`Attained.share`)."""
+    """Kinds of kernels, each of which reaches a different fraction of a device's rates (`Attained.share`)."""
 
     MOVING = "moves operands"
     FUSED = "computes what several operators do, compiled by inductor"
@@ -78,12 +79,14 @@ class Work:
     """The work of one operator.
 
     Attributes:
-        key: equal for operators that do the same work on the same shapes.
-        flops: of matrix products, convolutions and attention, else 0. Causal attention counts half; float32 products
-            count whole tiles.
-        is_several: kernels that run one after the other.
-        is_launched: it has a kernel of its own, or is what one is launched for.
-        by_python: called from a module; False: from autograd's engine.
+        key: text that is equal for operators that do the same work on the same shapes.
+        bytes: bytes read and written.
+        flops: floating point operations of matrix products, convolutions and attention, else 0. Causal attention
+            counts half; float32 products count whole tiles.
+        dtype: the dtype that it computes in.
+        is_several: it runs several kernels, one after the other.
+        is_launched: a kernel is launched for it: its own, or a fused one whose result it computes.
+        by_python: it is called from a module; False: from autograd's engine.
     """
 
     key: str
@@ -97,7 +100,7 @@ class Work:
 
     @property
     def operator(self) -> str:
-        """`aten.mm.default`."""
+        """Returns the operator's name: `aten.mm.default`."""
         return self.key.partition("(")[0]
 
 
@@ -107,11 +110,11 @@ def works(
     moved: Mapping[fx.Node, Moved] | None = None,
     device: torch.device | None = None,
 ) -> tuple[Work | None, ...]:
-    """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers.
+    """Returns the work of each node of a joint graph, in order; None for views, picks of outputs and numbers.
 
     Args:
-        moved: by the operators that a compiler computes in one kernel with others, see `moved_by`; None: none is.
-        device: to plan for; None: the tensors' own.
+        moved: operands and results moved by operators that a compiler fuses, see `moved_by`; None: it fuses none.
+        device: the device to plan for; None: the tensors' own.
     """
     number = numbers(sizes)
 
@@ -123,10 +126,10 @@ def works(
         if moved is None:
             return alone
         if (own := moved.get(node)) is None:
-            # inductor pads (`torch/_inductor/fx_passes/pad_mm.py`).
+            # inductor pads operands (`torch/_inductor/fx_passes/pad_mm.py`).
             return replace(alone, kernel=Kernel.PRODUCT) if alone.kernel is Kernel.UNALIGNED else alone
         result = sum(map(size, _tensors(value(node))))
-        # Of what is expanded no more is read than there is.
+        # At most the storage of an expanded tensor is read.
         reads = {read: min(size(tensor_value(read)), number(storage_bytes(root(read)))) for read in own.reads}
         if own.looks_up:
             reads[first_input(node)] = result
@@ -141,7 +144,7 @@ def works(
 
 
 def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tuple[Work, ...] | None:
-    """Returns work interpolated between two batches; None where they run different operators.
+    """Returns work interpolated between two batches; None if they run different operators.
 
     Args:
         share: 0 for `low`, 1 for `high`; below 0 and above 1 it extrapolates.
@@ -159,7 +162,7 @@ def work_between(low: Sequence[Work], high: Sequence[Work], share: float) -> tup
 
 
 def work_of_node(node: fx.Node, number: Evaluate, device: torch.device | None = None) -> Work:
-    """The work of one node of a joint graph, see `works`."""
+    """Returns the work of one node of a joint graph, see `works`."""
     with fx_graph.without_modes_and_autocast():
         positional, named = arguments(node, number, _without_data)
         result = concrete(node, number, _without_data)
@@ -170,10 +173,10 @@ def work_of_node(node: fx.Node, number: Evaluate, device: torch.device | None = 
 def work_of(
     operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any, device: torch.device | None
 ) -> Work:
-    """The work of an operator's call, of a graph's node or while it runs; tensors need no data.
+    """Returns the work of an operator call, from a graph's node or a live call; tensors need no data.
 
     Args:
-        device: to run on, which may differ from the tensors'.
+        device: the device to run on, which may differ from the tensors'.
     """
     flops = _flops(operator, positional, named, result)
     operands = _tensors([*positional, *named.values()])
@@ -188,10 +191,10 @@ def work_of(
         dtype = positional[-3]
         moved += int(loss_shape(positional, device is not None and device.type == "cuda").moved)
     else:
-        # The widest operand's: a mask or an index is beside it.
+        # The largest operand's dtype, not that of a mask or an index.
         dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""
         if name == _QUANTIZED_PRODUCT:
-            # Which writes and reads the weight in the input's dtype.
+            # It writes and reads the weight in the input's dtype.
             dtype = positional[0].dtype
             moved += 2 * math.prod(positional[2]) * dtype.itemsize
         if (lookup := _LOOKUPS.get(name)) is not None:
@@ -232,11 +235,11 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
         return float(2 * positional[0].numel() * positional[2][0])
     count = flop_registry.get(getattr(operator, "overloadpacket", None))
     if name.startswith(_ATTENTION):
-        # Its backward has the gradient first.
+        # The first operand of its backward is the gradient.
         is_backward = name.endswith("backward")
         shapes = _with_all_heads([operand.shape for operand in positional[: 4 if is_backward else 3]])
         if count is None and name.startswith(_CPU_ATTENTION):
-            # It is missing in the registry.
+            # The operator is missing in the registry.
             return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
         share = 0.5 if fx_graph.arguments_by_name(operator, positional, named).get("is_causal") else 1.0
         positional = (*shapes, *positional[len(shapes) :])
@@ -250,8 +253,8 @@ def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], r
 
 
 def _with_all_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    """The shapes of attention's operands with as many heads of keys and values as of queries, by which the formula
-    counts; torch takes fewer in it since 2.12 alone (`torch/utils/flop_counter.py`)."""
+    """Returns the shapes of attention's operands with as many key and value heads as query heads, as the FLOP formula
+    requires: it accepts fewer only since torch 2.12 (`torch/utils/flop_counter.py`)."""
     heads = shapes[-3][1]
     return [*shapes[:-2], *(torch.Size((shape[0], heads, *shape[2:])) for shape in shapes[-2:])]
 
@@ -261,7 +264,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def numbers(sizes: Mapping[sympy.Symbol, int]) -> Evaluate:
-    """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
+    """Returns a function that evaluates symbolic numbers; each expression, of which a graph has few, is computed
+    once."""
 
     @cache
     def computed(expression: sympy.Expr) -> int:
@@ -276,7 +280,8 @@ def numbers(sizes: Mapping[sympy.Symbol, int]) -> Evaluate:
 
 
 def concrete(given: Any, number: Evaluate, make: MakeTensor) -> Any:
-    """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
+    """Returns a node's argument or value with symbols evaluated and tensors replaced by
+    `make(shape, stride, dtype, device)`."""
     given = value(given) if isinstance(given, fx.Node) else given
     if isinstance(given, torch.Tensor):
         return make(list(map(number, given.shape)), list(map(number, given.stride())), given.dtype, given.device)

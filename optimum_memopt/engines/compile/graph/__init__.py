@@ -1,12 +1,12 @@
-"""The joint graph of forward and backward, read and not run. Pure.
+"""Analysis of the joint graph of forward and backward, without running it. Pure.
 
 symbols            symbolic sizes as integer arithmetic
-joint              storages: what allocates each, who reads it
-saved_activations  what the backward reads of the forward
+joint              storages: their allocating operators, readers and sizes
+saved_activations  storages of the forward that the backward reads
 naming             cluster ids
-candidates         what a strategy can take out of memory
-layouts            the order in memory of gradients between graphs
+candidates         saved activations that a strategy can take out of memory
+layouts            memory layouts of the gradients that pass between graphs
 state_copies       copies of state that a backward recomputes from
-analyzed_graph     a graph with all of that
-problem            the same as numbers, for solver and simulation
+analyzed_graph     a graph with the results of its analysis
+problem            a graph as numbers, for solver and simulation
 """

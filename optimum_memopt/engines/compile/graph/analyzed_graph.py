@@ -1,5 +1,5 @@
-"""A joint graph with its saved activations, candidates and sizes; its operators have names that are the same in
-every process. Pure."""
+"""A joint graph with its saved activations, candidates and sizes, and with operator names that are the same in every
+process. Pure."""
 
 import hashlib
 from collections import Counter
@@ -39,14 +39,14 @@ from optimum_memopt.plans.plan_file import GraphSignature
 
 _Node = TypeVar("_Node")
 
-# The layer, "" outside of all, and the path in it.
+# The layer, "" outside of all layers, and the path within it.
 Path = tuple[str, str]
 
 
 def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
-    """Layer and path in it of each operator that allocates, in graph order: `encoder.layer.0`, `output.dense/addmm`.
+    """Returns the path of each allocating operator, in graph order: `encoder.layer.0`, `output.dense/addmm`.
 
-    What a module calls several times gets `#2` and so on, an output of an operator that has several its number:
+    An operator that a module calls several times gets `#2` and so on, an output of a multi-output operator its index:
     `norm/native_layer_norm[0]`. Views and sizes have no path, since they come and go with symbolic sizes.
     """
     seen: Counter[Path] = Counter()
@@ -55,7 +55,7 @@ def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
         if node.op != "call_function" or is_view(node) or not is_tensor(node) or is_state_copy(node):
             continue
         layer = layer_of(node)
-        # A layer that is called again ends in the number of the call.
+        # The path of a layer that is called again ends in the number of the call.
         module = module_path(node).removeprefix(layer.partition("@")[0]).lstrip(".")
         output = f"[{node.args[1]}]" if is_output(node) else ""
         path = layer, f"{module}/{operator_name(node)}{output}"
@@ -65,11 +65,11 @@ def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
 
 
 def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -> GraphSignature:
-    """The signature that tells a graph from another, whatever the sizes of the batch; `parameters` include buffers."""
+    """Returns a signature that identifies a graph, whatever the sizes of the batch; `parameters` include buffers."""
     numbers: dict[str, tuple[int, int]] = {}
     for node in parameters:
         tensor = tensor_value(node)
-        # A buffer may grow with the batch.
+        # Buffers may grow with the batch.
         if all(isinstance(size, int) for size in tensor.shape):
             dtype = str(tensor.dtype).removeprefix("torch.")
             count, sum_of_numbers = numbers.get(dtype, (0, 0))
@@ -84,18 +84,18 @@ def digest_of(joint: JointGraph, signature: GraphSignature) -> str:
 
     The digest of a signature covers only the forward's operators.
     """
-    # A size is read of any tensor that has it, so that another trace may number these operators otherwise.
+    # Sizes are read from any tensor that has them, so that another trace may number these operators differently.
     nodes = (f"{'' if is_number(node) else node.name} {operator_name(node)}" for node in joint.nodes)
     text = "\n".join((*nodes, *(f"{dtype} {numbers}" for dtype, numbers in sorted(signature.parameters.items()))))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str]) -> dict[str, bool]:
-    """For each parameter that a joint graph reads, by its name, whether the backward returns its gradient; empty where
-    its inputs are others than what dynamo's graph is given, as where a tensor subclass is several of them.
+    """Returns, for each parameter that a joint graph reads, whether the backward returns its gradient, by name; empty
+    if the inputs differ from those of dynamo's graph, as with tensor subclasses that become several inputs.
 
     Args:
-        parameters: the names of those inputs of dynamo's graph that are parameters, empty for the others, in order.
+        parameters: for each input of dynamo's graph, in order, the name of the parameter; empty for other inputs.
     """
     (output,) = joint.find_nodes(op="output")
     returned = output.args[0][num_fwd_outputs:]
@@ -105,8 +105,8 @@ def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str
 
 
 def sources_of(joint: fx.Graph, num_fwd_outputs: int) -> dict[int, frozenset[int]]:
-    """For each argument of a graph whose gradient the backward returns, the results of the graph whose gradients that
-    one is computed from, all by their places; without those where it is not known."""
+    """Returns, for each argument whose gradient the backward returns, the graph's results whose gradients it depends
+    on, all by position; arguments for which they are not known are left out."""
     sources: dict[fx.Node, frozenset[int | None]] = {}
     for node in joint.nodes:
         if fx_graph.is_tangent(node):
@@ -125,25 +125,25 @@ def sources_of(joint: fx.Graph, num_fwd_outputs: int) -> dict[int, frozenset[int
 
 
 def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
-    """Parameters that graphs of a forward read and none of them returns a gradient of, as of a head under `no_grad`.
+    """Returns the parameters that graphs of a forward read without returning a gradient, as for a head in `no_grad`.
 
-    What no graph reads may be read elsewhere, and is left out.
+    Parameters that no graph reads are left out, since they may be read elsewhere.
     """
     read = {item for gradients in graphs for item in gradients.items()}
     return frozenset(name for name, _ in read if (name, True) not in read)
 
 
 def with_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
-    """Parameters that a graph of a forward returns a gradient of."""
+    """Returns the parameters for which a graph of a forward returns a gradient."""
     return frozenset(name for gradients in graphs for name, is_trained in gradients.items() if is_trained)
 
 
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
+    """Returns the operators of the forward that depend only on frozen parameters, buffers, constants and sizes.
 
-    A cast of a frozen weight, a dequantized one, a mask of positions: its memory is worth more than the pass over it.
-    Left out are matrix products, convolutions and attention with what depends on them, random draws, and statistics,
-    which hardly take memory.
+    Examples are a cast of a frozen weight, a dequantized weight, a mask of positions: saving them takes memory that is
+    worth more than the time to recompute them. Left out are matrix products, convolutions and attention with
+    everything that depends on them, random draws, and statistics, which hardly take memory.
     """
     frozen = {node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs}
     copies = {node for node in joint.forward if is_state_copy(node) and first_input(node) not in joint.mutated_inputs}
@@ -163,23 +163,24 @@ Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True, eq=False)
 class AnalyzedGraph:
-    """A joint graph, what its backward reads of its forward, and what can be done about it.
+    """A joint graph, the activations that it saves, and the candidates to take them out of memory.
 
     Attributes:
-        joint: dead code, copies and duplicates are gone.
+        joint: the joint graph, without dead code, copies and duplicates.
         size_hints: value of each symbol in the first batch.
-        names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
-        static_inputs: inputs that stay where they are from step to step: parameters and buffers.
-        workspaces: bytes that operators hold beside their results while they run, of those that hold any.
-        partition_by_torch: makes torch's own forward and backward graphs.
-        cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
+        names: names of the symbols that are sizes of the forward's inputs, such as `input_ids_dim0`.
+        static_inputs: inputs whose addresses stay the same from step to step: parameters and buffers.
+        workspaces: bytes that operators hold in addition to their results while they run, if any.
+        partition_by_torch: returns torch's own forward and backward graphs.
+        cuda: the CUDA device that the graph is for; None: it is for another device.
         digest: hash of all operators, node names except sizes, and parameter counts; graphs with equal digests number
             their nodes alike.
-        layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
+        layer: the layer that runs the graph; its paths name the first of several equal layers, for which it was
+            traced.
         call_index: see `tape.Call`.
         state: inputs that may change before the backward, without those that the graph itself writes to.
-        layers_at_once: layers of the forward that hold what they have saved while one of them runs.
-        inlined: by the compiler that the graph is for.
+        layers_at_once: number of layers of the forward that hold their saved activations while one of them runs.
+        inlined: operators that the graph's compiler inlines; empty without a compiler.
     """
 
     joint: JointGraph
@@ -203,51 +204,52 @@ class AnalyzedGraph:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The positions of arguments that are tensors of the batch, in order."""
+        """Returns the positions of arguments that are tensors of the batch, in order."""
         return tuple(sorted(self.argument_kinds))
 
     def places_like(self, other: "AnalyzedGraph", places: Collection[int]) -> frozenset[int]:
-        """The positions of arguments with the type, dimensions and features of those at `places` of another graph of
-        the layer, which may be given other masks, and other sizes of a batch."""
+        """Returns the positions of arguments with the same kinds as those at `places` of another graph of the layer,
+        which may have other masks and batch sizes."""
         kinds = {other.argument_kinds[place] for place in places}
         return frozenset(place for place, kind in self.argument_kinds.items() if kind in kinds)
 
     @property
     def argument_kinds(self) -> dict[int, tuple[object, ...]]:
-        """The type, dimensions and features of the batch's tensors among the arguments, by their positions."""
+        """Returns the dtype, number of dimensions and features of arguments that are tensors of the batch, by
+        position."""
         kinds: dict[int, tuple[object, ...]] = {}
         for node in self.joint.inputs:
             place = fx_graph.input_position(node)
             if place is not None and is_tensor(node) and node not in self.static_inputs:
                 tensor = tensor_value(node)
-                # Not compared with a symbol, which would be a guard.
+                # Comparing a symbol would add a guard.
                 features = tuple(size for size in tensor.shape[-1:] if isinstance(size, int))
                 kinds[place] = tensor.dtype, tensor.dim(), features
         return kinds
 
     @property
     def copied(self) -> tuple[int, ...]:
-        """The positions of arguments that are state of which the forward reads a copy."""
+        """Returns the positions of state arguments of which the forward reads a copy."""
         return places_of(first_input(node) for node in self.joint.forward if is_state_copy(node))
 
 
 def places_of(inputs: Iterable[fx.Node]) -> tuple[int, ...]:
-    """The positions of inputs among the arguments of the graph that dynamo has traced."""
+    """Returns the positions of inputs among the arguments of the graph that dynamo has traced."""
     return tuple(sorted(place for node in inputs if (place := fx_graph.input_position(node)) is not None))
 
 
 def nodes_to_save(
     graph: AnalyzedGraph, recomputed: Collection[fx.Node], also_saved: Collection[fx.Node] = ()
 ) -> tuple[fx.Node, ...]:
-    """The nodes that the forward saves when those activations are recomputed, in graph order.
+    """Returns the nodes that the forward saves if these activations are recomputed, in graph order.
 
-    Every read of the backward is followed back until it reaches an input, an activation that stays saved, or what
-    must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice. Constants
-    are not saved: they would wait through the whole step for what is computed in a moment.
+    Every read of the backward is followed back until it reaches an input, an activation that stays saved, or a node
+    that must not run twice (random draws). So only nodes that a read leads to are saved, and nothing is drawn twice.
+    Constants are not saved: they would be held for the whole step, and take a moment to recompute.
 
     Args:
         recomputed: roots of the activations that are recomputed.
-        also_saved: roots that are no saved activations, or constants, and are saved when a read leads to them.
+        also_saved: roots that are no saved activations, or constants, and are saved if a read leads to them.
     """
     activations = {activation.root for activation in graph.activations}
     saved_roots = ((activations - graph.constants) | set(also_saved)) - set(recomputed)
@@ -270,11 +272,11 @@ _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 def decided_from(graph: AnalyzedGraph, saved: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The saved nodes from which the backward recomputes integers or sizes, as a router's choice of experts: were they
-    inexact, the backward would go another way than the forward.
+    """Returns the saved nodes from which the backward recomputes integers or sizes, such as a router's choice of
+    experts: if they were inexact, the backward could take another path than the forward.
 
     Args:
-        saved: as `nodes_to_save` has them.
+        saved: the saved nodes, as returned by `nodes_to_save`.
     """
     recomputed: set[fx.Node] = set()
     todo = [node for activation in graph.activations for node in activation.reads]
@@ -310,16 +312,16 @@ def saved_sources(
 
 
 def is_data_dependent(node: fx.Node) -> bool:
-    """True for an operator with results whose number or value depends on data."""
+    """True for an operator whose output sizes or scalar values depend on data."""
     return bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
 
 
 def decides(node: fx.Node) -> bool:
-    """True for an operator that makes integers of numbers, or as many results as their values say."""
+    """True for an operator that computes integers from floating-point tensors, or is data-dependent."""
     operator = first_input(node) if is_output(node) else node
     if is_data_dependent(operator):
         return True
-    # Seeds, lengths and offsets of its kernels.
+    # The integer outputs of attention kernels are seeds, lengths and offsets.
     if operator_name(operator) in ATTENTION_KERNELS or not is_tensor(node):
         return False
     dtype = tensor_value(node).dtype
@@ -329,10 +331,10 @@ def decides(node: fx.Node) -> bool:
 
 
 def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
-    """Storages computed in one layer and read in another, but for constants, which are computed from no other layer.
+    """Returns the storages computed in one layer and read in another, except constants, which depend on no layer.
 
-    Without them a layer whose input is not saved (a norm that saves its output only) would be recomputed from the
-    layer before, and so on to the first, all alive at once.
+    If they were not saved, a layer whose input is not saved (a norm that saves only its output) would be recomputed
+    from the layer before, and so on back to the first, with all of them held at once.
     """
     boundaries = set()
     for node in graph.joint.forward:
@@ -345,6 +347,6 @@ def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
 
 
 def fused_attention(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """The fused kernels among a graph's operators, by their names in PyTorch's documentation."""
+    """Returns the fused attention kernels among the operators, by their names in PyTorch's documentation."""
     names = {dynamo.operator_name(node.target) for node in nodes}
     return tuple(dict.fromkeys(kernel for operator, kernel in ATTENTION_KERNELS.items() if operator in names))

@@ -1,6 +1,6 @@
-"""Candidates: which saved activations a strategy can take out of memory, how each is recomputed, and what it saves.
+"""Candidates: saved activations that a strategy can take out of memory, with their recompute and savings.
 
-Pure; a joint graph is read, not changed.
+Pure; joint graphs are not changed.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,12 +31,12 @@ from optimum_memopt.plans.grammar import ALL, Strategy
 
 @dataclass(frozen=True, eq=False)
 class RecomputeChain:
-    """The operators that compute a saved activation from what is there anyway.
+    """The operators that recompute a saved activation from storages that are held anyway.
 
     Attributes:
         nodes: the operators to run again, in graph order; the last allocates the activation.
-        reads: storages that are there anyway: inputs and other saved activations.
-        extra_saved: nodes that have to be saved in exchange, since they must not run again.
+        reads: storages that are held anyway: inputs and other saved activations.
+        extra_saved: nodes that must be saved in exchange, since they must not run again.
     """
 
     activation: SavedActivation
@@ -46,7 +46,7 @@ class RecomputeChain:
 
     @property
     def saving(self) -> sympy.Expr:
-        """Bytes of the activation less those saved in exchange."""
+        """Returns the bytes of the activation less those saved in exchange."""
         return sympy.expand(self.activation.bytes - sum(self._exchanged))
 
     @property
@@ -55,14 +55,15 @@ class RecomputeChain:
 
     @property
     def _exchanged(self) -> list[sympy.Expr]:
-        """Bytes saved in exchange; what is negligible, a generator's state and copies of state are not counted."""
+        """Returns the sizes of storages saved in exchange, without negligible ones, generator states and copies of
+        state."""
         counted = (node for node in self.extra_saved if not (is_generator_state(node) or is_state_copy(node)))
         sizes = (storage_bytes(root(node)) for node in counted)
         return [size for size in sizes if not is_negligible(size)]
 
 
 def producing_operator(activation: SavedActivation) -> RecomputeChain:
-    """The operator alone that computes an activation: what names one that cannot be recomputed."""
+    """Returns a chain of only the operator that computes an activation; it names activations without a recompute."""
     operator = [first_input(activation.root)] if is_output(activation.root) else []
     return RecomputeChain(activation, (*operator, activation.root), (), ())
 
@@ -70,7 +71,7 @@ def producing_operator(activation: SavedActivation) -> RecomputeChain:
 def recompute_chain(
     joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
 ) -> RecomputeChain | None:
-    """The way back from an activation to inputs and `available` roots; None where it must not be recomputed."""
+    """Returns the chain from inputs and `available` roots to an activation; None if it must not be recomputed."""
     if joint.is_impure(activation.root) or is_statistic(activation.root):
         return None
     nodes = {activation.root}
@@ -100,11 +101,11 @@ class Candidate:
     """One saved activation under one strategy. A row of the plan table is all candidates with the same `row`.
 
     Attributes:
-        activation: what does not have to wait for the backward on the device.
-        cluster_id: `Gelu+`.
-        saving: bytes in the symbols of the graph, less those saved in exchange.
-        chain: what recomputes the activation, None under a strategy that saves it in another way.
-        planned_for: type of the device that the graph is planned for, where its tensors only stand for that one's.
+        activation: the activation, which does not wait for the backward on the device if the candidate is on.
+        cluster_id: the id in the plan grammar: `Gelu+`.
+        saving: bytes saved, in the symbols of the graph, less those saved in exchange.
+        chain: the operators that recompute the activation; None for a strategy that saves it in another way.
+        planned_for: the device type that the graph is planned for; empty: the type of its tensors' device.
     """
 
     activation: SavedActivation
@@ -116,12 +117,12 @@ class Candidate:
 
     @property
     def row(self) -> str:
-        """`Gelu+:1:-1`, which names its row."""
+        """Returns the name of its row: `Gelu+:1:-1`."""
         return f"{self.cluster_id}:{int(self.strategy)}:{ALL}"
 
     @property
     def device_type(self) -> str:
-        """Where the activation lies: `cuda`."""
+        """Returns the device type of the activation: `cuda`."""
         return self.planned_for or tensor_value(self.activation.root).device.type
 
 
@@ -131,7 +132,7 @@ def applied(
     offloaded: Collection[fx.Node] = (),
     compressed: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
-    """The candidates that are on where the forward saves these nodes, some of them on the host or compressed."""
+    """Returns the candidates that are on if the forward saves these nodes, some of them on the host or compressed."""
     kept = {Strategy.OFFLOAD: offloaded, Strategy.COMPRESS: compressed}
 
     def is_on(candidate: Candidate) -> bool:
@@ -144,12 +145,12 @@ def applied(
 
 
 def offloads(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates whose activation waits on the host."""
+    """Returns the candidates for offload."""
     return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.OFFLOAD)
 
 
 def compressions(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates whose activation is saved in fp8."""
+    """Returns the candidates for compression to fp8."""
     return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.COMPRESS)
 
 
@@ -159,7 +160,7 @@ def roots_of(candidates: Iterable[Candidate]) -> frozenset[fx.Node]:
 
 
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
-    """The candidates of each row, rows in the order of their first candidate."""
+    """Returns the candidates of each row, rows in the order of their first candidate."""
     rows: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         rows.setdefault(candidate.row, []).append(candidate)

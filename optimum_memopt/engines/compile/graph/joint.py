@@ -1,7 +1,7 @@
-"""Reads the joint graph of forward and backward: what allocates each storage, who reads it, its size. Pure.
+"""Analyzes the joint graph of forward and backward: each storage's allocating operator, readers and size. Pure.
 
-A *storage* is named by its root, the operator that allocates it; views are followed back to it by the aliasing that
-their schemas declare (a FakeTensor's own storage does not tell: functionalization creates new ones for views).
+A *storage* is identified by its root, the operator that allocates it; views are followed back to it by the aliasing
+that their schemas declare (the storage of a FakeTensor is no help: functionalization creates new ones for views).
 """
 
 import operator
@@ -16,30 +16,30 @@ from torch import fx
 
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 
-# Declared without an alias, yet it never copies (aten/src/ATen/native/TensorShape.cpp).
+# Their schemas declare no alias, yet they never copy (aten/src/ATen/native/TensorShape.cpp).
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
-# Key of a node's meta: a host copy in a graph that runs on another device.
+# Key of a node's meta: marks a host copy in a graph that runs on another device.
 ON_HOST = "optimum_memopt_on_host"
-# Key of a node's meta: a copy of an input that may change before the backward (see `state_copies`).
+# Key of a node's meta: marks a copy of an input that may change before the backward (see `state_copies`).
 STATE_COPY = "optimum_memopt_state_copy"
-# ATen's operators that multiply matrices.
+# ATen's matrix products.
 MATRIX_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
-# As a graph has them: sizes, and other numbers that the tracer kept symbolic.
+# Numbers in a graph: sizes, and other numbers that the tracer kept symbolic.
 Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def value(node: fx.Node) -> object:
-    """The value that the tracer put through: a FakeTensor, a symbolic number, or a tuple of them."""
+    """Returns the traced value of a node: a FakeTensor, a symbolic number, or a tuple of them."""
     return node.meta.get("val")
 
 
 def tensor_value(node: fx.Node) -> dynamo.FakeTensor:
-    """The fake tensor of a node for which `is_tensor` holds."""
+    """Returns the fake tensor of a node for which `is_tensor` holds."""
     return cast(dynamo.FakeTensor, node.meta["val"])
 
 
 def first_input(node: fx.Node) -> fx.Node:
-    """The first argument of an operator on a tensor or on several."""
+    """Returns the first argument of an operator that takes one or more tensors."""
     return cast(fx.Node, node.args[0])
 
 
@@ -54,7 +54,7 @@ def is_state_copy(node: fx.Node) -> bool:
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """True for an operator that has a recompute wait, see `partition/strategies/recompute.py`."""
+    """True for an operator that makes a recompute wait, see `partition/strategies/recompute.py`."""
     return node.target is torch.ops.optimum_memopt.after.default
 
 
@@ -63,17 +63,17 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """A symbolic size or another symbolic number."""
+    """True for a symbolic size or another symbolic number."""
     return isinstance(value(node), dynamo.SymbolicNumber)
 
 
 def is_output(node: fx.Node) -> bool:
-    """True where this picks one output of an operator that has several."""
+    """True for a node that picks one output of a multi-output operator."""
     return node.target is operator.getitem
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for an operator that returns memory of its first argument."""
+    """True for an operator that returns a view of its first argument."""
     if node.op != "call_function":
         return False
     if is_output(node):
@@ -87,7 +87,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node that allocates the storage that `node` lies in; an output of a multi-output operator is its own."""
+    """Returns the node that allocates the storage of `node`; an output of a multi-output operator is its own root."""
     while is_view(node):
         node = first_input(node)
     return node
@@ -95,10 +95,11 @@ def root(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class Inlined:
-    """Operators whose results are held nowhere, since a compiler computes them within the kernels that read them.
+    """Operators whose results are never stored, since a compiler computes them within the kernels that read them.
 
     Attributes:
-        operands: by name, which of `all_input_nodes` is held until the last reader instead; None: none of them.
+        operands: by operator name, the index in `all_input_nodes` of the operand that is held until the last reader
+            instead; None: none is.
     """
 
     operands: dict[str, int | None] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Inlined:
         return Inlined({name: operand for name, operand in self.operands.items() if name not in names})
 
     def root(self, node: fx.Node) -> fx.Node | None:
-        """The node that allocates the storage that is held for `node`; None: there is none."""
+        """Returns the node that allocates the storage that is held for `node`; None: no storage is held."""
         while (own := root(node)).name in self.operands and own.op == "call_function":
             operand = self.operands[own.name]
             if operand is None:
@@ -130,12 +131,12 @@ def is_chunked_loss(node: fx.Node) -> bool:
 
 
 def is_loss_gradient(node: fx.Node) -> bool:
-    """True for an output of the chunked loss behind the first."""
+    """True for an output of the chunked loss other than the first, which is the loss."""
     return is_output(node) and is_chunked_loss(first_input(node)) and cast(int, node.args[1]) > 0
 
 
 def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
-    """True for a product with a gradient of the chunked loss: as its only reader, it may do so in place."""
+    """True for a product that scales a gradient of the chunked loss: as its only reader, it may work in place."""
     is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
     return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype
 
@@ -149,10 +150,10 @@ def elements(tensor: torch.Tensor) -> sympy.Expr:
 
 
 def storage_bytes(node: fx.Node) -> sympy.Expr:
-    """Bytes of the storage of a root, gaps between strides included."""
+    """Returns the bytes of a root's storage, gaps between strides included."""
     tensor = tensor_value(node)
     if dynamo.operator_name(node.target) == "copy":
-        # As large as the storage of what it is copied over, of which it may be a part.
+        # As large as the storage of the destination, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())
     reach = sympy.Integer(1)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -191,11 +192,11 @@ class JointGraph:
 
     @cached_property
     def backward(self) -> frozenset[fx.Node]:
-        """All that depends on a gradient or was traced in the backward."""
-        # All that was traced in the forward stands before the backward.
+        """Returns the nodes that depend on a gradient or were traced in the backward."""
+        # The nodes traced in the forward come before those of the backward.
         forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
         end_of_forward = max(forward, default=len(self.nodes))
-        # But for views of its results that AOTAutograd returns, behind both (Longformer).
+        # Except views of its results that AOTAutograd returns, which come last (Longformer).
         returned = set(self.forward_outputs)
         for node in reversed(self.nodes[end_of_forward + 1 :]):
             returned.update(node.all_input_nodes if node in returned else ())
@@ -203,8 +204,9 @@ class JointGraph:
         for index, node in enumerate(self.nodes):
             if node.op == "output":
                 continue
-            # A frozen weight that a function dequantizes anew in its backward reads no gradient. Sizes that are first
-            # asked for there are the forward's all the same, so that the backward does not read a tensor for its size.
+            # Frozen weights that an autograd function dequantizes again in its backward depend on no gradient. Sizes
+            # that are first read in the backward still belong to the forward, so that the backward does not read a
+            # tensor for its size.
             is_later = index > end_of_forward and fx_graph.is_untagged(node) and not is_number(node)
             is_later = is_later and node not in returned
             is_tagged = fx_graph.is_tangent(node) or fx_graph.is_tagged_backward(node)
@@ -219,7 +221,7 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node | None]:
-        """The gradient, if any, that the backward returns for each input; empty where there are not as many."""
+        """Returns each input's gradient or None; empty if the backward does not return one result for each input."""
         returned = self.outputs[self.num_fwd_outputs :]
         return dict(zip(self.inputs, returned, strict=True)) if len(returned) == len(self.inputs) else {}
 
@@ -228,28 +230,28 @@ class JointGraph:
         return fx_graph.mutated_inputs(self.module.graph)
 
     def is_impure(self, node: fx.Node) -> bool:
-        """True where it must not run twice: it draws random numbers, reads an input that is written to in the meantime
-        (running statistics), copies one that may be, or is a loss that computes its own gradients, three products with
-        all classes."""
+        """True if a node must not run twice: it draws random numbers, reads an input that is written to in between
+        (running statistics), copies an input that may change, or is a loss that computes its own gradients, at the
+        cost of three products with all classes."""
         if is_output(node):
             node = first_input(node)
         return fx_graph.is_random(node) or is_chunked_loss(node) or self.reads_former_state(node)
 
     def reads_former_state(self, node: fx.Node) -> bool:
-        """True where it reads what an input holds before something writes to that."""
+        """True if a node reads an input's value before a write to that input."""
         return is_state_copy(node) or any(root(read) in self.mutated_inputs for read in node.all_input_nodes)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:
-        """Operators of the forward, in the order of execution."""
+        """Returns the operators of the forward, in execution order."""
         return tuple(n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.backward)
 
     def backward_reads(self) -> Iterator[fx.Node]:
-        """Tensors of the forward that the backward reads or returns, in graph order."""
+        """Yields the tensors of the forward that the backward reads or returns, in graph order."""
         returned = set(self.backward_outputs)
         for node in self.forward:
             readers = [user for user in node.users if user in self.backward]
-            # A read of sizes alone needs the sizes, not the tensor.
+            # Reading only sizes needs the sizes, not the tensor.
             reads_data = any(not is_number(user) for user in readers)
             if is_tensor(node) and (reads_data or node in returned):
                 yield node

@@ -26,8 +26,8 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
 )
 from optimum_memopt.plans import matching
 
-# aten operator to what stands in its place in the graph that ONNX Runtime 1.19 exports and optimizes. Others are
-# called as in aten: `tanh` is Tanh.
+# ONNX operators that replace an aten operator in the graph that ONNX Runtime 1.19 exports and optimizes. Others keep
+# their aten names, capitalized: `tanh` is Tanh.
 OPERATORS = {
     "_fused_rms_norm": ("SimplifiedLayerNormalization",),
     "_log_softmax": ("LogSoftmax",),
@@ -75,7 +75,7 @@ OPERATORS = {
     **dict.fromkeys(("fill", "full", "full_like", "new_zeros", "zeros", "zeros_like"), ("ConstantOfShape",)),
     **dict.fromkeys(("randint", "scalar_tensor"), ()),
 }
-# Ends of the names of module classes whose operators ONNX Runtime fuses into one.
+# Name suffixes of module classes whose operators ONNX Runtime fuses into one.
 MODULES = {
     "FastGELUActivation": "FastGelu",
     "GELUTanh": "FastGelu",
@@ -83,7 +83,7 @@ MODULES = {
     "RMSNorm": "SimplifiedLayerNormalization",
     "T5LayerNorm": "SimplifiedLayerNormalization",
 }
-# What moves or picks elements: the operators that are nodes in ONNX Runtime's graph too.
+# Operators that move or pick elements and are nodes in ONNX Runtime's graph too.
 LAYOUTS = {
     **dict.fromkeys(("_unsafe_view", "reshape", "view"), "Reshape"),
     **dict.fromkeys(("permute", "t", "transpose"), "Transpose"),
@@ -94,17 +94,18 @@ LAYOUTS = {
     "squeeze": "Squeeze",
     "unsqueeze": "Unsqueeze",
 }
-# Copies that materialize a view, and what changes nothing.
+# Copies that materialize a view, and operators without effect.
 _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
-# Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
+# Calls that reshape and expand their operands; ONNX Runtime's products take any number of dimensions.
 _PRODUCTS = frozenset({"Linear", "linear", "matmul"})
-# Ids of more operators than that end in a mistake when typed; they keep the last ones, nearest to the activation.
+# Ids with more operators are too error-prone to type; they keep only the operators nearest to the activation.
 _LONGEST = 10
 _NEAREST = 6
 
-# ONNX Runtime's id of an activation to ids of the same activation here, where it cuts subgraphs elsewhere. There one
-# node computes a dropout and its mask, so that a saved mask ends the subgraph of the residual stream behind it, as do
-# the saved statistics of a normalization. Here a generator's state gives a mask, and statistics end no chain.
+# ONNX Runtime's id of an activation to the ids of the same activation here, for subgraphs that it cuts elsewhere. In
+# ONNX Runtime one node computes a dropout and its mask, so that a saved mask ends the subgraph of the residual stream
+# after it, as do the saved statistics of a normalization. Here the mask follows from a generator's state, and
+# statistics end no chain.
 CUT_ELSEWHERE = {
     "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+", "FusedMatMul+Dropout+Add+"),
     "FusedMatMul+": ("FusedMatMul+Relu+",),
@@ -121,19 +122,19 @@ CUT_ELSEWHERE = {
         for end in ("Dropout+", "Gather+", "Gather+Dropout+", "Mul+", "Mul+Dropout+")
     },
 }
-# What the same operator is called where ONNX Runtime merged other ones into it.
+# ONNX Runtime's merged operators, and the operators that they consist of.
 _MERGED = {"FusedMatMul": ("MatMul",), "Gemm": ("MatMul", "Add")}
 _RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
-# The last dimension's halves swapped, one of them negated: what a rotary embedding does between its products, and
-# ONNX Runtime saves by itself.
+# Swapping the last dimension's halves and negating one, as a rotary embedding does between its products. ONNX Runtime
+# saves the result separately.
 _ROTATION = ["Mul", "Slice", "Neg", "ConcatTraining", "Mul"]
 
 
 def translate(cluster_id: str, existing: Collection[str]) -> str | None:
-    """The existing id that names the activation which ONNX Runtime calls `cluster_id`, None without one.
+    """Returns the existing id of the activation that ONNX Runtime calls `cluster_id`, or None.
 
-    That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
-    ONNX Runtime cuts elsewhere.
+    It is the id itself, an id with another provider's fusions, one that differs only in reshapes, or one whose
+    subgraph ONNX Runtime cuts elsewhere.
     """
     if exact := matching.translate(cluster_id, existing):
         return exact
@@ -148,14 +149,14 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 
 def _computing(cluster_id: str) -> tuple[str, ...]:
-    """The computation that an id names, however it is reshaped on the way."""
+    """Returns the operators of an id without reshapes, merged operators split and repetitions folded."""
     merged = (_MERGED.get(operator, (operator,)) for operator in matching.operators(cluster_id))
     names = (operator for parts in merged for operator in parts if operator not in _RESHAPES)
     return tuple(name for name, _ in itertools.groupby(names))
 
 
 def dropout_of(mask: fx.Node) -> fx.Node | None:
-    """The output of the dropout that a mask belongs to; None for what is no mask, or where nobody reads the output."""
+    """Returns the output of a mask's dropout; None if the node is no mask, or if nothing reads the output."""
     if _called(mask) != "native_dropout":
         return None
     last = mask
@@ -165,12 +166,12 @@ def dropout_of(mask: fx.Node) -> fx.Node | None:
 
 
 def cluster_id(chain: RecomputeChain) -> str:
-    """`FusedMatMul+Add+Reshape+Transpose+` of a query projection.
+    """Returns an activation's cluster id: `FusedMatMul+Add+Reshape+Transpose+` for a query projection.
 
-    Left out are: the reshapes within a matrix product, views of what is there anyway, copies that materialize a view,
-    and, for an activation in a layer, what lies outside of all layers (the building of masks). Operators that are
-    parts of one call (a decomposed normalization) or of one of `MODULES` count as one, and repetitions of one operator
-    are folded.
+    Left out are the reshapes within a matrix product, views of storages that are held anyway, copies that materialize
+    a view, and, for an activation in a layer, operators outside of all layers (the computation of masks). Operators of
+    one call (a decomposed normalization) or of one of `MODULES` count as one, and repetitions of one operator are
+    folded.
     """
     activation, reached = chain.activation, {*chain.reads}
     names: list[str] = []
@@ -202,7 +203,8 @@ def _without_rotations(names: list[str]) -> list[str]:
 
 
 def _views_to(read: fx.Node) -> Sequence[fx.Node]:
-    """The views from a root to what the backward reads, which ONNX Runtime saves as tensors of their own."""
+    """Returns the views from a root to the tensor that the backward reads; ONNX Runtime saves them as separate
+    tensors."""
     views = []
     while is_view(read):
         views.append(read)
@@ -211,7 +213,7 @@ def _views_to(read: fx.Node) -> Sequence[fx.Node]:
 
 
 def _called(node: fx.Node) -> str:
-    """The operator that was called, where the node is a part of its decomposition."""
+    """Returns the name of the called operator; the node may be a part of its decomposition."""
     return getattr(node.meta.get("original_aten"), "_opname", None) or operator_name(node)
 
 
@@ -234,7 +236,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     called = _called(node)
     if name == "addmm":
         rows = cast(fx.Node, node.args[1])
-        # A product of more than two dimensions reshapes its operand itself.
+        # A product with more than two dimensions reshapes its operand itself.
         if not (is_view(rows) and operator_name(rows) in LAYOUTS and _is_silent(rows)):
             return ("Gemm",)
     if name == "gelu" and node.kwargs.get("approximate") == "tanh":
@@ -244,7 +246,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 
 def _is_silent(node: fx.Node) -> bool:
-    """A layout operator that is part of a matrix product, or that changes nothing."""
+    """True for a layout operator that is part of a matrix product, or that changes nothing."""
     before, after = (tuple(map(str, tensor_value(n).shape)) for n in (first_input(node), node))
     layout = LAYOUTS[operator_name(node)]
     if layout in ("Expand", "Reshape") and before == after:
@@ -267,7 +269,7 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """True where a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
+    """True if a matrix product reads it; products transpose their own operands (FusedMatMul's transA, transB)."""
     for user in node.users:
         name = operator_name(user)
         is_carried = name in _SILENT or LAYOUTS.get(name) in ("Expand", "Reshape")

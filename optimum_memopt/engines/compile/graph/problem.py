@@ -1,4 +1,4 @@
-"""A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
+"""A joint graph as numbers: the input of the solver and of the exact simulation of its choices. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,14 +27,14 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 @dataclass(frozen=True)
 class Positions:
-    """Where nodes stand among the arguments and results of the compiled graph; None: nowhere.
+    """Positions of nodes among the arguments and results of the compiled graph; None: it has no position.
 
     Attributes:
-        inputs: of the forward's inputs that are tensors and no parameters, by node.
-        outputs: of each of `Problem.forward_outputs`.
-        tangents: of the output that each of `Problem.tangents` belongs to.
-        gradients: of the input that each of `Problem.backward_outputs` is the gradient of.
-        layouts: of tangents and gradients.
+        inputs: positions of the forward's inputs that are tensors and no parameters, by node.
+        outputs: the position of each of `Problem.forward_outputs`.
+        tangents: for each of `Problem.tangents`, the position of its output.
+        gradients: for each of `Problem.backward_outputs`, the position of the input that it is the gradient of.
+        layouts: memory layouts of tangents and gradients.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
@@ -45,13 +45,14 @@ class Positions:
 
 
 class Conversion(NamedTuple):
-    """The operators with which one activation is compressed; numbers of nodes, or of others that stand for them.
+    """The operators that compress one activation and restore it, as node numbers of some problem.
 
     Attributes:
-        forward: in order, behind the last of `readers`.
-        backward: in order, before the first reader there; the last takes the activation's place.
-        saved: what the forward saves instead.
-        readers: operators that read the activation in the forward, and itself.
+        forward: operators of the forward, in order; they run after the last of `readers`.
+        backward: operators of the backward, in order; they run before its first reader, and the last one replaces the
+            activation.
+        saved: nodes that the forward saves instead.
+        readers: operators that read the activation in the forward, and the activation itself.
     """
 
     forward: tuple[int, ...]
@@ -60,38 +61,38 @@ class Conversion(NamedTuple):
     readers: frozenset[int]
 
     def numbered(self, number: Callable[[int], int]) -> "Conversion":
-        """The same with other numbers."""
+        """Returns the conversion with renumbered nodes."""
         forward, backward, saved = (tuple(map(number, nodes)) for nodes in self[:3])
         return Conversion(forward, backward, saved, frozenset(map(number, self.readers)))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
+    """A joint graph with numbered nodes, in its order; most tuples have one entry per node.
 
     Attributes:
         kinds: operators, as text.
-        reads: nodes that each reads.
-        roots: the node that allocates the storage that each lies in.
-        bytes: of the storage of a root that is a tensor, else 0.
-        workspaces: bytes that an operator holds beside its results while it runs.
-        layers: path of the transformer layer, "" outside of all.
-        modules: path of the module in its layer, outside of layers in the model; empty for the problem of a tape.
-        runs: which run of a tape's graphs it is in; 0 in one graph.
-        is_input: placeholders of the joint graph, gradients among them.
-        is_operator: `call_function`; a view and the pick of an output too.
-        is_backward: computed from a gradient.
-        is_tensor: not a number, nor a tuple.
-        is_view: allocates nothing.
-        picks: the operator that a pick of an output belongs to, else None.
-        is_kept: must not run twice: it draws random numbers, or reads what is written to.
-        is_statistic: a reduction's row, which every plan by name saves.
-        tangents: gradients that the backward is given.
+        reads: the nodes that each node reads.
+        roots: the node that allocates each node's storage.
+        bytes: bytes of the storage of a root that is a tensor, else 0.
+        workspaces: bytes that an operator holds in addition to its results while it runs.
+        layers: path of the transformer layer, "" outside of all layers.
+        modules: path of the module within its layer, or in the model outside of layers; empty for a tape's problem.
+        runs: index of the node's run in a tape; 0 in a single graph.
+        is_input: the node is a placeholder of the joint graph, gradients included.
+        is_operator: the node is a `call_function`, views and picks of an output included.
+        is_backward: the node is computed from a gradient.
+        is_tensor: the node is not a number, nor a tuple.
+        is_view: the node allocates nothing.
+        picks: the operator whose output a node picks, else None.
+        is_kept: the node must not run twice: it draws random numbers, or reads an input that is written to.
+        is_statistic: the node is a reduction's row, which every plan by name saves.
+        tangents: gradients that are passed to the backward.
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
-        writes: the forward writes to an input, as to running statistics, and must not run twice.
-        conversions: of each activation that may be compressed; they stand behind the graph's own nodes.
+        writes: the forward writes to an input, such as running statistics, and must not run twice.
+        conversions: the conversion of each activation that may be compressed; its nodes follow the graph's own.
     """
 
     names: tuple[str, ...]
@@ -134,7 +135,7 @@ class Problem:
 
     @cached_property
     def allocates(self) -> tuple[tuple[int, ...], ...]:
-        """Roots that each operator allocates; of those of several outputs, what is picked in the same graph counts."""
+        """Returns the roots that each operator allocates; for a multi-output operator, the outputs that are picked."""
         roots: list[tuple[int, ...]] = []
         for node, users in enumerate(self.users):
             if not self.is_operator[node] or self.is_view[node]:
@@ -155,12 +156,12 @@ class Problem:
 
     @cached_property
     def numbers(self) -> frozenset[int]:
-        """Those of the forward, which the backward is given."""
+        """Returns the forward's numbers, which are passed to the backward."""
         return frozenset(node for node, is_number in enumerate(self.is_number) if is_number and self.is_forward[node])
 
     @cached_property
     def backward_operators(self) -> tuple[int, ...]:
-        """The backward's own operators, from the first reader of a gradient on, in order."""
+        """Returns the backward's own operators in order, starting with the first reader of a gradient."""
         needed = self.needed(self.backward_outputs)
         readers = (user for node in self.tangents for user in self.users[node] if user in needed)
         first = min(readers, default=len(self.names))
@@ -168,7 +169,7 @@ class Problem:
         return tuple(node for node in later if self.is_backward[node] and self.is_operator[node])
 
     def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
-        """The nodes that have to run for `targets`, without inputs and without what is `available`."""
+        """Returns the nodes that must run to compute `targets`, without inputs and `available` nodes."""
         done = bytearray(self.is_input)
         for node in available:
             done[node] = 1
@@ -183,12 +184,13 @@ class Problem:
         return nodes
 
     def saving(self, nodes: Iterable[int]) -> frozenset[int]:
-        """The nodes that the forward saves with the storages of `nodes`; torch's own partition saves views, too."""
+        """Returns the nodes that the forward saves for the storages of `nodes`, which may be views, since torch's own
+        partition saves views."""
         return self.closure({self.roots[node] for node in nodes})
 
     def closure(self, kept: Collection[int]) -> frozenset[int]:
-        """The nodes that the forward saves if all roots in `kept` that the backward's reads lead to are saved; reads
-        are followed as by `analyzed_graph.nodes_to_save`."""
+        """Returns the nodes that the forward saves if it saves every root in `kept` that the backward's reads lead to;
+        reads are followed as in `analyzed_graph.nodes_to_save`."""
         saved: set[int] = set()
         seen: set[int] = set()
         todo = list(self.backward_reads)
@@ -205,7 +207,8 @@ class Problem:
 
 
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
-    """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
+    """Returns the gradient of the chunked loss for each product that scales it in place, see
+    `loss.operator.scale_in_place`."""
     products = {}
     for gradient in filter(is_loss_gradient, joint.forward):
         readers = [user for user in gradient.users if user in joint.backward]
@@ -231,23 +234,28 @@ def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: Se
 
 
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
-    """The numbers for the sizes of the first batch; seconds, and workspaces in bytes if measured, are of all nodes."""
+    """Returns a graph's problem for the sizes of the first batch.
+
+    Args:
+        seconds: seconds of all nodes.
+        workspaces: measured bytes of all nodes' workspaces; empty: not measured.
+    """
     return problems_of(graph, seconds, workspaces)(graph.size_hints)
 
 
 def problems_of(
     graph: AnalyzedGraph, seconds: Sequence[float], measured: Sequence[int] = ()
 ) -> Callable[[SymbolValues], Problem]:
-    """The numbers of a joint graph for any sizes, with the same seconds; see `problem_of`."""
+    """Returns a function that makes a graph's problem for any sizes, with the same seconds; see `problem_of`."""
     joint = graph.joint
     nodes = [node for node in joint.nodes if node.op != "output"]
     number = {node: index for index, node in enumerate(nodes)}
     scaled = _scaled_in_place(joint)
-    # None: nothing is held for it.
+    # None: no storage is held for the node.
     storages = [None if (of := graph.inlined.root(node)) is None else scaled.get(of, of) for node in nodes]
     roots = [of or node for node, of in zip(nodes, storages, strict=True)]
     sizes = [
-        # A constant of the graph is there from the beginning, and stays.
+        # A constant of the graph is held from the beginning to the end.
         storage_bytes(node) if is_tensor(node) and of is node and node.op != "get_attr" else sympy.Integer(0)
         for node, of in zip(nodes, storages, strict=True)
     ]
@@ -292,10 +300,10 @@ def problems_of(
 
     def at(values: SymbolValues) -> Problem:
         bytes_now, workspaces_now = bytes_of(values), list(workspaces_of(values))
-        # Nothing of the graph itself, which may be gone by then.
+        # This closure must not use the graph, which may be gone by then.
         for node, most in enumerate(measured[: len(workspaces_now)]):
             if most:
-                # Buffers for operands are as large as these.
+                # Workspaces hold copies of operands, and grow like these.
                 operands = [first.roots[read] for read in first.reads[node]]
                 before, now = (sum(sizes[root] for root in operands) for sizes in (first.bytes, bytes_now))
                 workspaces_now[node] = max(workspaces_now[node], most * now // max(1, before))
@@ -305,29 +313,29 @@ def problems_of(
 
 
 class Tables:
-    """Arrays by node, and the parts of a run's order that are the same for all choices."""
+    """Arrays indexed by node, and the parts of a run's order that are the same for all choices."""
 
     def __init__(self, problem: Problem) -> None:
         reads, roots, own = problem.reads, problem.roots, set(problem.backward_operators)
         self.sizes = np.array(problem.bytes, dtype=np.int64)
         self.workspaces = np.array(problem.workspaces, dtype=np.int64)
-        # Operators that allocate a storage of their own, whether anything reads it or not.
+        # Operators that allocate their own storage, whether or not anything reads it.
         self.owns = np.array([root == node and problem.is_operator[node] for node, root in enumerate(roots)], bool)
         self.roots = np.array(roots, dtype=np.intp)
-        # What all nodes read, one node's after the other's; how many are each node's, and where they begin.
+        # The nodes that all nodes read, concatenated; their count for each node, and the index of its first one.
         self.read_nodes = np.array([read for of_node in reads for read in of_node], dtype=np.intp)
         self.reads = np.array(list(map(len, reads)), dtype=np.intp)
         self.first_read = np.cumsum(self.reads) - self.reads
-        # Roots that operators allocate, and the operator of each.
+        # Roots that operators allocate, and their allocating operators.
         pairs = [(storage, node) for node, storages in enumerate(problem.allocates) for storage in storages]
         self.storages = np.array([storage for storage, _ in pairs], dtype=np.intp)
         self.allocators = np.array([node for _, node in pairs], dtype=np.intp)
         self.picks = np.array([-1 if source is None else source for source in problem.picks], dtype=np.intp)
         self.read_numbers = [tuple(read for read in of_node if read in problem.numbers) for of_node in reads]
-        # Each of the backward's own operators, and what else it reads that is computed.
+        # The backward's own operators, each with the nodes that it reads which are neither inputs nor such operators.
         self.backward = [
             (node, tuple(read for read in reads[node] if read not in own and not problem.is_input[read]))
             for node in problem.backward_operators
         ]
-        # What the forward's outputs need.
+        # Nodes that the forward's outputs need.
         self.always = problem.needed(problem.forward_outputs)

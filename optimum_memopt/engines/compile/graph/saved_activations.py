@@ -1,4 +1,4 @@
-"""Saved activations: what the backward reads of the forward, storage by storage. Pure."""
+"""Saved activations: the storages of the forward that the backward reads. Pure."""
 
 import re
 from collections import Counter
@@ -22,16 +22,16 @@ from optimum_memopt.engines.compile.graph.joint import (
     value,
 )
 
-# Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
-# transformer's layer.
+# Names of layer lists in transformers and timm (also `albert_layers`); the first match in a path is the transformer
+# layer.
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
 # Key of a node's meta: the layer, in a graph without such a list (see `note_layers`).
 LAYER = "optimum_memopt_layer"
-# Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
+# Dynamo's suffix of a module's second and later calls, in keys of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
-# An activation of constant size and less than this (bytes) is not worth a row, or counting.
+# Activations of constant size below this many bytes get no row and are not counted.
 _NEGLIGIBLE = 4096
-# ATen's operators, and PyTorch's names for them, in the order in which they are told.
+# ATen's operators and PyTorch's names for them, in the order in which they are shown.
 ATTENTION_KERNELS = {
     "_scaled_dot_product_cudnn_attention": "cuDNN",
     "_scaled_dot_product_flash_attention": "flash",
@@ -39,54 +39,55 @@ ATTENTION_KERNELS = {
     "_scaled_dot_product_efficient_attention": "memory-efficient",
 }
 _NORMS = ("_fused_rms_norm", "native_batch_norm", "native_group_norm", "native_layer_norm")
-# Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
+# All outputs of these operators but the first are per-row statistics: tiny, and expensive to recompute.
 _WITH_STATISTICS = frozenset({*ATTENTION_KERNELS, *_NORMS})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
 
 
 def operator_name(node: fx.Node) -> str:
-    """`gelu` of `aten.gelu.default`; an output of an operator that has several has that operator's name."""
+    """Returns an operator's name, `gelu` for `aten.gelu.default`; for a picked output that of its operator."""
     target = first_input(node).target if is_output(node) else node.target
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
 def module_path(node: fx.Node) -> str:
-    """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
+    """Returns the path of the module that calls the operator: `roberta.encoder.layer.0.intermediate.dense`."""
     stack = module_stack(node)
     return stack[-1][1] if stack else ""
 
 
 def layer_of(node: fx.Node) -> str:
-    """The path of the transformer layer around the operator, "" outside of all.
+    """Returns the path of the operator's transformer layer, "" outside of all layers.
 
-    A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
+    Each call of a layer that is called several times (ALBERT) is a layer of its own: the paths of later calls end in
+    `@1`, `@2` and so on.
     """
     stack = module_stack(node)
     path: str = node.meta.get(LAYER, "") or (layer_in(stack[-1][1]) if stack else "")
     calls = (_CALL.search(key) for key, outer, _ in stack if path.startswith(outer)) if path else ()
-    # A group of layers and the layer in it are called equally often.
+    # A layer group and the layer in it have the same call number, which is appended once.
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
 def within_layer(path: str, layer: str) -> str:
-    """The path of a module within its layer; `path` itself outside of all layers."""
+    """Returns the path of a module within its layer; `path` itself outside of all layers."""
     return path.removeprefix(layer.partition("@")[0]).removeprefix(".")
 
 
 def module_in_layer(node: fx.Node) -> str:
-    """The path of the module that calls the operator, within its layer; in the model outside of all layers."""
+    """Returns the path of the module that calls the operator, within its layer, or in the model outside of layers."""
     return within_layer(module_path(node), layer_of(node))
 
 
 @cache
 def layer_in(path: str) -> str:
-    """The path of the transformer layer in the path of a module or parameter, "" outside of all."""
+    """Returns the path of the transformer layer that a module or parameter path is in, "" outside of all layers."""
     match = _LAYER.search(path)
     return path[: match.end()] if match else ""
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
-    """Dynamo's key, the path and the class's name of each module around the operator, from the outside in."""
+    """Returns dynamo's key, the path and the class name of each module that encloses the operator, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [
         (key, _module_path(path), kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
@@ -96,18 +97,19 @@ def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
 
 @cache
 def _module_path(source: str) -> str:
-    """The module's path, which dynamo calls `L['self'].layer.0`.
+    """Returns a module's path from dynamo's source of it, such as `L['self'].layer.0`.
 
-    Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`, and those
-    of a module that has set an attribute in its forward have `L['self'].__dict__['_modules']['layer'].0` in all.
+    Up to torch 2.10, sources of list items contain `_modules`, as in `L['self']._modules['layer']._modules['0']`. In
+    all versions, sources in a module that has set an attribute in its forward contain `__dict__`, as in
+    `L['self'].__dict__['_modules']['layer'].0`.
     """
     path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
-    # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
+    # `L['self']`, or `L['args'][0]` in a forward that is compiled as a function.
     return re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)
 
 
 def is_generator_state(node: fx.Node) -> bool:
-    """True for what a dropout notes to draw its mask once more: 5 KB on a CPU, 16 bytes on CUDA."""
+    """True for the generator state from which a dropout redraws its mask: 5 KB on a CPU, 16 bytes on CUDA."""
     return is_output(node) and operator_name(node) == "draw_mask" and cast(int, node.args[1]) == 0
 
 
@@ -122,12 +124,12 @@ class SavedActivation:
 
     Attributes:
         root: the operator (or output of one) that allocates it.
-        reads: the nodes through which the backward reads it, the root itself or views of it.
-        bytes: its size in the symbols of the graph.
-        is_returned: the forward returns it too, so its caller may hold it.
+        reads: the nodes through which the backward reads it: the root itself or views of it.
+        bytes: its size, in the symbols of the graph.
+        is_returned: the forward also returns it, so its caller may hold it.
         leaves_layer: the forward reads it outside of the layer that computes it (the residual stream), or returns it.
-        is_differentiated: it is computed, in floating point all the way, from an input that gets a gradient. Masks,
-            positions and what is computed from a comparison are not.
+        is_differentiated: it is computed, in floating point throughout, from an input that gets a gradient; false for
+            masks, positions and results computed from a comparison.
     """
 
     root: fx.Node
@@ -143,7 +145,7 @@ class SavedActivation:
 
 
 def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
-    """All of them in graph order; parameters and other inputs are not among them."""
+    """Returns all saved activations in graph order, without parameters and other inputs."""
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.backward_reads():
         storage = root(node)
@@ -166,7 +168,8 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
 
 
 def _differentiated(joint: JointGraph) -> set[fx.Node]:
-    """See `SavedActivation`; where the inputs' gradients are not known, of any input in floating point."""
+    """Returns the differentiated nodes, see `SavedActivation`; if the inputs' gradients are not known, every
+    floating-point input counts."""
     gradients = joint.gradients
     found = {node for node in joint.inputs if _is_floating(node) and (not gradients or gradients[node] is not None)}
     for node in joint.forward:
@@ -181,7 +184,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def is_statistic(node: fx.Node) -> bool:
-    """True for one number for each row that an operator has reduced, which every plan saves.
+    """True for a per-row result of a reduction, which every plan saves.
 
     A statistic that the backward does not read (the sums of a decomposed softmax) is recomputed with its operator.
     """
@@ -195,7 +198,7 @@ _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
 def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.Module | None) -> None:
-    """Let the module paths of the operators in the graph of a traced module begin at `model`, of which it is a part.
+    """Make the module paths in the graph of a traced submodule start at `model`.
 
     Modules of one class may share a compiled graph; the paths are then those of the first.
     """
@@ -212,12 +215,12 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
 
 
 def note_layers(graph: fx.Graph, layer: str = "") -> None:
-    """Note each operator's layer where no list of layers has a name that `layer_of` knows, as in an `nn.Sequential`.
+    """Record each operator's layer if no layer list has a name that `layer_of` knows, as in an `nn.Sequential`.
 
-    Layers are then the items of the outermost numbered list around the operator two of which are alike.
+    Layers are then the items of the operator's outermost numbered list that has at least two items alike.
 
     Args:
-        layer: of all operators, where that is known.
+        layer: the layer of all operators; empty: not known.
     """
     operators = [node for node in graph.nodes if node.op == "call_function"]
     if layer:
@@ -229,7 +232,7 @@ def note_layers(graph: fx.Graph, layer: str = "") -> None:
     items: dict[str, Counter[object]] = {}
     for path, kind in classes.items():
         outer, _, name = path.rpartition(".")
-        # Two that only hold other modules are alike where these are.
+        # Two containers are alike if the modules in them are.
         inner = {other.removeprefix(path): classes[other] for other in classes if other.startswith(f"{path}.")}
         if name.isdecimal():
             items.setdefault(outer, Counter())[frozenset(inner.items()) if kind == "Sequential" else kind] += 1

@@ -1,13 +1,13 @@
 """Copies of a model's state in a joint graph, for backwards that recompute from it.
 
-State are buffers, frozen parameters and tensor attributes of modules: tensors that a graph reads and computes no
-gradient for. A recompute reads them when the backward runs, while plain PyTorch has saved what the forward made of
-them. In between code may have written to them: a memory bank, an expert bias that a hook updates, a teacher that
-follows its student. So the forward reads a copy, which is saved, and everything behind it can be recomputed.
+State means buffers, frozen parameters and tensor attributes of modules: tensors that a graph reads but computes no
+gradient for. A recompute reads them when the backward runs, while plain PyTorch has saved the results of the forward.
+In between, code may have written to them: a memory bank, an expert bias that a hook updates, a teacher that follows
+its student. So the forward reads a copy, which is saved, and everything computed from the copy can be recomputed.
 
-A copy is worth its memory where the state is small, or is known to move. Frozen weights are neither: those are watched
-while they run (`capture/moved_state.py`). State that the graph itself writes to needs none: what reads it is saved
-(`JointGraph.is_impure`).
+A copy is worth its memory if the state is small, or is known to change. Frozen weights are neither: they are checked
+for changes at run time (`capture/moved_state.py`). State that the graph itself writes to needs no copy: the operators
+that read it are saved (`JointGraph.is_impure`).
 """
 
 from collections.abc import Collection
@@ -26,18 +26,18 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 
-# Larger buffers are copied only where they are known to move, bytes.
+# Bytes of a buffer above which it is copied only if it is known to change.
 _MOST_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class StateArguments:
-    """The arguments of a graph that are state, by their places.
+    """The arguments of a graph that are state, by position.
 
     Attributes:
-        parameters: frozen ones and those that train.
-        buffers: tensor attributes included.
-        moved: those of both that have changed between a forward and its backward.
+        parameters: parameters, frozen or trainable.
+        buffers: buffers and tensor attributes.
+        moved: parameters and buffers that have changed between a forward and its backward.
     """
 
     parameters: frozenset[int] = frozenset()
@@ -45,16 +45,16 @@ class StateArguments:
     moved: frozenset[int] = frozenset()
 
     def nodes(self, joint: JointGraph, places: Collection[int]) -> frozenset[fx.Node]:
-        """The inputs of a joint graph at these places that are tensors without a gradient."""
+        """Returns the inputs of a joint graph at these positions that are tensors without a gradient."""
         given = (node for node in joint.inputs if is_tensor(node) and joint.gradients.get(node) is None)
         return frozenset(node for node in given if fx_graph.input_position(node) in places)
 
 
 def copy_state(joint: JointGraph, state: StateArguments) -> None:
-    """Let the forward read copies of small buffers and of all state that moves; nothing that was read of the graph
-    holds any more.
+    """Make the forward read copies of small buffers and of all state that changes. Invalidates everything that was
+    read from the graph before.
 
-    A `clone` that the model itself makes of state, or of what it writes to, is such a copy, too.
+    A `clone` that the model itself makes of state, or of an input that it writes to, counts as such a copy.
     """
     written, copied = joint.mutated_inputs, state.nodes(joint, state.moved)
     copied |= frozenset(node for node in state.nodes(joint, state.buffers) if _is_small(node))
@@ -80,10 +80,10 @@ def copy_state(joint: JointGraph, state: StateArguments) -> None:
 
 
 def remove_unsaved_copies(forward: fx.GraphModule, copies: Collection[str]) -> None:
-    """Let a forward graph read the state itself where no backward needs the copy; changes the graph.
+    """Make a forward graph read the state itself if the backward does not need the copy; changes the graph.
 
     Args:
-        copies: their names in the joint graph.
+        copies: names of the copies in the joint graph.
     """
     (output,) = forward.graph.find_nodes(op="output")
     for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
@@ -93,10 +93,10 @@ def remove_unsaved_copies(forward: fx.GraphModule, copies: Collection[str]) -> N
 
 
 def save_apart_from_inputs(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Save copies of what a forward graph also writes to one of its inputs, for inductor; changes the graph.
+    """Save copies of values that a forward graph also writes to its inputs, for inductor; changes the graph.
 
-    inductor computes such a value in the input itself, and returns that for the backward: the next forward writes to
-    it, and the backward, to which it is donated, too (2.9 to 2.13: `buffer[:3] = x` with `buffer` read behind it).
+    inductor computes such a value in the input itself, and saves the input for the backward: the next forward writes
+    to it, and so does the backward, to which it is donated (2.9 to 2.13: `buffer[:3] = x`, then `buffer` is read).
     """
     written = {
         root(node.args[1])
@@ -108,7 +108,7 @@ def save_apart_from_inputs(forward: fx.GraphModule, num_fwd_outputs: int) -> Non
         if not isinstance(node, fx.Node) or root(node) not in written or root(node).op == "placeholder":
             continue
         with forward.graph.inserting_before(output):
-            # Exact; a `clone` would be removed.
+            # An exact copy; a `clone` would be removed.
             is_bool = tensor_value(node).dtype == torch.bool
             same = (torch.ops.aten.bitwise_or.Scalar, False) if is_bool else (torch.ops.aten.mul.Tensor, 1)
             results[place] = forward.graph.call_function(same[0], (node, same[1]))
@@ -126,7 +126,7 @@ def _is_small(node: fx.Node) -> bool:
 
 
 def _is_snapshot(node: fx.Node) -> bool:
-    """True for a copy with the strides of its source, which nothing but a later write would be the reason for."""
+    """True for a copy with the strides of its source, which only makes sense before a later write."""
     if node.target is not torch.ops.aten.clone.default or not is_tensor(node):
         return False
     return tensor_value(node).stride() == tensor_value(first_input(node)).stride()

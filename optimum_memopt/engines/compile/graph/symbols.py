@@ -15,7 +15,7 @@ from optimum_memopt.errors import MemOptError
 
 SymbolValues = Mapping[sympy.Symbol, int]
 
-# By name: torch's own functions are in a private module (`torch/utils/_sympy/functions.py`, 2.13).
+# Keyed by name, since torch's own functions are in a private module (`torch/utils/_sympy/functions.py`, 2.13).
 _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
     "Add": sum,
     "Mul": math.prod,
@@ -25,18 +25,18 @@ _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("FloorDiv", "CleanDiv"), lambda arguments: operator.floordiv(*arguments)),
     "floor": lambda arguments: math.floor(arguments[0]),
     "ceiling": lambda arguments: math.ceil(arguments[0]),
-    # Of a fraction, since a negative power of an integer is a float.
+    # As a fraction, since a negative power of an integer is a float.
     "Pow": lambda arguments: Fraction(arguments[0]) ** arguments[1],
 }
 
 
-# The value of each expression, exact; a `KeyError` where a symbol has no value.
+# Returns the exact value of each expression; raises `KeyError` if a symbol has no value.
 CompiledSizes = Callable[[SymbolValues], list[int]]
 
 
 def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
-    """Compile to steps that share common terms; a term with another function than `_OPERATORS` stays sympy's."""
-    # A function and which earlier steps' values it is called with; with the symbols' values where None.
+    """Compile expressions to steps that share common terms; functions that are not in `_OPERATORS` stay sympy's."""
+    # A function and the indices of the earlier steps whose values it takes; None: it takes the symbols' values.
     steps: list[tuple[Callable[[Any], Any], tuple[int, ...] | None]] = []
     numbers: dict[sympy.Basic, int] = {}
 
@@ -60,7 +60,7 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
 
 
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
-    """A function for an expression's value without that of its terms; None where their values are enough."""
+    """Returns a function from symbols' values to an expression's value; None if it is computed from its terms."""
     if isinstance(expression, sympy.Symbol):
         return operator.itemgetter(expression)
     if isinstance(expression, sympy.Rational):
@@ -78,9 +78,10 @@ def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
 
 
 _SIZE = re.compile(r"(?:\['(?P<input>\w+)'\])?\.size\(\)\[(?P<dim>\d+)\]$")
-# Which input an axis is named by when several share it, where not the first by name.
+# The order in which inputs name an axis that several share; inputs of equal rank are ordered by name.
 _RANK = {"input_ids": 0, "labels": 2}
-# Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
+# Inputs with one column per token; labels of an encoder-decoder have the decoder's length, which the data does not
+# show.
 _TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 _BY_TOKENS = frozenset(f"{name}_dim1" for name in _TOKENS)
 
@@ -88,15 +89,16 @@ _BY_TOKENS = frozenset(f"{name}_dim1" for name in _TOKENS)
 def symbol_names(
     sources: Mapping[sympy.Symbol, Sequence[str]], sizes: Mapping[sympy.Symbol, int], batch: Mapping[str, int]
 ) -> dict[sympy.Symbol, str]:
-    """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size have no name.
+    """Returns the symbols' names, `input_ids_dim0` for `L['kwargs']['input_ids'].size()[0]`; only sizes have names.
 
-    A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`, and the graph of a
-    module that is compiled by itself takes that module's arguments, which may have an input's name and another shape.
-    Such a size has the name of an input's size that is equal in this batch: of the same input if there is one, where
-    tokens and their mask count as one, and then of the same dimension.
+    A graph after a graph break takes tensors computed before it, such as `L['___stack0'].size()[1]`, and the graph of
+    a module that is compiled by itself takes the module's arguments, which may have an input's name and another shape.
+    Such a size gets the name of an input's size that is equal in this batch: preferably of the same input, counting
+    tokens and their mask as one, and then of the same dimension.
 
     Args:
-        sources: what each symbol is the size of.
+        sources: the sources of each symbol's value.
+        sizes: the symbols' values in this batch.
         batch: sizes of the forward's inputs, by name; empty: all sizes are those of inputs.
     """
     names = {}
@@ -117,7 +119,7 @@ def symbol_names(
 
 
 def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
-    """The sizes that a graph was traced for, and few others: an equation in one of them fails for twice as much."""
+    """Returns the sizes for which a graph is specialized: an equality guard on each fails at twice its value."""
     bound = set()
     for guard in guards:
         symbols = guard.free_symbols if isinstance(guard, sympy.Eq) else set()
@@ -129,7 +131,7 @@ def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, in
 
 
 def input_sizes(inputs: Mapping[str, object]) -> dict[str, int]:
-    """Sizes of a forward's keyword arguments that are tensors, and of those in mappings, as `input_ids_dim0`."""
+    """Returns the sizes of tensors among a forward's keyword arguments, also in mappings, by `input_ids_dim0`."""
     sizes: dict[str, int] = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
@@ -147,7 +149,7 @@ def _rank(of: tuple[str, int]) -> tuple[int, str]:
     return _RANK.get(of[0], 1), of[0]
 
 
-# Before the names that the plan table shows.
+# Prefix of the names in the plan table.
 _SHOWN = "inputs_"
 _Symbol = TypeVar("_Symbol")
 
@@ -158,7 +160,7 @@ def is_rows(name: str) -> bool:
 
 
 def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
-    """Those of a graph's sizes that are a batch's rows."""
+    """Returns the sizes of a graph that are a batch's rows."""
     return {symbol: size for symbol, size in sizes.items() if is_rows(names.get(symbol, ""))}
 
 
@@ -170,24 +172,24 @@ def is_length(name: str) -> bool:
 def larger_sizes(
     sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str], largest: LargestBatch | None
 ) -> dict[_Symbol, int]:
-    """The sizes of a first batch, raised to those of the largest; None: it is not known."""
+    """Returns a first batch's sizes, raised to those of the largest batch; `largest` None: it is not known."""
     bounds = {} if largest is None else _bounds(largest, names)
     return {symbol: max(size, bounds.get(symbol, 0)) for symbol, size in sizes.items()}
 
 
 def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
-    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    """True if a batch has no more rows and no more tokens than `largest`; other sizes are ignored."""
     return all(sizes[name] <= bound for name, bound in _bounds(largest, {name: name for name in sizes}).items())
 
 
 def _bounds(largest: LargestBatch, names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
-    """Rows and tokens of the largest batch, for those of a graph's sizes that are one of them."""
+    """Returns the largest batch's rows or tokens for each symbol that is one of these."""
     rows = {symbol: largest.rows for symbol, name in names.items() if is_rows(name)}
     return rows | {symbol: largest.length for symbol, name in names.items() if is_length(name)}
 
 
 def shaped_as(largest: LargestBatch, sizes: Mapping[str, int]) -> LargestBatch:
-    """The largest batch where batches are as one of these sizes: its rows are padded, or one after another in one."""
+    """Returns the largest batch in the format of a batch with these sizes: with padded rows, or all in one row."""
     rows, length = (sizes.get(f"input_ids_dim{dim}", 0) for dim in (0, 1))
     if largest.rows > 1 and rows == 1 and length > largest.length:
         return LargestBatch(1, largest.tokens, flattened=largest.rows)
@@ -195,14 +197,14 @@ def shaped_as(largest: LargestBatch, sizes: Mapping[str, int]) -> LargestBatch:
 
 
 def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
-    """A batch with these sizes, by name; None where no size is its length."""
+    """Returns a batch with these named sizes; None if no size is its length."""
     rows = [size for name, size in sizes.items() if is_rows(name)]
     lengths = [size for name, size in sizes.items() if is_length(name)]
     return LargestBatch(max(rows, default=1), max(lengths)) if lengths else None
 
 
 def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
-    """Sizes of a batch by the names of `first`, from what Trainer's users call them; None: as it is.
+    """Returns new sizes by the names in `first`, from the names that Trainer's users know; None: unchanged.
 
     Raises:
         MemOptError: a size that is no symbol of the graph.
@@ -219,5 +221,5 @@ def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int |
 
 
 def length_name(names: Iterable[str]) -> str:
-    """The name of the size that is a batch's length; empty where there is none."""
+    """Returns the name of the size that is a batch's length; empty if there is none."""
     return next((name for name in names if is_length(name)), "")

@@ -1,7 +1,7 @@
-"""The loss of a language model without its logits: in chunks of rows, of those rows only that have a label.
+"""The loss of a language model without its logits: computed in chunks of the rows that have a label.
 
-find      the loss in dynamo's graph
-decide    whether it is chunked, and the graph with a chunked one
+find      finds losses in dynamo's graph
+decide    decides which losses are chunked, and rewrites the graph
 operator  the chunked loss
 chunk     cross entropy and gradient of a chunk
 """

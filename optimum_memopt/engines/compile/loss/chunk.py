@@ -1,8 +1,8 @@
-"""A chunk of the chunked loss: from the logits of some rows their cross entropy, and its gradient in their place.
+"""A chunk of the chunked loss: computes the cross entropy of some rows' logits, and overwrites them with its gradient.
 
-On CUDA it is compiled by inductor into two kernels: one reads the logits and finds maximum and sum of each row, one
-reads them again and writes the gradient over them. That is what Liger Kernel's does by hand
-(`ops/cross_entropy.py`, 0.8). Elsewhere torch's operators run one by one, in place.
+On CUDA inductor compiles it into two kernels: one reads the logits and computes maximum and sum of each row, the other
+one reads them again and overwrites them with the gradient. Liger Kernel's hand-written kernel does the same
+(`ops/cross_entropy.py`, 0.8). On other devices torch's operators run one by one, in place.
 """
 
 import functools
@@ -21,9 +21,9 @@ class CrossEntropy:
     """The cross entropy of logits that are scaled first.
 
     Attributes:
-        classes: logits behind them count for nothing.
+        classes: number of classes; further columns of the logits are ignored.
         softcap: not 0: the scaled logits become `softcap * tanh` of them.
-        smoothing: of labels.
+        smoothing: label smoothing.
     """
 
     classes: int
@@ -33,13 +33,14 @@ class CrossEntropy:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax, loss and sums of the chunks' gradients: at least float32, as transformers casts logits."""
+    """Returns the dtype of the softmax, the loss and the sums of the chunks' gradients: at least float32, to which
+    transformers casts logits."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def is_fused(on_cuda: bool) -> bool:
-    """True where inductor compiles the chunks of a loss. When planning for CUDA on a machine without it, Triton is
-    assumed."""
+    """True if inductor compiles the chunks of a loss. When planning for CUDA on a machine without it, Triton is
+    assumed to be available."""
     return on_cuda and (not torch.cuda.is_available() or dynamo.inductor_works("cuda"))
 
 
@@ -52,10 +53,10 @@ def columns(classes: int, dtype: torch.dtype, is_fused: bool) -> int:
 def loss_and_gradient(
     logits: Tensor, targets: Tensor, of: CrossEntropy, share: float, is_fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Overwrites the logits.
+    """Computes the loss of logits, and overwrites these with their gradient.
 
     Args:
-        logits: (rows, `columns`) in the dtype of the product; in `sum_dtype` where it is not fused.
+        logits: (rows, `columns`) in the dtype of the product; in `sum_dtype` if it is not fused.
         targets: (rows,), classes.
         share: factor of the gradient.
 
@@ -66,7 +67,7 @@ def loss_and_gradient(
     if not is_fused:
         return _by_operators(logits, targets, of, share)
     with dynamo.below_autograd(), torch.autocast(logits.device.type, enabled=False):
-        # A number would be compiled in, and is another one in each batch; as are the offsets of parts of a batch.
+        # As tensors: a number would be compiled in, and differs between batches, as do the offsets of a batch's parts.
         factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
         own = logits.view_as(logits)
         traced_sizes.mark_static(own, [1])
@@ -75,7 +76,7 @@ def loss_and_gradient(
 
 @functools.cache
 def _compiled(of: CrossEntropy) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns the loss of logits, and overwrites these with their gradient."""
+    """Returns compiled kernels that compute the loss of logits, and overwrite these with their gradient."""
 
     def kernels(logits: Tensor, targets: Tensor, share: Tensor) -> Tensor:
         read = logits[:, : of.classes].to(share.dtype) * of.scale

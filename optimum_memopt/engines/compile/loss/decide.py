@@ -1,5 +1,5 @@
-"""How losses over a vocabulary are computed: decided for a run, then for each loss of a graph, and rewritten; and what
-of its other outputs a forward returns."""
+"""Decides for a run, and then for each loss of a graph, how losses over a vocabulary are computed, and rewrites them.
+Also changes a forward's outputs other than the loss."""
 
 import operator
 import types
@@ -25,7 +25,11 @@ ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
 
 @dataclass(frozen=True)
 class LossMode:
-    """How a run computes its losses over a vocabulary; `is_row` where the config's row asks for chunks."""
+    """How a run computes its losses over a vocabulary.
+
+    Attributes:
+        is_row: chunks are requested by the config's row.
+    """
 
     name: str = AUTO
     is_row: bool = False
@@ -39,22 +43,29 @@ class LossMode:
         return self.name == CHUNKED
 
     def reader(self, outputs_read_by: Callable[[], str] | None) -> str:
-        """Who may read more of a forward's outputs than the loss, empty when nobody does. `outputs_read_by` asks the
-        Trainer; without one, a training loop says so by this mode."""
+        """Returns a name for the code that may read the forward's outputs other than the loss; empty: there is none.
+
+        Args:
+            outputs_read_by: asks the Trainer; None: in a training loop without one, outputs count as read unless the
+                loss must be chunked.
+        """
         if outputs_read_by is not None:
             return outputs_read_by()
         return "" if self.must_chunk else "the training loop"
 
     def drops_logits(self, reader: str) -> bool:
-        """True where the forward returns no logits; `reader` as above."""
+        """True if the forward returns no logits; `reader` is the result of `LossMode.reader`."""
         return self.may_chunk and not reader
 
 
 def loss_mode(selection: Selection, flag: str) -> tuple[PlanConfig | None, LossMode]:
-    """The selection's config without the loss's row, and the mode that is asked for by `--memory_opt_loss`.
+    """Returns the selection's config without the loss's row, and the requested mode.
+
+    Args:
+        flag: the value of `--memory_opt_loss`.
 
     Raises:
-        ConfigError: the flag says one thing, and the row or the plan file another.
+        ConfigError: the flag contradicts the row or the plan file.
     """
     config, plan = selection.config, selection.plan
     if plan is not None:
@@ -76,14 +87,20 @@ def loss_mode(selection: Selection, flag: str) -> tuple[PlanConfig | None, LossM
 
 
 def may_have_vocabulary(model: torch.nn.Module) -> bool:
-    """True where there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    """True if a model may compute logits over a vocabulary; classifiers of transformers have no output embeddings."""
     output_embeddings = getattr(model, "get_output_embeddings", None)
     return output_embeddings is None or output_embeddings() is not None
 
 
 @dataclass(frozen=True)
 class LossDecision:
-    """A loss whose logits need not be saved, with its shape in the first batch, and why it is not chunked, if so."""
+    """The decision on a loss whose logits need not be saved.
+
+    Attributes:
+        first: its shape in the first batch.
+        is_requested: the mode requires chunks.
+        reason: why it is not chunked; empty: it is.
+    """
 
     shape: LossShape
     first: LossShape
@@ -96,17 +113,17 @@ class LossDecision:
 
     @property
     def saving(self) -> sympy.Expr:
-        """Bytes, in the symbols of the graph."""
+        """Returns the bytes that it saves, in the symbols of the graph."""
         return sympy.sympify(self.shape.saving)
 
     @property
     def pays(self) -> bool:
-        """True where it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
+        """True if it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
         return self.shape.vocabulary > self.shape.hidden_size and self.first.saving > 0
 
     @property
     def note(self) -> str:
-        """For the row of the table."""
+        """Returns the note for the loss's row of the plan table."""
         if not self.is_chunked:
             return f"loss not chunked: {self.reason}"
         chunks = f"loss in chunks of {self.first.rows_per_chunk} tokens"
@@ -114,7 +131,7 @@ class LossDecision:
 
 
 def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
-    """The decision on one loss; `reader` may read the logits that the forward returns."""
+    """Decides on one loss; `reader` names the code that may read the forward's logits, see `LossMode.reader`."""
     loss = LossDecision(chain.shape, replace(chain.shape, rows=chain.first_rows), is_requested=mode.must_chunk)
     if not mode.may_chunk:
         return replace(loss, reason="--memory_opt_loss plain")
@@ -127,10 +144,10 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
 
 
 def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
-    """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
+    """Decide on each loss of a graph that dynamo traced, and rewrite the chunked ones.
 
     Returns:
-        The losses, and for the log why what was asked for, or would pay, is not chunked.
+        The decisions, and for the log the reasons why losses are not chunked that were requested or would save memory.
     """
     remove_unread_losses(graph)
     losses, reasons = [], []
@@ -148,10 +165,10 @@ def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[L
 
 
 def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> list[str]:
-    """A line where a config names the row of a model that has none.
+    """Returns a log line if a config has the loss's row, and the model has no such loss.
 
     Raises:
-        ConfigError: that is a mistake, since the config is `strict`.
+        ConfigError: the config is `strict`, so that this is an error.
     """
     if losses or not mode.is_row:
         return []
@@ -162,7 +179,7 @@ def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> l
 
 
 def rewrite(graph: fx.Graph, chain: LossChain) -> None:
-    """Compute a loss without its logits; graph changed in place."""
+    """Rewrite a loss to compute it without its logits; changes the graph in place."""
     loss, projection, adapter = chain.cross_entropy, chain.projection, chain.adapter
     bias, adapter_hidden, adapter_weight = projection.bias, None, None
 
@@ -175,7 +192,7 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     with graph.inserting_before(loss):
         hidden = rows_with_logits(projection.hidden)
         if chain.offset is not None:
-            # One bias for all that is added to each row of the projection's output.
+            # Everything that is added to each row of the projection's output, as one bias.
             offset = graph.call_method("reshape", (chain.offset, (-1,)))
             bias = offset if bias is None else graph.call_function(operator.add, (bias, offset))
         if adapter is not None:
@@ -187,7 +204,7 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
         dtypes = chain.shape.compute, traced_tensor(loss).dtype
         outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
-    # Where the loss was called: naming and levels read it from the nodes of the joint graph.
+    # The loss's call site, which naming and levels read from the nodes of the joint graph.
     origin = ("nn_module_stack", "source_fn_stack", "stack_trace")
     for node in (ignored, outputs, result):
         node.meta.update({key: loss.meta[key] for key in origin if key in loss.meta})
@@ -196,8 +213,8 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
 
 
 def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
-    """Adds the count of ignored labels; behind the graph's inputs, with the nodes that compute the labels, where these
-    are pure."""
+    """Adds the count of ignored labels; if the nodes that compute the labels are pure, it is moved with them to the
+    beginning of the graph, after the inputs."""
     before = {node for node in (chain.labels, chain.ignore_index) if isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in before:
@@ -205,19 +222,19 @@ def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
     last = chain.labels
     if all(node.op in ("placeholder", "get_attr") or _is_pure(node) for node in before):
         *_, last = graph.find_nodes(op="placeholder")
-        # In the graph's order, which keeps each behind what it reads.
+        # In the graph's order, which keeps each node after its operands.
         for node in [node for node in graph.nodes if node in before and node.op != "placeholder"]:
             last.append(node)
             last = node
     with graph.inserting_after(last):
         ignored = graph.call_function(LABELS_IGNORED, (chain.labels, chain.ignore_index))
-    # It may pass from what is before the layers to what is behind them.
+    # The count may pass from the operators before the layers to those after them.
     ignored.meta["example_value"] = traced_tensor(chain.labels).new_empty(1, dtype=torch.int64, device="cpu")
     return ignored
 
 
 def _needs(chain: LossChain) -> list[bool]:
-    """The gradients that are wanted, of the operator's first arguments."""
+    """Returns for each of the operator's first arguments whether its gradient is needed."""
     hidden, weight, bias = chain.projection.hidden, chain.projection.weight, chain.projection.bias
     adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
     arguments = ((hidden,), (weight,), (bias, chain.offset), *((node,) for node in adapter))
@@ -225,7 +242,7 @@ def _needs(chain: LossChain) -> list[bool]:
 
 
 def remove_unread_losses(graph: fx.Graph) -> None:
-    """Remove each cross entropy that the graph does not return, such as the model's own beside a smoothed one."""
+    """Remove each cross entropy that the graph does not return, such as the model's own next to a smoothed one."""
     for loss in list(graph.nodes):
         if loss.target is not functional.cross_entropy:
             continue
@@ -241,14 +258,14 @@ def remove_unread_losses(graph: fx.Graph) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """True for an operator that only computes its result: torch's names of others end in an underscore."""
+    """True for an operator without side effects: torch's names of in-place operators end in an underscore."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
     return node.op in ("call_function", "call_method") and not name.endswith("_")
 
 
 def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
-    """Remove a node that nothing of the graph reads, and then what only it has read, back to the `last` ones."""
-    # A tensor that was detached for an output that is no longer there.
+    """Remove an unread node, and then the nodes that only it has read, back to the `last` ones."""
+    # Tensors that were detached for an output that no longer exists.
     for unread in tuple(node.users):
         graph.erase_node(unread)
     reads = node.all_input_nodes if node not in last else []
@@ -259,21 +276,21 @@ def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
 
 
 def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with all outputs but the first detached, where that is the loss: a tensor of one number.
+    """Wraps `forward` to detach all outputs but the first, if that is the loss: a tensor without dimensions.
 
-    AOTAutograd feeds a gradient of zeros to every output that requires grad and got none: for the logits of a language
-    model two buffers of their size, which plain PyTorch does not allocate.
+    AOTAutograd fills in a gradient of zeros for every output that requires grad and got none: for the logits of a
+    language model two buffers of their size, which plain PyTorch does not allocate.
     """
     return _then(forward, _detached)
 
 
 def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` without the logits among its outputs, where the first is the loss."""
+    """Wraps `forward` to return None for the logits, if the first output is the loss."""
     return _then(forward, lambda value, name: None if name.endswith("logits") or name == "1" else value)
 
 
 def _then(forward: Callable[..., Any], change: Callable[[Any, str], Any]) -> Callable[..., Any]:
-    """`forward`, whose outputs behind the loss are changed; a method stays one."""
+    """Wraps `forward` to change its outputs other than the loss; a method stays one."""
     if isinstance(forward, types.MethodType):
         return types.MethodType(_then(forward.__func__, change), forward.__self__)
 
@@ -284,16 +301,16 @@ def _then(forward: Callable[..., Any], change: Callable[[Any, str], Any]) -> Cal
 
 
 def refusing_gradients(outputs: Any) -> Any:
-    """Let detached outputs raise when they get a gradient.
+    """Make detached outputs raise when they get a gradient.
 
-    They require grad, as those of the plain forward do, but no graph is behind them: a loss computed from them would
-    silently train without its gradient.
+    They require grad, like the outputs of the plain forward, but have no autograd graph: a loss computed from them
+    would silently train without its gradient.
     """
     return _beside_loss(outputs, _refusing)
 
 
 def _beside_loss(outputs: Any, change: Callable[[Any, str], Any]) -> Any:
-    """The outputs, each behind the loss changed; a tuple's are named by their index."""
+    """Returns the outputs with each one but the loss changed; outputs of a tuple are named by their index."""
     if isinstance(outputs, Mapping) and _is_loss(outputs.get("loss")):
         changed = {name: value if name == "loss" else change(value, name) for name, value in outputs.items()}
         return type(outputs)(**changed)
@@ -317,11 +334,11 @@ def _refusing(value: Any, name: str) -> Any:
         return tuple(_refusing(inner, name) for inner in value)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    # What the forward returns may be one of its inputs.
+    # The output may be one of the forward's inputs.
     leaf = value.detach().requires_grad_()
 
     def refuse(gradient: torch.Tensor | None) -> None:
-        # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
+        # DDP passes outputs through its own autograd function, whose backward returns None for unread outputs.
         if gradient is not None:
             raise MemOptError(
                 f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own "

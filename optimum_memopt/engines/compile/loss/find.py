@@ -1,6 +1,6 @@
 """Finds projection to the vocabulary -> elementwise operators -> cross entropy in a graph that dynamo traced. Pure.
 
-Dynamo's graph still has `linear` and `cross_entropy` as calls of `torch.nn.functional`; in a joint graph they are a
+In dynamo's graph `linear` and `cross_entropy` are still calls of `torch.nn.functional`; in a joint graph they are a
 dozen operators of forward and backward.
 """
 
@@ -27,12 +27,18 @@ _DIVIDES = frozenset({"div", "truediv", "divide"})
 
 
 class _DoesNotFit(Exception):
-    """The reason why a loss stays as it is."""
+    """Raised with the reason why a loss cannot be chunked."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
+    """A call of `torch.nn.functional.linear`.
+
+    Attributes:
+        hidden: (…, width).
+        weight: (vocabulary, width).
+        bias: (vocabulary,), or None.
+    """
 
     node: fx.Node
     hidden: fx.Node
@@ -47,7 +53,12 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA's part of a projection's output: hidden states, (…, rank), by its second matrix, (vocabulary, rank)."""
+    """A LoRA's part of a projection's output.
+
+    Attributes:
+        projection: the product of hidden states after its first matrix, (…, rank), by its second, (vocabulary, rank).
+        scale: factor of the projection's output.
+    """
 
     projection: Projection
     scale: float
@@ -55,15 +66,16 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class LossChain:
-    """A cross entropy of a projection's output, which nobody else reads.
+    """A cross entropy that is the only reader of a projection's output.
 
     Attributes:
-        projection: of the hidden states, (…, hidden size), to the vocabulary.
-        slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
-        offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
-        scale: by which the projection's output is multiplied.
-        softcap: not 0: the softmax is of `softcap * tanh` of that.
-        ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
+        projection: the projection of the hidden states, (…, hidden size), to the vocabulary.
+        slices: the slices of the projection's rows, in order: a causal model predicts nothing at its last token.
+        offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`), or None.
+        adapter: a LoRA on the projection, or None.
+        scale: factor of the projection's output.
+        softcap: not 0: the scaled logits become `softcap * tanh` of them.
+        ignore_index: the label of rows that do not count; a node if dynamo made it an input of the graph.
         is_returned: the forward returns the logits, so its caller may read them.
     """
 
@@ -82,7 +94,7 @@ class LossChain:
 
     @cached_property
     def shape(self) -> LossShape:
-        """Sizes and dtypes, rows in the symbols of the graph."""
+        """Returns sizes and dtypes, with the rows in the symbols of the graph."""
         hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
         vocabulary, hidden_size = map(int, weight.shape)
         compute = autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype
@@ -93,13 +105,13 @@ class LossChain:
 
     @property
     def first_rows(self) -> int:
-        """Rows in the batch that the graph was traced with."""
+        """Returns the number of rows in the batch that the graph was traced with."""
         sizes = traced_tensor(self.labels).shape
         return math.prod(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
 def find_losses(graph: fx.Graph) -> Iterator[LossChain | str]:
-    """Each cross entropy of a graph that dynamo traced: its chain, or why it has none."""
+    """Yields for each cross entropy of a graph that dynamo traced its chain, or why it cannot be chunked."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is functional.cross_entropy:
             try:
@@ -109,7 +121,7 @@ def find_losses(graph: fx.Graph) -> Iterator[LossChain | str]:
 
 
 def traced_tensor(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that dynamo traced a node with."""
+    """Returns the fake tensor that dynamo traced for a node."""
     return node.meta["example_value"]
 
 
@@ -149,7 +161,7 @@ def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
     tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
     if not tensors:
         raise _DoesNotFit(f"{_name(node)} makes its logits")
-    # A bias or a factor has fewer dimensions.
+    # Biases and factors have fewer dimensions than the logits.
     logits = max(tensors, key=lambda read: traced_tensor(read).dim())
     return [*_path(logits, node), node]
 
@@ -176,7 +188,7 @@ def _read_steps(
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
         if name in _CASTS and _is_cast(traced_tensor(before), result):
             continue
-        # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+        # (rows, classes, tokens), the order that a cross entropy expects for more than two dimensions.
         is_transposed = name == "transpose" and result.dim() == 3 and _is_same(result.shape[1], classes)
         if (name in _FLATTENS and keeps_classes) or (is_transposed and node is steps[-1]):
             is_flat = True
@@ -196,12 +208,12 @@ def _read_steps(
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """True for equal constants: comparing symbols would guard on their values."""
+    """True for equal constants; comparing symbols would add guards on their values."""
     return isinstance(size, int) and isinstance(other, int) and size == other
 
 
 def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """True where nothing but the dtype changes, to one that holds all values."""
+    """True if only the dtype changes, to one that represents all values."""
     is_wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
     return is_wider and before.device == after.device and before.dim() == after.dim()
 
@@ -215,7 +227,7 @@ def _slices_rows(node: fx.Node) -> bool:
 
 
 def _factor(node: fx.Node, logits: fx.Node) -> float | None:
-    """The number by which the logits are multiplied; None where that is no number."""
+    """Returns the number by which the logits are multiplied; None if the factor is not a number."""
     if len(node.args) != 2 or not isinstance(number := _other_operand(node, logits), int | float):
         return None
     if _name(node) in _MULTIPLIES:
@@ -224,7 +236,7 @@ def _factor(node: fx.Node, logits: fx.Node) -> float | None:
 
 
 def _added(node: fx.Node, logits: fx.Node) -> Adapter | fx.Node | None:
-    """The operand beside the logits: a second projection, or a node with one value for each class; else None."""
+    """Returns the operand that is added to the logits: a LoRA, or a node with one value for each class; else None."""
     added = _other_operand(node, logits)
     if not isinstance(added, fx.Node) or node.kwargs:
         return None
@@ -239,7 +251,8 @@ def _other_operand(node: fx.Node, logits: fx.Node) -> Any:
 
 
 def _adapter(node: fx.Node) -> Adapter | None:
-    """A projection, multiplied by a number or not, that nobody else reads."""
+    """Returns the LoRA that a node computes: a projection without bias and with one reader, possibly times a number;
+    None if it is none."""
     scale = 1.0
     if _name(node) in _MULTIPLIES and isinstance(product := node.args[0], fx.Node):
         if (factor := _factor(node, product)) is None or len(node.users) > 1:

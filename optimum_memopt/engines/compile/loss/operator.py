@@ -2,8 +2,9 @@
 
 The forward computes loss and gradients together, a chunk of rows at a time, so that each chunk of logits is computed
 once; the backward only multiplies the gradients by that of the loss (Liger Kernel, https://arxiv.org/abs/2410.10989).
-Rows without a label are left out first. How many these are the host has to know; `labels_ignored` asks the device at
-the beginning of the forward, so that the answer is there when the host gets to the loss, with the layers still to run.
+Rows without a label are left out first. The host must know how many they are; `labels_ignored` queries the device at
+the beginning of the forward, so that the count is there when the host reaches the loss, before the device has run the
+layers.
 """
 
 from collections.abc import Sequence
@@ -23,21 +24,21 @@ from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
-# Passes over the logits: by single operators, and by the fused kernels of `chunk`. Its products are bound by compute.
+# Passes over the logits, by single operators and by the fused kernels of `chunk`. The products are compute-bound.
 _PASSES, _FUSED_PASSES = 11, 3
-# Of the classes, whose shares of the weight's gradient a chunk computes one after the other where they are in half
-# precision: each is a product of its own before it is added. More of them would leave an H100 without work at the end
-# of each where a weight is as small as RoBERTa's.
+# Parts of the classes, for which a chunk computes the weight's gradient in turn if it is in half precision: each part
+# is a separate product before it is added. With more parts, an H100 would idle at the end of each product for a weight
+# as small as RoBERTa's.
 _PARTS = 4
 
 
 @dataclass(frozen=True)
 class LossShape:
-    """The sizes of a chunked loss; rows and what follows from them may be symbolic.
+    """The sizes of a chunked loss; rows and sizes derived from them may be symbolic.
 
     Attributes:
-        compute: dtype of the products; that of autocast where it is on.
-        rank: of a LoRA on the projection, 0 without.
+        compute: dtype of the products; autocast's dtype if it is on.
+        rank: rank of a LoRA on the projection; 0: there is none.
         is_fused: see `chunk.is_fused`.
     """
 
@@ -55,25 +56,25 @@ class LossShape:
 
     @property
     def columns(self) -> int:
-        """Columns of a chunk's logits, padding included."""
+        """Returns the columns of a chunk's logits, padding included."""
         return columns(self.vocabulary, self.compute, self.is_fused)
 
     @property
     def columns_per_part(self) -> int:
-        """Columns of a chunk's logits that give one part of the weight's gradient."""
+        """Returns the columns of a chunk's logits that make up one part of the weight's gradient."""
         return -(-self.columns // (_PARTS * ALIGNED)) * ALIGNED
 
     @property
     def moved(self) -> Size:
-        """Bytes of logits that are read and written."""
+        """Returns the bytes of logits that are read and written."""
         if self.is_fused:
             return _FUSED_PASSES * self.rows * self.columns * self.compute.itemsize
         return _PASSES * self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
 
     @property
     def saving(self) -> Size:
-        """Bytes saved for backward: the logits, less the gradients that are saved in their place. The hidden states
-        would be saved for the projection's gradient too."""
+        """Returns the bytes that need not be saved for the backward: the logits, and the hidden states for the
+        projection's gradient, less the gradients that are saved in their place."""
         logits = self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
         of_hidden = self.rows * self.hidden_size * gradient_dtype(self.hidden).itemsize if self.needs_hidden else 0
         if not self.needs_weight:
@@ -83,25 +84,27 @@ class LossShape:
 
     @property
     def rows_per_chunk(self) -> Size:
-        """As many that a chunk of logits is about as large as the projection's weight, whose gradient is in memory
-        from then on in any case; more where all hidden states are larger still, since each chunk reads and writes that
-        gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`)."""
+        """Returns the number of rows for which a chunk of logits is about as large as the projection's weight, whose
+        gradient is in memory from then on anyway; more if all hidden states are larger still, since each chunk reads
+        and writes that gradient once. Liger Kernel uses only the second bound
+        (`ops/fused_linear_cross_entropy.py`)."""
         as_hidden_states = self.rows * self.hidden_size // self.vocabulary
         return sympy.Min(self.rows, sympy.Max(self.hidden_size, as_hidden_states, 1))
 
     @property
     def workspace(self) -> Size:
-        """Bytes of tensors beside the operator's outputs at its peak, an upper bound: all rows have a label."""
+        """Returns an upper bound of the operator's peak bytes without its outputs; it assumes that all rows have a
+        label."""
         rows, vocabulary, width = self.rows_per_chunk, self.columns, self.hidden_size
         compute, softmax = self.compute.itemsize, sum_dtype(self.compute).itemsize
         is_low = compute < softmax
-        # Of int64, the indices of the rows that count.
+        # The int64 indices of the rows that count, and a chunk's hidden states.
         held = 8 * self.rows + rows * width * self.hidden.itemsize
         if self.hidden != self.compute:
             held += rows * width * compute
         if self.weight != self.compute or vocabulary != self.vocabulary:
             held += vocabulary * width * compute
-        # Matrix, its gradient's sum and a chunk's share of it, and hidden states.
+        # The LoRA's matrix, the sum of its gradient and a chunk's share of it, and its hidden states.
         held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
         logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
         if self.is_fused:
@@ -117,8 +120,12 @@ class LossShape:
 
 
 def loss_shape(arguments: Sequence[Any], on_cuda: bool) -> LossShape:
-    """The sizes of a chunked loss, from the operator's arguments: tensors, or nodes of a joint graph; wherever these
-    are, it runs on CUDA or not."""
+    """Returns the sizes of a chunked loss.
+
+    Args:
+        arguments: the operator's arguments, as tensors or as nodes of a joint graph.
+        on_cuda: the loss runs on CUDA, whatever the device of these tensors.
+    """
     arguments = [tensor_value(value) if isinstance(value, fx.Node) else value for value in arguments]
     hidden, weight, _, _, adapter_weight, labels, _, _, softcap, *_ = arguments
     compute, _, needs = arguments[-3:]
@@ -129,17 +136,18 @@ def loss_shape(arguments: Sequence[Any], on_cuda: bool) -> LossShape:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a gradient waits for the backward; float16 would lose it until a GradScaler multiplies it."""
+    """Returns the dtype in which a gradient waits for the backward; not float16, in which it would underflow before a
+    GradScaler multiplies it."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-# When a device has counted the labels of the latest forward.
+# By device, the event recorded after counting the labels of the latest forward.
 _counted: dict[torch.device, torch.cuda.Event] = {}
 
 
 @torch.library.custom_op(f"{LIBRARY}::labels_ignored", mutates_args=())
 def labels_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    """Returns how many labels do not count, (1,) in int64 on the host, written when the device gets there."""
+    """Returns the number of ignored labels, (1,) in int64 on the host, written once the device gets there."""
     ignored = (labels == ignore_index).sum().view(1)
     if ignored.device.type != "cuda":
         return ignored.cpu()
@@ -155,18 +163,18 @@ def _(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _rows_with_label(targets: Tensor, ignore_index: int, ignored: Tensor) -> Tensor:
-    """Their numbers, in order; waits for a device until it has run what was called before `labels_ignored`."""
+    """Returns the indices of rows with a label, in order; waits until the device has run `labels_ignored`."""
     is_counted = targets != ignore_index
     if (event := _counted.get(targets.device)) is None:
         return is_counted.nonzero().squeeze(1)
     event.synchronize()
-    # Without kernels, as on the tests' stand-in for a device, the count is any number.
+    # On a device without kernels, such as the tests' fake device, the count is undefined.
     size = min(max(len(targets) - int(ignored), 0), len(targets))
     found: Tensor = torch.nonzero_static(is_counted, size=size).squeeze(1)
     return found
 
 
-# How many of the operator's first arguments are tensors that may get a gradient.
+# Number of the operator's first arguments that are tensors which may get a gradient.
 _DIFFERENTIABLE = 5
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -189,29 +197,29 @@ def chunked_loss(
     loss_dtype: torch.dtype,
     needs: list[bool],
 ) -> Outputs:
-    """Cross entropy of `scale * (linear(hidden, weight, bias) + linear(adapter_hidden, adapter_weight))` with the
-    labels, and its gradients for a loss's gradient of 1.
+    """Computes the cross entropy of `scale * (linear(hidden, weight, bias) + linear(adapter_hidden, adapter_weight))`
+    with the labels, and its gradients for a loss gradient of 1.
 
     Args:
         hidden: (…, hidden size).
         bias: (vocabulary,), or None.
-        adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
-        adapter_weight: (vocabulary, rank), its second matrix; None without.
-        ignored: of `labels_ignored`.
+        adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection, or None.
+        adapter_weight: (vocabulary, rank), the LoRA's second matrix, or None.
+        ignored: the result of `labels_ignored`.
         softcap: not 0: the scaled logits become `softcap * tanh` of them.
-        needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
+        needs: for each of the first five arguments, whether its gradient is needed; the others' are empty tensors.
 
     Returns:
         The loss, and the gradients of the first five arguments in `gradient_dtype` of their own dtypes.
 
     Raises:
-        IndexError: on a CPU, a label that is no class, as PyTorch has it.
+        IndexError: on a CPU, a label is not a class, as in PyTorch.
     """
     gradients = _empty_gradients((hidden, weight, bias, adapter_hidden, adapter_weight), needs)
     targets = labels.reshape(-1)
     counted = _rows_with_label(targets, ignore_index, ignored)
     count, total = counted.numel(), len(targets)
-    # Products in float16 take factors of about 1; the small ones come afterwards.
+    # Products in float16 need factors of about 1; a small factor is applied afterwards.
     share = 1 / max(count, 1) if mean else 1.0
     before, after = (1.0, share) if compute_dtype == torch.float16 else (share, 1.0)
     fused = is_fused(hidden.is_cuda)
@@ -226,8 +234,8 @@ def chunked_loss(
     step = int(shape.rows_per_chunk)
     buffer = None
     if compute_dtype == sum_dtype(compute_dtype):
-        # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
-        # than the softmax's the buffer would be held beside the softmax.
+        # On a CPU, new pages for each chunk's logits would take a third of a projection's time. If the products had a
+        # lower precision than the softmax, the buffer would be held in addition to the softmax.
         buffer = weight.new_empty((min(step, count), shape.columns), dtype=compute_dtype)
     logits_bias = bias if bias is None else _padded(bias, compute_dtype, padding)
     loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
@@ -235,11 +243,11 @@ def chunked_loss(
     for start in range(0, count, max(step, 1)):
         rows: Any = slice(start, start + step) if count == total else counted[start : start + step]
         target = targets[rows]
-        # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
+        # On CUDA `gather` itself asserts this, and reading the result would wait for the device.
         if target.device.type == "cpu" and len(wrong := target[(target < 0) | (target >= len(weight))]):
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
-        # Without a name, which would hold the logits beside their gradient in a lower precision.
+        # Not assigned to a variable, which would keep the logits alive next to their gradient in a lower precision.
         chunk_loss, gradient = loss_and_gradient(
             _logits(terms, chunks, logits_bias, buffer, fused), target, of, before, fused
         )
@@ -255,14 +263,17 @@ def chunked_loss(
     if after != 1:
         for tensor in gradients:
             tensor *= after
-    # 0 / 0 where no row counts and the mean is wanted, as PyTorch has it.
+    # 0 / 0 if no row counts and the mean is requested, as in PyTorch.
     return cast("Outputs", ((loss / count if mean else loss).to(loss_dtype), *gradients))
 
 
 class _Term:
-    """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count.
+    """One product that is added to the logits, with the gradients of its factors (empty: not needed).
 
-    A weight's gradient in another dtype than the products is computed in parts of `part` classes.
+    If a weight's gradient has another dtype than the products, it is computed in parts of `part` classes.
+
+    Args:
+        unread: number of rows that do not count.
     """
 
     def __init__(
@@ -288,11 +299,15 @@ class _Term:
             self._sum = of_weight.zero_() if of_weight.dtype == summed else torch.zeros_like(weight, dtype=summed)
 
     def rows(self, rows: Any) -> Tensor:
-        """Hidden states in the dtype of the products."""
+        """Returns rows of the hidden states in the dtype of the products."""
         return self._hidden[rows].to(self.weight.dtype)
 
     def add(self, gradient: Tensor, hidden: Tensor, rows: Any) -> None:
-        """Add the gradients of a chunk, given that of its logits in the dtype of the products."""
+        """Add a chunk's share of the gradients.
+
+        Args:
+            gradient: the gradient of the chunk's logits, in the dtype of the products.
+        """
         if self._of_hidden is not None:
             self._of_hidden[rows] = (gradient @ self.weight).to(self._of_hidden.dtype)
         if self._sum is None:
@@ -305,13 +320,13 @@ class _Term:
             own += (gradient[:, columns].t() @ hidden)[: len(own)]
 
     def finish(self) -> None:
-        """Round the sum of the weight's gradients to its dtype."""
+        """Round the sum of the weight's gradients to the result's dtype."""
         if self._sum is not None and self._sum is not self._of_weight:
             self._of_weight.copy_(self._sum)
 
 
 def _padded(of_classes: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
-    """A tensor with a row for each class in this dtype, with zeros behind."""
+    """Converts a tensor with one row per class to a dtype, and appends rows of zeros."""
     if not padding:
         return of_classes.to(dtype)
     padded = of_classes.new_zeros((len(of_classes) + padding, *of_classes.shape[1:]), dtype=dtype)
@@ -322,7 +337,7 @@ def _padded(of_classes: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
 def _logits(
     terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None, is_fused: bool
 ) -> Tensor:
-    """The sum of the terms' products, in the buffer where there is one, for `loss_and_gradient`."""
+    """Computes the sum of the terms' products for `loss_and_gradient`, in the buffer if there is one."""
     out = None if buffer is None else buffer[: len(hidden[0])]
     weight = terms[0].weight.t()
     logits = torch.mm(hidden[0], weight, out=out) if bias is None else torch.addmm(bias, hidden[0], weight, out=out)
@@ -371,30 +386,31 @@ def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[A
 
 chunked_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
-# Torch declares no operator that may or may not return its argument; what reads the graph takes it for a view.
+# torch has no schema for an operator that may or may not return its argument; graph analysis treats it as a view.
 _LIBRARY = torch.library.Library(LIBRARY, "FRAGMENT")
 _LIBRARY.define("scaled(Tensor(a) gradient, Tensor factor) -> Tensor(a)")
 
 
 @torch.library.impl(_LIBRARY, "scaled", "CompositeExplicitAutograd")
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """`gradient * factor`, in place where no later backward needs `gradient`: the projection's is as large as the
-    projection, and needed twice at the peak otherwise."""
+    """Returns `gradient * factor`, computed in place if no later backward needs `gradient`: the projection's gradient
+    is as large as its weight, and would otherwise be held twice at the peak."""
     if not backward_runs_once():
         return gradient * factor
-    # On other devices reading the factor would wait for them.
+    # On other devices reading the factor would synchronize.
     is_one = factor.device.type == "cpu" and factor.item() == 1
     return gradient if is_one else gradient.mul_(factor)
 
 
-# As a graph calls them.
+# The operators as call targets in graphs.
 CHUNKED_LOSS = getattr(torch.ops, LIBRARY).chunked_loss.default
 LABELS_IGNORED = getattr(torch.ops, LIBRARY).labels_ignored.default
 SCALED = getattr(torch.ops, LIBRARY).scaled.default
 
 
 def scale_in_place(modules: Modules) -> None:
-    """Rewrite the backward graph; for backwards that run operator by operator, since inductor reuses its inputs."""
+    """Rewrite the backward graph to scale gradients of the chunked loss in place. Only needed if it runs operator by
+    operator, since inductor reuses its inputs."""
     forward, backward = modules
     saved = {node.name for node in forward.graph.nodes if is_loss_gradient(node)}
     for node in backward.graph.find_nodes(op="placeholder"):

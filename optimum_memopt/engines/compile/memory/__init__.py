@@ -1,16 +1,16 @@
-"""What a step holds, and when.
+"""The memory of a training step over time.
 
-events             the stream of events, and folds over it
-simulation         events of a problem under any saved set
+events             event streams of storages, and folds over them
+simulation         memory and events of a problem for any saved set
 inductor_programs  events of inductor's programs
 live               events of plain PyTorch on fake tensors
-workspaces         what an operator holds while it runs
-around_runs        what a sharded model holds around its graphs
+workspaces         workspaces of operators
+around_runs        events of a sharded model around its graphs
 tape               the runs of a forward's graphs
-known_tapes        tapes of earlier calls
-composition        events composed over a tape
+known_tapes        cache of the tapes of earlier calls
+composition        events of a step, composed over a tape
 tape_problem       a tape as one problem
-eager_loss         a loss outside of the forward
-allocator          CUDA's caching allocator
-footprint          what a step holds beside activations, and its limit
+eager_loss         memory of a loss outside of the forward
+allocator          simulation of torch's CUDA caching allocator
+footprint          memory of a step beside activations, and its limit
 """

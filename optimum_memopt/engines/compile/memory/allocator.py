@@ -1,8 +1,8 @@
-"""torch's CUDA caching allocator, as numbers: which blocks requests get, and what it reserves of the device. Pure.
+"""Simulates torch's CUDA caching allocator: the blocks that requests get, and the memory that it reserves. Pure.
 
-After `c10/cuda/CUDACachingAllocator.cpp` (2.13) with its default settings and one stream: best fit, blocks split where
-enough remains, neighbours merged when they are freed. `expandable_segments` reserves less. When the device is full the
-real one returns unused segments first; this one knows no such limit.
+Follows `c10/cuda/CUDACachingAllocator.cpp` (2.13) with default settings and one stream: best fit, blocks are split if
+enough remains, and free neighbours are merged. `expandable_segments` reserves less. On a full device the real
+allocator first returns unused segments; this one has no such limit.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.memory.events import Event
 
 MIB = 2**20
 _GRANULE = 512
-# Requests up to this share small segments.
+# Requests up to this size share small segments.
 _SMALL = MIB
 _SMALL_SEGMENT = 2 * MIB
 _MEDIUM = 10 * MIB
@@ -28,9 +28,9 @@ class Block:
     """A part of a segment.
 
     Attributes:
-        address: of its first byte; segments are in the order that they were reserved in.
-        is_small: lies in a segment for small requests.
-        before: the neighbour in the same segment, as is `after`.
+        address: address of its first byte; segments are ordered by the time of their reservation.
+        is_small: whether its segment is for small requests.
+        before: the preceding block in the same segment; `after` is the following one.
     """
 
     size: int
@@ -42,10 +42,10 @@ class Block:
 
 
 class CachingAllocator:
-    """Hands out blocks.
+    """Allocates and frees blocks.
 
     Attributes:
-        allocated: bytes of the blocks that somebody has.
+        allocated: bytes of all blocks in use.
         reserved: bytes of all segments.
         most_allocated: highest `allocated` so far.
     """
@@ -53,11 +53,11 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.allocated = self.reserved = self.most_allocated = 0
         self._addresses = itertools.count(0, 2**40)
-        # Free blocks by size and address, for small requests and for others.
+        # Free blocks sorted by size and address; True: for small requests.
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> Block:
-        """A block of at least `size` bytes."""
+        """Returns a block of at least `size` bytes."""
         size = max(_GRANULE, _up(size, _GRANULE))
         block = self._best_fit(size) or self._new_segment(size)
         remaining = block.size - size
@@ -89,7 +89,7 @@ class CachingAllocator:
         """Allocate and free as in these events.
 
         Returns:
-            The blocks that are left.
+            The blocks that are still allocated.
         """
         blocks: dict[str, Block] = {}
         for event in events:
@@ -131,13 +131,13 @@ def _up(size: int, granule: int) -> int:
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/host_copies.py`)."""
+    """Returns the bytes of a tensor in pinned host memory, in whole pages (`partition/host_copies.py`)."""
     return _up(size, mmap.PAGESIZE)
 
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """The peak of training, in bytes: of the blocks that tensors lie in, and of the device's memory."""
+    """The peak of training, in bytes: of the blocks in use, and of the device memory reserved for them."""
 
     allocated: int
     reserved: int
@@ -146,16 +146,16 @@ class AllocatorPeak:
 def allocator_peak(
     always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, later: Sequence[Event] = ()
 ) -> AllocatorPeak:
-    """Returns the peak of three steps: the optimizer's states exist from the second on, and the third starts from the
-    second one's cached blocks.
+    """Returns the peak of three steps: optimizer states exist from the second step on, and the third step starts from
+    the cached blocks of the second.
 
     Args:
-        always: bytes of blocks that stay: parameters, buffers, the batch, workspaces of libraries.
-        graphs: of a forward and its backward; what is left are gradients.
-        states: bytes of each of the optimizer's, from its first step on.
-        temporary: bytes of each of the optimizer's steps.
-        later: `graphs` in a micro-batch that is not the first, whose gradients are added to those that are there;
-            empty: there is one only.
+        always: bytes of blocks that are never freed: parameters, buffers, the batch, workspaces of libraries.
+        graphs: events of a forward and its backward; the storages that they leave are gradients.
+        states: bytes of each optimizer state, from the optimizer's first step on.
+        temporary: temporary bytes of each optimizer step.
+        later: events of a later micro-batch, whose gradients are accumulated into existing ones; empty: there is only
+            one micro-batch.
     """
     allocator = CachingAllocator()
     for size in always:

@@ -1,6 +1,6 @@
-"""The events around the runs of a forward's graphs, as a sharded model has them. Pure.
+"""The events of a sharded model around the runs of a forward's graphs. Pure.
 
-A tape asks its `Sharding` for them; `sharding/` has those of FSDP2 and ZeRO 3.
+A tape gets them from its `Sharding`; `sharding/` implements FSDP2 and ZeRO 3.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from optimum_memopt.engines.api.predictions import TEMPORARY
 from optimum_memopt.engines.compile.memory.events import Event
 
-# Kinds of a collective's storages.
+# Kinds of the storages of collectives.
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
 
@@ -20,10 +20,10 @@ class GraphRun(NamedTuple):
     """A run of a forward's graph.
 
     Attributes:
-        layer: the path of its module, empty outside of all.
-        parameters: among its arguments, by position; names may be those of an equal layer's.
+        layer: path of its layer; empty outside of all layers.
+        parameters: names of the arguments that are parameters, by position; they may be those of an equal layer.
         gradients: positions of the arguments whose gradients its backward returns.
-        again: see `Tape.again`.
+        again: the runs that its backward reruns; see `Tape.again`.
     """
 
     layer: str
@@ -33,10 +33,10 @@ class GraphRun(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The end of a group's backward: `before`, then its gradients are freed, in the event `copied`.
+    """The end of a sharded group's backward, as three events; the group's gradients are freed in `copied`.
 
     Attributes:
-        group: the identity of those that are gathered and reduced together.
+        group: identifies the parameters that are gathered and reduced together.
     """
 
     group: object
@@ -50,15 +50,15 @@ class AroundRun:
     """The events around a run of a graph.
 
     Attributes:
-        before: its forward.
-        after: behind it.
-        before_backward: once that is given its gradients.
-        before_again: its forward, where a backward runs it once more.
-        after_again: behind that.
-        outside: what runs in no graph, before its backward is given its gradients.
-        reduced: behind its backward.
-        owners: by the position of an argument that is a sharded parameter, its group.
-        given: the group with whose gradients those go that its backward is given; None: with none.
+        before: events before its forward.
+        after: events after its forward.
+        before_backward: events before its backward, once the tangents exist.
+        before_again: events before its forward when a backward reruns it.
+        after_again: events after the rerun forward.
+        outside: events of operators outside of all graphs, before the tangents of its backward exist.
+        reduced: ends of the groups that are reduced after its backward.
+        owners: the group of each argument that is a sharded parameter, by position.
+        given: the group with whose gradients the tangents of its backward are freed; None: no group.
     """
 
     before: tuple[Event, ...] = ()
@@ -77,11 +77,11 @@ class Collectives:
     """The events around the calls of a tape.
 
     Attributes:
-        runs: by call.
-        end_of_forward: behind the last forward.
-        prefetched: at the begin of the backward.
-        last: behind the backward of the first call.
-        end: of the backward.
+        runs: the events around each call.
+        end_of_forward: events after the last forward.
+        prefetched: events at the start of the backward.
+        last: ends of the groups that are reduced after the backward of the first call.
+        end: events at the end of the backward.
     """
 
     runs: tuple[AroundRun, ...]
@@ -92,7 +92,7 @@ class Collectives:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes that a micro-batch all-gathers, and an optimizer step reduces, under FSDP2."""
+        """Returns the bytes that a micro-batch all-gathers and an optimizer step reduce-scatters under FSDP2."""
         events = [*self.prefetched, *(reduced.copied for reduced in self.last)]
         for run in self.runs:
             events += (*run.before, *run.before_backward, *run.before_again)
@@ -104,15 +104,16 @@ class Collectives:
 
 
 class Sharding(Protocol):
-    """A description of a step whose parameters several ranks share.
+    """How the ranks of a training step share the model's parameters.
 
     Attributes:
-        name: of what shards the model.
-        ranks: that share the parameters.
-        first: the same of the first step of a run, where that differs from later ones.
-        stays_gathered: what is gathered before the first graph stays where a forward ends without its backward.
-        tells_outside: its events are those of what runs in no graph, too.
-        unknown: why it is not known what ranks gather; empty where it is.
+        name: name of the sharding method.
+        ranks: number of ranks that share the parameters.
+        first: the sharding in the first step of a run, if it differs from later steps.
+        stays_gathered: whether parameters gathered before the first graph stay gathered if no backward follows the
+            forward.
+        tells_outside: whether its events include those of operators outside of all graphs.
+        unknown: why it is unknown what ranks gather; empty if it is known.
     """
 
     name: ClassVar[str]
@@ -133,20 +134,20 @@ class Sharding(Protocol):
     def unknown(self) -> str: ...
 
     def at(self, sizes: Mapping[str, int]) -> "Sharding":
-        """The same with a batch of these sizes, by the names of a forward's arguments, `input_ids_dim0`."""
+        """Returns the sharding for a batch of these sizes, by argument and dimension, `input_ids_dim0`."""
         return self
 
     def gathering_ahead(self, elements: int) -> "Sharding | None":
-        """The same where each module has so many elements gathered ahead; None where none gathers a number of them."""
+        """Returns the sharding if each module gathers this many elements ahead; None if that is not supported."""
         return None
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
-        """The events around the runs of a forward's graphs."""
+        """Returns the events around the runs of a forward's graphs."""
 
 
 @dataclass(frozen=True)
 class Unsharded(Sharding):
-    """A model whose parameters each rank holds, or one of which it is not known what ranks gather."""
+    """A model that is not sharded, or whose sharding is unknown."""
 
     unknown: str = ""
 

@@ -1,8 +1,8 @@
-"""The events of a step: those of its graphs, composed over the tape of its forward. Pure.
+"""Composes the events of a step from those of its graphs, over the tape of its forward. Pure.
 
-Each graph's events are exact by themselves. Composed, a storage that one graph returns and others read or save is held
-once, until the last of them is done, and a gradient that a backward returns is the one that the backward before it is
-given.
+The events of each graph alone are exact. In the composition, a storage that one graph returns and others read or save
+is held once, until its last reader is done, and a gradient that one backward returns is the tangent of the backward
+that runs next.
 """
 
 import itertools
@@ -18,19 +18,19 @@ from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Sto
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Name of the tensors that a loop has computed from the outputs and still holds.
+# Name of the tensors that the training loop has computed from the outputs and still holds.
 _LEFT = "left by the loop"
 
 
 @dataclass(frozen=True)
 class StepEvents:
-    """The events of a forward and its backward; those without an operator are what happens between two.
+    """The events of a forward and its backward; events without an operator stand between two operators.
 
     Attributes:
-        events: of the forwards of all graphs, of what the caller drops and of the gradients that it hands back, and of
-            the backwards.
-        dropped_at: index of what the caller drops.
-        outputs: bytes of the forward's results that its caller holds behind the backward.
+        events: the forwards of all graphs, the event at which the caller drops tensors, the event that allocates the
+            tangents, and the backwards.
+        dropped_at: index of the event at which the caller drops tensors.
+        outputs: bytes of the forward's results that its caller holds after the backward.
         earlier_outputs: bytes of the previous step's results, held until this forward has returned.
     """
 
@@ -41,22 +41,25 @@ class StepEvents:
 
     @property
     def saved_bytes(self) -> int:
-        """Held between forward and backward."""
+        """Returns the bytes held between forward and backward."""
         return bytes_during(self.events[: self.dropped_at + 1])[1]
 
     def peak(self, gradients: int = 0) -> int:
-        """The most that is held.
+        """Returns the peak in bytes.
 
         Args:
-            gradients: bytes that are there when the backward begins, and not yet in the forward.
+            gradients: bytes of gradients that exist from the start of the backward, but not in the forward.
         """
         during, _ = bytes_during(self.events)
         return max(size + gradients * (index > self.dropped_at) for index, size in enumerate(during))
 
 
 def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
-    """The step whose storages are by a share of the difference larger than those of `low`; the share may be negative
-    or over 1. None where the two steps are not the same operators."""
+    """Returns a step whose storage sizes are interpolated linearly between two steps; None if their operators differ.
+
+    Args:
+        share: 0 for the sizes of `low`, 1 for those of `high`; values outside of this range extrapolate.
+    """
 
     def size(first: int, second: int) -> int:
         return max(0, round(first + share * (second - first)))
@@ -78,10 +81,10 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
 
 
 def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> StepEvents:
-    """The events of a step whose forward is the tape.
+    """Returns the events of a step whose forward is the tape.
 
     Args:
-        runs: those of each call.
+        runs: the events of each call.
         frees_gradients: gradients of parameters are added to earlier ones, or released, once a backward returns them.
     """
     composition = _Composition(tape, runs, frees_gradients)
@@ -102,7 +105,7 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = Fal
 
 
 def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
-    """Bytes that the first calls of a tape have left when the next graph begins, with what is gathered for that."""
+    """Returns the bytes held after the first `count` calls of a tape, with what is gathered for the next one."""
     composition = _Composition(tape, runs)
     events = [event for index in range(count) for event in composition.forward(index)]
     if count < len(tape.calls):
@@ -111,17 +114,17 @@ def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
 
 
 class _Composition:
-    """The names of storages in a step, and who holds those that pass between graphs."""
+    """The names of a step's storages, and the readers of those that pass between graphs."""
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> None:
         self._tape, self._calls, self._given = tape, tape.calls, tape.given
         self._graphs, self._frees_gradients = runs, frees_gradients
-        # By run: names in the step of what its forward is given, returns and saves.
+        # Per run: names in the step of the storages that its forward takes, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
-        # By run, what of that its backward reads in a storage of its own; and what is held for one that runs again.
+        # Per run: arguments that its backward reads from a new storage; and names held for the forwards it reruns.
         self._later = [self._later_of(index) for index in range(len(self._calls))]
         self._kept: dict[int, dict[str, None]] = {}
-        # Of storages that pass between graphs: runs whose backward needs them.
+        # By name of a storage that passes between graphs: the runs whose backward needs it.
         self._readers: dict[str, set[int]] = {}
         for index, (graph, names) in enumerate(zip(self._graphs, self._names, strict=True)):
             names = names | {local: storage.name for local, storage in self._later[index].items()}
@@ -135,27 +138,27 @@ class _Composition:
                     if local not in self._later[again] and name not in elsewhere:
                         self._kept.setdefault(index, {})[name] = None
                         self._readers.setdefault(name, set()).add(index)
-        # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
+        # Operators between graphs, with reader numbers from -1 down, in the place of the index of a call.
         self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
         for reader, operator in self._outside:
             for tensor in operator.saved:
                 self._readers.setdefault(_shared(tensor.storage), set()).add(reader)
         self._held: set[str] = set()
-        # What the caller holds until the backward is over.
+        # Storages that the caller holds until the end of the backward.
         self.results: tuple[Storage, ...] = ()
-        # The caller's, until it drops them, in order.
+        # Names of storages that the caller holds until it drops them, in order.
         self._of_caller: dict[str, None] = {}
-        # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
+        # Gradient by number of its storage or parameter; and the number of backwards that have yet to read a gradient.
         self._gradients: dict[int, str] = {}
         self._waiting: Counter[str] = Counter()
         self._layouts: dict[str, Layout | None] = {}
-        # Where operators outside of all graphs read them.
+        # Filled only if there are operators outside of all graphs.
         self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
         self.collectives = tape.collectives([[at for at, _ in graph.gradients] for graph in runs])
         self._around = self.collectives.runs
-        # Gradients that go when a group's are reduced, and those of them that a backward was given.
+        # Gradients freed when their sharded group is reduced, by name; and those among them that are tangents.
         self._grouped: dict[str, object] = {}
         self._lent: set[str] = set()
 
@@ -168,13 +171,13 @@ class _Composition:
                 names[storage.name] = _shared(number)
         for place, name in graph.outputs:
             returned = None if place is None else call.outputs.get(place)
-            # What is written back to an input is copied there, and is a storage of its own until then.
+            # A result that is written back to an input has its own storage until it is copied there.
             if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
                 names.setdefault(name, _shared(returned))
         return names
 
     def _later_of(self, index: int) -> dict[str, Storage]:
-        """The arguments of a run that are offloaded or recomputed, as its backward finds them; by their own names."""
+        """Returns the storages that a run's backward reads for offloaded or recomputed arguments, by local name."""
         call, inputs = self._calls[index], self._graphs[index].inputs
         places = {
             place: RECOMPUTED if place in call.recomputed else SAVED for place in call.offloaded | call.recomputed
@@ -188,7 +191,7 @@ class _Composition:
         }
 
     def forward(self, index: int) -> Iterator[Event]:
-        """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
+        """Yields the events of a run, after the allocation of inputs from outside of all graphs, and its releases."""
         graph, names = self._graphs[index], self._names[index]
         yield from self._around[index].before
         given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
@@ -209,14 +212,14 @@ class _Composition:
         yield from self._around[index].after
         if index < len(self._calls) - 1:
             passed = set(names.values())
-            # What the caller does not get was written back to an input.
+            # Results that the caller does not get were written back to an input.
             dropped = [name for name in returned if name not in passed]
             released = [_shared(number) for number in sorted(self._calls[index].released)]
             if frees := self._dropped([*dropped, *released]):
                 yield Event("", frees=frees)
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
-        """The storages that operators behind a call save, where no graph has allocated it."""
+        """Yields the allocation of storages that operators after a call save and no graph has allocated."""
         saved = {_shared(number): size for number, size in self._tape.saved_behind(call).items()}
         new = tuple(Storage(name, size, SAVED, BETWEEN) for name, size in saved.items() if name not in self._held)
         self._held |= saved.keys()
@@ -224,11 +227,11 @@ class _Composition:
             yield Event("", allocates=new)
 
     def hold_results(self, forward: list[Event]) -> tuple[tuple[Storage, ...], list[Event]]:
-        """Have the caller hold the forward's results, or copies of them; Trainer keeps the loss alone.
+        """Make the caller hold the forward's results, or copies of them; Trainer keeps only the loss.
 
         Returns:
-            What it drops before the backward: copies; and the forward, with the allocation of these, the results of
-            the step before, and what the caller computes from its own.
+            The copies that the caller drops before the backward; and the forward's events, with the allocation of the
+            copies, the previous step's results, and the tensors that the caller computes from its results.
         """
         held = self._tape.held_outputs
         if held == NOTHING_HELD:
@@ -263,16 +266,16 @@ class _Composition:
         return results if held.copies and not held.until else (), forward
 
     def drop_results(self, others: Sequence[Storage]) -> Event:
-        """The storages that the forward's caller drops, and others that it has held until then."""
+        """Returns the event at which the forward's caller drops its storages and these others."""
         return Event("", frees=(*self._dropped([*self._of_caller]), *(storage.name for storage in others)))
 
     def drop_held(self) -> Iterator[Event]:
-        """The results that the caller has held, and what it has computed from them."""
+        """Yields the event that frees the results that the caller held, and the tensors computed from them."""
         if self.results:
             yield Event("", frees=tuple(storage.name for storage in self.results))
 
     def backward(self, index: int) -> Iterator[Event]:
-        """The events of a run's backward; before it gradients that no graph returns, behind it what is summed."""
+        """Yields the events of a run's backward, with its tangents before and the frees of summed gradients after."""
         graph, call, around = self._graphs[index], self._calls[index], self._around[index]
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
@@ -297,7 +300,7 @@ class _Composition:
                 self._grouped[names[storage.name]] = group
                 self._waiting[names[storage.name]] += 1
                 self._lent.add(names[storage.name])
-        # One storage may be the gradient of several results, as of those that are added up behind the run.
+        # One storage may be the gradient of several results, for example of results that are summed after the run.
         given = Counter(names[storage.name] for _, storage in graph.tangents)
         at_once, at_end = ([], copied) if dynamo.holds_tangents() else (copied, [])
         yield Event("", allocates=tuple(tangents), frees=(*self._passed, *at_once))
@@ -326,7 +329,7 @@ class _Composition:
         yield from self.reduced(around.reduced)
 
     def _reloaded(self, index: int) -> Iterator[Event]:
-        """The reloads of what a run's backward reads, and of what the one behind it will."""
+        """Yields the reloads of offloaded arguments for a run's backward, and the prefetch for the next backward."""
         if not self._calls[index].offloaded:
             return
         before = next((at for at in reversed(range(index)) if self._calls[at].offloaded), index)
@@ -338,7 +341,7 @@ class _Composition:
                 yield Event(f"{new[0].name} reloaded", "reload", self._calls[at].layer, new)
 
     def _again(self, index: int) -> Iterator[Event]:
-        """Events of a recomputed forward; keeps only outputs that a backward reads."""
+        """Yields the events of a recomputed forward; keeps only outputs that a backward reads."""
         graph, call, held = self._graphs[index], self._calls[index], set[str]()
         numbers = {name: call.outputs.get(place, -1) for place, name in graph.outputs if place is not None}
         wanted = {
@@ -361,7 +364,7 @@ class _Composition:
         yield Event("", frees=tuple(sorted(held - left)))
 
     def reduced(self, groups: Iterable[Reduced]) -> Iterator[Event]:
-        """The ends of the backwards of sharded groups."""
+        """Yields the events that end the backwards of sharded groups."""
         for group in groups:
             gradients = [name for name, owner in self._grouped.items() if owner is group.group]
             for name in gradients:
@@ -372,7 +375,7 @@ class _Composition:
             yield from (group.before, group.copied._replace(frees=freed), group.after)
 
     def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
-        """The backwards of operators between two calls."""
+        """Yields the backward events of operators between two calls."""
         for reader, operator in operators:
             done = [_shared(tensor.storage) for tensor in operator.saved]
             done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
@@ -384,7 +387,7 @@ class _Composition:
                 name = gradient_name(number)
                 before = self._gradients.setdefault(result, name)
                 if self._gradient_bytes.get(before, 0) < self._gradient_bytes.get(name, 0):
-                    # That of a view, whose storage is the result's too, and which this operator has read.
+                    # The earlier gradient is that of a view of the result, and this operator has read it.
                     self._gradients[result] = name
                     self._waiting[before] -= 1
                     read += [] if self._waiting[before] else [before]
@@ -393,7 +396,7 @@ class _Composition:
                 yield Event("", frees=tuple(read))
 
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
-        """Gradients that autograd adds to another one of the same tensor, which was there before."""
+        """Yields gradients that are freed, since autograd adds each to an earlier one of the same tensor."""
         call, graph = self._calls[index], self._graphs[index]
         for position, local in graph.gradients:
             number = None if position is None else call.inputs.get(position)
@@ -412,7 +415,7 @@ class _Composition:
                 else:
                     yield name
             elif self._frees_gradients and number in self._given:
-                # autograd adds up those of all graphs before it adds them to what is there.
+                # autograd sums the gradients of all graphs before it accumulates them.
                 first = self._gradients.setdefault(number, name)
                 if first != name:
                     yield name
@@ -428,7 +431,7 @@ class _Composition:
                 yield name
 
     def _is_last(self, index: int, name: str) -> bool:
-        """True where nobody holds a storage any more when a run's backward is done with it."""
+        """Returns True if a storage has no reader left after this run's backward; removes the run from its readers."""
         if (readers := self._readers.get(name)) is not None:
             readers.discard(index)
             return not readers
@@ -449,7 +452,7 @@ class _Composition:
         return storage._replace(name=name, layer=layer, category=category)
 
     def _layer(self, index: int, layer: str) -> str:
-        """The layer that runs, where its graph is that of the first of several equal ones."""
+        """Returns the path of the layer that runs; equal layers share the graph of the first."""
         return (self._calls[index].layer or layer) if layer else ""
 
 

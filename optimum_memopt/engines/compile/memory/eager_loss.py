@@ -1,5 +1,4 @@
-"""The memory of a loss that a training step computes outside of the model's forward: a teacher's logits, a divergence,
-metrics. Pure."""
+"""The memory of a loss computed outside of the model's forward: a teacher's logits, a divergence, metrics. Pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,14 +9,14 @@ from optimum_memopt.engines.compile.memory.events import Event
 
 @dataclass(frozen=True)
 class LossEvents:
-    """The events of a step outside of the model's forward and its backward.
+    """The events of a step outside of the model's forward and backward.
 
     Attributes:
-        before: the forward.
-        behind: the forward, until the backward of the loss begins.
-        backward: of the loss, until the model's own is given its gradients.
-        end: of the backward.
-        resident: bytes that are held when the forward of the step begins to run for the first time.
+        before: events before the model's forward.
+        behind: events after the model's forward, until the backward of the loss begins.
+        backward: events of the loss's backward, until the model's backward gets its tangents.
+        end: events from the start of the model's backward on; they are composed at its end.
+        resident: bytes held when the step's first model forward begins.
     """
 
     before: tuple[Event, ...] = ()
@@ -27,7 +26,7 @@ class LossEvents:
     resident: int = 0
 
     def scaled(self, factor: float) -> "LossEvents":
-        """Returns the events of a batch that is so many times as large."""
+        """Returns the events of a batch that is `factor` times as large."""
 
         def part(events: tuple[Event, ...]) -> tuple[Event, ...]:
             return tuple(
@@ -47,10 +46,10 @@ class EagerLoss:
     """A loss that is computed outside of the model's forward.
 
     Attributes:
-        name: of what computes it, `Distiller.compute_loss`.
-        events_at: the events for a batch of these sizes, by the names of the forward's arguments, `input_ids_dim0`.
-        unknown: why its memory is not known; empty where it is.
-        sizes: of the batch.
+        name: the function that computes it, `Distiller.compute_loss`.
+        events_at: returns the events for batch sizes by argument and dimension, `input_ids_dim0`.
+        unknown: why its memory is unknown; empty if it is known.
+        sizes: sizes of the batch.
     """
 
     name: str
@@ -66,7 +65,7 @@ class EagerLoss:
         return self.events_at(self.sizes)
 
     def around(self, collectives: Collectives) -> Collectives:
-        """Returns the events around the calls of a tape, with those of the loss."""
+        """Returns the events around a tape's calls, with those of the loss added."""
         if self.unknown:
             return collectives
         events, (first, *_), (*_, last) = self.events, collectives.runs, collectives.runs
@@ -82,5 +81,5 @@ class EagerLoss:
 
     @property
     def caveat(self) -> str:
-        """Returns what is not counted, and why; empty where it is counted."""
+        """Returns a note that the loss is not counted, and why; empty if it is counted."""
         return f"not counted: {self.name} ({self.unknown})" if self.unknown else ""

@@ -1,8 +1,8 @@
-"""The storages that a graph's forward and backward allocate and free, as a stream of events, and folds over it. Pure.
+"""Event streams of the storages that a graph's forward and backward allocate and free, and folds over them. Pure.
 
-Four sources write the stream: the graphs that a joint graph was partitioned into (here), a problem with a set of saved
+Four sources write a stream: the graphs that a joint graph was partitioned into (here), a problem with a set of saved
 nodes (`simulation.py`), the programs that inductor wrote (`inductor_programs.py`), and a module that runs on fake
-tensors (`live.py`). `composition.py` makes one stream of all graphs of a step.
+tensors (`live.py`). `composition.py` merges the streams of a step's graphs into one.
 """
 
 import itertools
@@ -34,19 +34,19 @@ from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
-# Before the names of storages that a backward allocates: recomputed operators have the names of the forward's.
+# Prefix of the names of storages that a backward allocates: recomputed operators are named as in the forward.
 BACKWARD = "backward "
 
 
 class Storage(NamedTuple):
-    """Memory that tensors lie in.
+    """The memory behind one or more tensors.
 
     Attributes:
-        name: unique among those that are held.
+        name: unique among the storages held at the same time.
         category: one of `predictions.CATEGORIES`.
         kind: cluster id of a saved activation that has one, else the operator that allocates it, `gelu`.
-        layer: path of the transformer layer, empty outside of all.
-        module: path of the module that allocates it, within its layer; outside of layers in the model.
+        layer: path of the transformer layer; empty outside of all layers.
+        module: path of the allocating module, relative to its layer, or to the model outside of layers.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Event(NamedTuple):
 
     Attributes:
         operator: the name of its node, or of the storage that a compiled program allocates; empty between operators.
-        kind: of the operator, `gelu`.
-        layer: path of the transformer layer, empty outside of all.
-        allocates: before it runs.
-        workspace: bytes that it holds while it runs, beside its results.
-        frees: names of storages, after it has run.
+        kind: the operator's name, `gelu`.
+        layer: path of the transformer layer; empty outside of all layers.
+        allocates: storages allocated before the operator runs.
+        workspace: bytes that the operator holds while it runs, beside its results.
+        frees: names of the storages freed after the operator has run.
     """
 
     operator: str
@@ -78,7 +78,7 @@ class Event(NamedTuple):
 
 
 def held_before(events: Iterable[Event]) -> dict[str, Storage]:
-    """The storages held after events, by name, and so before the next one allocates."""
+    """Returns the storages held after these events, before the next one allocates, by name."""
     held: dict[str, Storage] = {}
     for event in events:
         held.update((storage.name, storage) for storage in event.allocates)
@@ -88,7 +88,7 @@ def held_before(events: Iterable[Event]) -> dict[str, Storage]:
 
 
 def held_during(events: Sequence[Event], index: int) -> tuple[Storage, ...]:
-    """The storages held during an event, its workspace as a storage of its own."""
+    """Returns the storages held during an event, its workspace as a storage of its own."""
     event = events[index]
     module = event.allocates[0].module if event.allocates else ""
     workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer, module)
@@ -98,7 +98,7 @@ def held_during(events: Sequence[Event], index: int) -> tuple[Storage, ...]:
 
 
 def bytes_during(events: Iterable[Event]) -> tuple[list[int], int]:
-    """Bytes held during each event, and after the last."""
+    """Returns the bytes held during each event, and those held after the last."""
     sizes: dict[str, int] = {}
     held, during = 0, []
     for event in events:
@@ -112,7 +112,7 @@ def bytes_during(events: Iterable[Event]) -> tuple[list[int], int]:
 
 
 def bytes_by_category(events: Iterable[Event]) -> Iterator[dict[str, int]]:
-    """Bytes held during each event; a workspace is temporary."""
+    """Yields the bytes held during each event, by category; a workspace counts as temporary."""
     now = dict.fromkeys(CATEGORIES, 0)
     sizes: dict[str, tuple[str, int]] = {}
     for event in events:
@@ -126,21 +126,21 @@ def bytes_by_category(events: Iterable[Event]) -> Iterator[dict[str, int]]:
 
 @dataclass(frozen=True)
 class GraphEvents:
-    """The forward and backward of one graph. A position is that of an argument, or result, of the compiled graph.
+    """The events of one graph's forward and backward. Positions index the compiled graph's arguments or results.
 
     Attributes:
-        forward: in order.
-        backward: in order; it frees saved inputs, too, which whoever holds them may ignore.
-        inputs: tensors that the forward is given, by position; parameters are not among them.
-        outputs: position, None where its caller does not get it, and the storage of each that the forward returns and
-            does not save; empty where it has none of its own.
-        saved: what the forward saves for the backward, each storage once; inputs are not among them.
+        forward: events of the forward, in order.
+        backward: events of the backward, in order; they also free saved inputs, which the inputs' owner may ignore.
+        inputs: storages of the forward's tensor arguments, without parameters, by position.
+        outputs: position and storage name of each returned tensor that is not saved; the position is None if the
+            caller does not get the tensor, the name empty if it has no storage of its own.
+        saved: storages that the forward saves for the backward, each once, without inputs.
         saved_inputs: names of `inputs` that the backward reads.
-        saved_values: each tensor that is saved, by its name as an input of the backward, with its storage's; empty for
-            an input of the forward.
-        tangents: gradients that the backward is given, with the position of the output that each belongs to.
-        gradients: position of an input, and the storage of each gradient that the backward returns, in its order.
-        layouts: of tangents and gradients.
+        saved_values: pairs of a saved tensor's name as an input of the backward, and its storage's name; the latter is
+            empty for an input of the forward.
+        tangents: incoming gradients of the backward, with the position of the output that each belongs to.
+        gradients: input position and storage name of each gradient that the backward returns, in its order.
+        layouts: memory layouts of tangents and gradients.
     """
 
     forward: tuple[Event, ...]
@@ -155,7 +155,7 @@ class GraphEvents:
     layouts: Layouts = field(default_factory=Layouts)
 
     def as_run(self) -> "GraphEvents":
-        """The events where torch runs the graph, which may hold tangents until the backward is over."""
+        """Returns the events as torch runs the graph: some versions hold tangents until the backward ends."""
         tangents = {storage.name for _, storage in self.tangents}
         freed = tuple(name for event in self.backward for name in event.frees if name in tangents)
         if not freed or not dynamo.holds_tangents():
@@ -167,7 +167,7 @@ class GraphEvents:
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """Storages that nobody but the forward's caller holds."""
+        """Returns the names of the outputs' storages that are not saved: only the forward's caller holds them."""
         saved = {storage.name for storage in self.saved}
         return tuple(dict.fromkeys(name for _, name in self.outputs if name and name not in saved))
 
@@ -177,12 +177,12 @@ Node = TypeVar("Node", int, str)
 
 @dataclass(frozen=True)
 class RunMemory(Generic[Node]):
-    """A graph's run.
+    """The memory of one run of a graph.
 
     Attributes:
-        order: its operators, by name or number.
-        held: bytes while each of them runs.
-        end: bytes after the last.
+        order: its operators in order, by name or number.
+        held: bytes held while each operator runs.
+        end: bytes held after the last operator.
     """
 
     order: tuple[Node, ...]
@@ -191,16 +191,16 @@ class RunMemory(Generic[Node]):
 
     @cached_property
     def peak(self) -> int:
-        # A backward that returns the gradient it is given has no operator.
+        # A backward that returns its incoming gradient unchanged has no operators.
         return max(self.held, default=self.end)
 
 
 @dataclass(frozen=True)
 class Prediction(Generic[Node]):
-    """The memory of one graph's forward and backward, in bytes over parameters, inputs and gradients that were there.
+    """The memory of one graph's forward and backward, in bytes above existing parameters, inputs and gradients.
 
     Attributes:
-        saved_bytes: held between the two.
+        saved_bytes: bytes held between forward and backward.
     """
 
     forward: RunMemory[Node]
@@ -213,7 +213,7 @@ class Prediction(Generic[Node]):
 
 
 def prediction_of(graph: GraphEvents) -> Prediction[str]:
-    """The two runs of a graph that is all of a forward."""
+    """Returns the prediction for a graph that is the whole forward."""
     before = Event("", frees=graph.returned)
     given = Event("", allocates=tuple(storage for _, storage in graph.tangents))
     during, end = bytes_during((*graph.forward, before, given, *graph.backward))
@@ -227,7 +227,7 @@ def prediction_of(graph: GraphEvents) -> Prediction[str]:
 
 
 class _Sizes:
-    """Distinct byte expressions, numbered.
+    """Numbers distinct byte expressions.
 
     Args:
         inputs: the forward's placeholders; symbols in their shapes are sizes of the batch.
@@ -241,10 +241,10 @@ class _Sizes:
         return self._numbers.setdefault(size, len(self._numbers))
 
     def storage(self, node: fx.Node) -> int:
-        """That of a root; it takes nothing where it lies in the host's memory."""
+        """Returns the number of a root's byte expression; 0 bytes if the root is in host memory."""
         if is_on_host(node):
             return self.add(sympy.Integer(0))
-        # torch has symbols for the size of a generator's state, too, which a part that is checkpointed saves (2.13).
+        # torch also makes the size of a generator's state symbolic, which a checkpointed region saves (2.13).
         sizes = (size.node for size in _sizes(node) if size.node.has_hint())
         fixed = {each.expr: each.hint for each in sizes if each.expr.is_Symbol and each.expr not in self._of_batch}
         return self.add(storage_bytes(node).subs(fixed) if fixed else storage_bytes(node))
@@ -255,14 +255,14 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The events of a graph for any sizes of its batch.
+    """The events of a graph for any batch size.
 
     Attributes:
         sizes: byte expressions.
-        events: their bytes are places in `sizes`.
-        inputs: shapes of the compiled graph's arguments that are tensors, by their positions.
-        outputs: shapes of its results.
-        numbers: arguments that are symbolic sizes.
+        events: the graph's events, with indices into `sizes` in place of bytes.
+        inputs: shapes of the compiled graph's tensor arguments, by position.
+        outputs: shapes of its results, by position.
+        numbers: arguments that are symbolic sizes, by position.
     """
 
     sizes: CompiledSizes
@@ -276,7 +276,7 @@ class Schedule:
         return compile_sizes(itertools.chain(*self.inputs.values(), *self.outputs.values()))
 
     def shapes(self, values: SymbolValues) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """`inputs` and `outputs` for these values of the symbols."""
+        """Returns `inputs` and `outputs` for these values of the symbols."""
         sizes = iter(self._shapes(values))
         inputs, outputs = (
             {position: tuple(itertools.islice(sizes, len(shape))) for position, shape in shapes.items()}
@@ -285,10 +285,10 @@ class Schedule:
         return inputs, outputs
 
     def at(self, values: SymbolValues) -> GraphEvents:
-        """The events for these values of the symbols.
+        """Returns the events for these values of the symbols.
 
         Raises:
-            KeyError: a symbol without a value, as where a size depends on data.
+            KeyError: a symbol has no value, for example because a size depends on data.
         """
         sizes, graph = self.sizes(values), self.events
 
@@ -311,7 +311,7 @@ class Schedule:
         )
 
     def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
-        """The symbols' values with arguments of these shapes, by their positions; a number is a shape of one size."""
+        """Returns the symbols' values for argument shapes, by position; a number is a shape of one size."""
         symbols = {**self.inputs, **{position: (number,) for position, number in self.numbers.items()}}
         return {
             symbol: size
@@ -322,7 +322,7 @@ class Schedule:
         }
 
     def predict(self, values: SymbolValues) -> Prediction[str]:
-        """The runs of both graphs alone; see `at`."""
+        """Returns the prediction for this graph alone; raises as `at`."""
         return prediction_of(self.at(values))
 
 
@@ -335,12 +335,13 @@ def schedule(
     rows: Mapping[str, str] | None = None,
     inlined: Inlined | None = None,
 ) -> Schedule:
-    """Read a partitioned graph, which may be changed afterwards.
+    """Build the schedule of a partitioned graph, which may be changed afterwards.
 
     Args:
-        num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
+        num_fwd_outputs: number of outputs that the forward's caller gets; the others are saved for the backward.
+        static_inputs: names of placeholders that are not counted, such as parameters.
         rows: cluster ids of saved activations, by the names of their roots.
-        inlined: what is held nowhere, unless the forward returns or saves it.
+        inlined: operators whose results are not materialized, unless the forward returns or saves them.
     """
     sizes, rows = _Sizes(forward.graph.find_nodes(op="placeholder")), rows or {}
     outputs = _results(forward.graph)
@@ -418,7 +419,7 @@ def _is_tensor(node: fx.Node | None) -> TypeGuard[fx.Node]:
 
 
 def _sizes(node: fx.Node) -> list[torch.SymInt]:
-    """The symbolic sizes of a tensor, or a symbolic size itself."""
+    """Returns the symbolic sizes of a tensor, or the symbolic size that the node is."""
     sizes = tensor_value(node).shape if is_tensor(node) else [value(node)]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
@@ -428,13 +429,13 @@ def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    """The nodes that a graph returns, None for what is no node."""
+    """Returns the nodes that a graph returns, None for results that are not nodes."""
     (output,) = graph.find_nodes(op="output")
     return [node if isinstance(node, fx.Node) else None for node in cast("Sequence[object]", output.args[0])]
 
 
 def _owned_inputs(backward: fx.Graph, saved: Mapping[str, fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Tensors that the backward frees after their last use: its tangents, and one for each storage saved for it."""
+    """Returns the placeholders that the backward frees after their last use: tangents, and one per saved storage."""
     tangents: list[fx.Node] = []
     owned: dict[fx.Node, fx.Node] = {}
     for node in backward.find_nodes(op="placeholder"):
@@ -454,12 +455,13 @@ def _events(
     cuda: Multiprocessors | None,
     inlined: Inlined,
 ) -> Iterator[Event]:
-    """A graph in its order, with every storage freed after its last use, as torch.fx's generated code does.
+    """Yields the events of a graph in its order; storages are freed after their last use, as in torch.fx's code.
 
     Args:
-        graph: functional but for copies back into inputs.
-        owned: placeholders that nobody else holds: freed after their last use.
-        storage_of: that of a root, of the operator that allocates it, and of its layer.
+        graph: functional except for copies back into inputs.
+        owned: placeholders that are freed after their last use, since only the graph holds them.
+        storage_of: returns the storage for a root, the kind of its operator and its layer.
+        name_of: returns the name of a root's storage.
     """
     last_use = _last_uses(graph, inlined)
     freed: dict[fx.Node, list[fx.Node]] = {}
@@ -470,7 +472,7 @@ def _events(
         if node.op in ("placeholder", "output"):
             continue
         kind, layer = operator_name(node), layer_of(node)
-        # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
+        # Unread outputs are freed with the tuple that holds them, once its last output has been picked.
         is_unread = (
             node not in last_use and node.op == "call_function" and not inlined.is_view(node) and is_tensor(node)
         )
@@ -485,13 +487,13 @@ def _events(
 
 
 def _last_uses(graph: fx.Graph, inlined: Inlined) -> dict[fx.Node, fx.Node]:
-    """The last reader of each storage, by its root."""
+    """Returns the last reader of each storage, by root."""
     reads = ((inlined.root(read), node) for node in graph.nodes for read in node.all_input_nodes)
     return {storage: node for storage, node in reads if storage is not None}
 
 
 def _allocations(node: fx.Node, inlined: Inlined) -> list[fx.Node]:
-    """The roots that an operator allocates: itself, or the outputs of it that are picked."""
+    """Returns the roots that an operator allocates: itself, or those of its outputs that are picked."""
     if node.op != "call_function" or inlined.is_view(node):
         return []
     if isinstance(value(node), tuple | list):

@@ -1,4 +1,4 @@
-"""The parts of a training step's memory, activations and all that is held beside them, and what they may take."""
+"""The parts of a training step's memory, activations and everything held beside them, and the step's limit."""
 
 import sys
 from collections import Counter
@@ -36,8 +36,9 @@ from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimize
 from optimum_memopt.memory.peak_monitor import MIB, held_bytes
 from optimum_memopt.sizes import Budget
 
-# On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: by 10 to 16 MiB without a
-# plan, by 23 to 26 under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). Bytes, and a share of what it held.
+# On a CPU the process itself grows during training, by compiled code and memory that malloc keeps: by 10 to 16 MiB
+# without a plan, by 23 to 26 MiB under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). In bytes, and as a share of
+# the memory that the process held before.
 _GROWTH = 32 * 2**20
 _GROWTH_SHARE = 0.02
 
@@ -47,20 +48,20 @@ class Footprint:
     """The parts of a training step's memory, in bytes.
 
     Attributes:
-        activations: peak of a forward and its backward over what was there before, with the gradients that the
+        activations: peak of a forward and its backward above the memory held before, including the gradients that the
             backward returns.
-        parameters: of the model, trainable or not.
-        batch: the tensors that the forward is given, of all micro-batches that are held at once.
-        optimizer: its states.
-        accumulated: gradients of earlier micro-batches, 0 where each step begins without.
-        other_forwards: saved by earlier forwards of the step, or earlier graphs of a forward, whose backward is still
-            to come.
-        gradients: of all parameters that get one, there in the optimizer's step.
+        parameters: parameters of the model, trainable or not.
+        batch: tensor arguments of the forward, for all micro-batches that are held at once.
+        optimizer: optimizer states.
+        accumulated: gradients of earlier micro-batches; 0 if each backward starts without gradients.
+        other_forwards: activations saved by earlier forwards of the step, or by earlier graphs of a forward, whose
+            backward is still to come.
+        gradients: gradients of all parameters that get one, held in the optimizer's step.
         step: temporary tensors of the optimizer's step.
-        outputs: of the forward, which the loop still holds in the optimizer's step.
-        constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the
-            CPU the interpreter, libraries and compiled code.
-        releases: the optimizer steps in the backward, so that `step` is held there, and `gradients` are none.
+        outputs: the forward's outputs that the training loop still holds in the optimizer's step.
+        constant: everything else held before the first step: on CUDA other tensors and workspaces, on the CPU the
+            interpreter, libraries and compiled code.
+        releases: whether the optimizer steps in the backward, so that `step` is held there and `gradients` is 0.
     """
 
     activations: int
@@ -78,26 +79,26 @@ class Footprint:
 
     @property
     def frees_gradients(self) -> bool:
-        """True where no gradient of a parameter is held once a graph's backward has returned it: it is added to that
-        of earlier micro-batches, or released."""
+        """True if a parameter's gradient is freed once a graph's backward has returned it: it is either accumulated
+        into that of earlier micro-batches, or released."""
         return self.releases or self.accumulated > 0
 
     def with_released_gradients(self) -> "Footprint":
-        """That of a step whose gradients are released; what is temporary is at most that of the step behind it."""
+        """Returns the footprint of a step that releases gradients; `step` stays as an upper bound."""
         return replace(self, gradients=0, accumulated=0, releases=True)
 
     def of_later_micro_batch(self) -> "Footprint":
-        """That of a micro-batch which begins with the gradients of earlier ones."""
+        """Returns the footprint of a micro-batch that starts with the gradients of earlier ones."""
         return replace(self, accumulated=self.gradients)
 
     @property
     def peak(self) -> int:
-        """The higher one of the forward with its backward, and the optimizer's step."""
+        """Returns the higher peak of forward and backward, and of the optimizer's step."""
         always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
         return always + max(self._in_backward, self._in_optimizer)
 
     def activations_within(self, budget: int) -> int:
-        """The most that `activations` may be with `peak` within a budget; negative where the rest passes it alone."""
+        """Returns the maximum of `activations` within a budget; negative if everything else exceeds it already."""
         return budget - replace(self, activations=0, gradients=0, step=0, outputs=0).peak
 
     @property
@@ -109,11 +110,11 @@ class Footprint:
         return self.gradients + self.step + self.outputs
 
     def text(self, weights: str, batches: int = 1) -> str:
-        """The parts, in MiB.
+        """Returns the parts in MiB, as text.
 
         Args:
-            weights: says of which type the parameters are.
-            batches: micro-batches that are held at once.
+            weights: description of the parameters' dtypes.
+            batches: number of micro-batches held at once.
         """
         is_in_backward = self._in_backward >= self._in_optimizer
         moment, size = "gradients and the optimizer's step", self.gradients + self.step
@@ -148,12 +149,12 @@ def footprint_of(
     releases_gradients: bool = False,
     outputs: int = 0,
 ) -> Footprint:
-    """A step of a model.
+    """Returns the footprint of a model's training step.
 
     Args:
-        optimizer: None before there is one: AdamW.
+        optimizer: None before it exists: AdamW is assumed.
         trained: names of parameters that certainly get a gradient.
-        releases_gradients: see `Run`; what is temporary then is at most that of the largest parameter.
+        releases_gradients: see `Run`; temporary tensors are then at most those for the largest parameter.
         outputs: see `StepEvents`.
     """
     trainable = trainable_of(model, untrained)
@@ -180,8 +181,8 @@ def footprint_of(
 
 
 def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> int:
-    """Bytes of the gradients of earlier micro-batches: FSDP2 reduces them with those of the last, and ZeRO 3 has its
-    own memory for them from the start.
+    """Returns the bytes of earlier micro-batches' gradients: FSDP2 reduces them with those of the last micro-batch;
+    0 under ZeRO 3, which preallocates memory for them.
     """
     if zero3.updated(model):
         return 0
@@ -190,11 +191,11 @@ def _accumulated(model: torch.nn.Module, trainable: Iterable[torch.Tensor]) -> i
 
 
 def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.Tensor]:
-    """Parameters that get a gradient, and with it states of the optimizer; of sharded ones this rank's share, which
-    ZeRO 3 keeps in flat tensors of many.
+    """Returns the parameters that get a gradient, and so optimizer states; of sharded parameters this rank's shard,
+    which ZeRO 3 keeps in flat tensors of several parameters.
 
     Args:
-        untrained: names of those that require one and get none; see `without_gradient`.
+        untrained: names of parameters that require a gradient but get none; see `without_gradient`.
     """
     if flat := zero3.updated(model):
         return flat
@@ -204,7 +205,7 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
 
 
 def weights_by_dtype(model: torch.nn.Module) -> dict[str, int]:
-    """Bytes of a model's parameters by their type, as `bfloat16`, the most first."""
+    """Returns the bytes of a model's parameters by dtype name, `bfloat16`, largest first."""
     sizes: Counter[str] = Counter()
     for parameter in {id(parameter): parameter for parameter in parameters_of(model).values()}.values():
         sizes[dtype_name(parameter.dtype)] += fully_shard.local(parameter).nbytes
@@ -212,21 +213,22 @@ def weights_by_dtype(model: torch.nn.Module) -> dict[str, int]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
+    """Returns the name of a dtype, `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters, by their names; of sharded ones this rank's share, gathered or not."""
+    """Returns a model's parameters by name; of sharded parameters this rank's shard, gathered or not."""
     return {**dict(model.named_parameters()), **fully_shard.shards(model), **zero3.shards(model)}
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
-    """The memory that a process holds beside a model and its batch, in bytes.
+    """Returns the bytes that a process holds beside a model and its batch.
 
     Args:
-        model: its parameters, buffers and gradients may be fake tensors, which have no memory.
-        saved_bytes: of saved activations among them.
+        model: a model whose parameters, buffers and gradients may be fake tensors, which take no memory.
+        resident: bytes that the process holds.
+        saved_bytes: bytes of saved activations among `resident`.
     """
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
@@ -237,7 +239,7 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of this rank's share of tensors, each counted once."""
+    """Returns the bytes of this rank's shards of tensors, each counted once."""
     return tensor_bytes(map(fully_shard.local, tensors))
 
 
@@ -249,7 +251,7 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     if optimizer is None or not optimizer.state:
         return planned_like(optimizer).state_sizes(parameters)
     states = (value for state in optimizer.state.values() for value in state.values())
-    # The step count of each parameter, a scalar, is left out.
+    # Each parameter's step count is a scalar, and left out.
     tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
     return [fully_shard.local(tensor).nbytes for tensor in tensors.values()]
 
@@ -262,8 +264,8 @@ def states_held(optimizer: Optimizer | None) -> int:
 
 
 def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained: Collection[str]) -> int:
-    """Bytes of the states that an optimizer makes in its next step beside those that it has: of parameters that train
-    for the first time, as much as of the others."""
+    """Returns the bytes of states that an optimizer adds in its next step, for parameters that train for the first
+    time; they are assumed to take as much per byte of parameter as the existing states."""
     if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
         return 0
     groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -275,9 +277,9 @@ def _states_to_come(model: torch.nn.Module, optimizer: Optimizer | None, trained
 
 
 def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Returns the temporary bytes of a step: those of the optimizer's class, AdamW's for unknown classes.
+    """Returns the temporary bytes of an optimizer's step, by its class; AdamW's for unknown classes.
 
-    That has none where fused (Trainer's default), a copy of all parameters with `foreach` (torch's default on CUDA),
+    AdamW has none if fused (Trainer's default), a copy of all parameters with `foreach` (torch's default on CUDA),
     else two copies of the largest parameter (`torch/optim/adam.py`, 2.13).
     """
     if isinstance(optimizer, PlannedOptimizer):
@@ -302,12 +304,13 @@ def blocks_around(
     step: StepEvents,
     later: StepEvents | None = None,
 ) -> AllocatorPeak:
-    """The peak of torch's allocator on CUDA.
+    """Returns the peak of torch's allocator on CUDA.
 
     Args:
         untrained: names of parameters that get no gradient.
-        around: the step of these events.
-        later: of a micro-batch whose gradients are added to others; None: as `step`, where there are any.
+        around: the footprint of the step.
+        step: the events of the first micro-batch.
+        later: the events of later micro-batches, read if gradients are accumulated; None: those of `step`.
     """
     tensors = [*map(fully_shard.local, parameters_of(model).values()), *buffers_of(model)]
     return allocator_peak(
@@ -325,7 +328,7 @@ def blocks_around(
 def tensors_around(
     model: torch.nn.Module, optimizer: Optimizer | None = None, untrained: Collection[str] = ()
 ) -> tuple[Storage, ...]:
-    """The parameters and buffers of a model, their gradients, and the states of an optimizer, each once."""
+    """Returns a model's parameters and buffers, their gradients and the optimizer states, each once."""
     trainable = trainable_of(model, untrained)
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in (*parameters_of(model).items(), *named_buffers(model)):
@@ -351,12 +354,12 @@ def step_timeline(
     counts: str = "operators",
     tensors: Sequence[Storage] = (),
 ) -> StepTimeline:
-    """A step by category, operator by operator; its peak is that of `around`.
+    """Returns a step's timeline by category, operator by operator; its peak equals `around.peak`.
 
     Args:
-        around: the parts of the step, with the activations of its events.
-        gradients: there when the backward begins, and not yet in the forward.
-        tensors: those of `tensors_around`, which name the parts of `around` that they add up to.
+        around: the footprint of the step, with the activations of these events.
+        gradients: bytes of gradients that exist from the start of the backward, but not in the forward.
+        tensors: the result of `tensors_around`; names the parts of `around` that these tensors add up to.
     """
     always = {
         predictions.OTHER: around.constant,
@@ -371,7 +374,7 @@ def step_timeline(
         GRADIENTS: around.accumulated + gradients,
         TEMPORARY: around.step if around.releases else 0,
     }
-    # What is held during each event, those between operators included.
+    # Bytes held during each event, including events between operators.
     first = step.dropped_at
     during = [
         {name: size + (in_graphs if index <= first else in_backward).get(name, 0) for name, size in held.items()}
@@ -379,7 +382,7 @@ def step_timeline(
     ]
     totals = [sum(now.values()) for now in during]
     most = totals.index(max(totals)) if totals else -1
-    # Tensors may be there between two operators alone.
+    # The peak may be between two operators.
     operators = [index for index, event in enumerate(step.events) if event.operator or index == most]
     shown = [*(during[index] for index in operators), {name: in_optimizer.get(name, 0) for name in CATEGORIES}]
     peaks = [sum(now.values()) for now in shown]
@@ -389,7 +392,7 @@ def step_timeline(
     alive = [*_parts(base, tensors), *groups(held_at_peak)]
     alone, count = sum(in_graphs.values()), sum(index < first for index in operators)
     before = alone + step.earlier_outputs
-    # Gradients are added to those of earlier micro-batches, whose memory is theirs.
+    # Gradients are accumulated into those of earlier micro-batches, without memory of their own.
     after = alone - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS] + around.outputs
     forward, given = totals[first] if first else before, totals[first + 1] - gradients
     in_forward, later = peaks[:count], peaks[count:-1]
@@ -412,7 +415,7 @@ def step_timeline(
 
 
 def _parts(sizes: Mapping[str, int], tensors: Iterable[Storage]) -> Iterator[Group]:
-    """What is there beside the events, by category: the tensors that add up to it, where they are known."""
+    """Yields the groups held beside the events: a category's tensors if they add up to its size, else one total."""
     for category, size in sizes.items():
         known = [storage for storage in tensors if storage.category == category]
         if size and sum(storage.bytes for storage in known) == size:
@@ -425,7 +428,7 @@ _OF_THE_MODEL = (OPTIMIZER, BATCH, GRADIENTS)
 
 
 def groups(storages: Iterable[Storage]) -> list[Group]:
-    """Tensors of one kind together, in equal layers too; what there is of each parameter is all of one."""
+    """Returns tensors grouped by kind across equal layers; optimizer states, batch and gradients by category only."""
     kinds: dict[tuple[str, ...], list[Storage]] = {}
     for storage in storages:
         key = (storage.kind, equal_layers(storage.layer), storage.module)
@@ -445,19 +448,19 @@ class StepContext:
     """The training step around its graphs.
 
     Attributes:
-        limit: bytes that its peak must not pass.
-        fixed: all that it holds beside the graphs' activations, with the first batch.
-        margin: bytes that stay free, for what earlier plans took beyond their prediction.
+        limit: bytes that the step's peak must not exceed.
+        fixed: footprint of everything but the graphs' activations, for the first batch.
+        margin: bytes kept free, since earlier plans took more than predicted.
         others: see `Run`.
-        aside: bytes that stay free for what these save.
-        largest: the run's largest batch, None where it is not known.
+        aside: bytes kept free for the activations that `others` save.
+        largest: the run's largest batch; None if it is not known.
         rows: see `Run`.
         micro_batches: see `Run`.
-        resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
-        room: bytes of it that the process may still grow by.
-        link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
-        host: bytes that offload may take of the host's memory.
-        gather_rate: bytes a second that a rank gets from others; 0: not known.
+        resident: bytes that the process holds without the optimizer's states; on a CPU including room to grow.
+        room: the part of `resident` that the process may still grow by.
+        link: bandwidth between device and host, in bytes a second in one direction; 0: offload saves nothing.
+        host: bytes of host memory that offload may take.
+        gather_rate: bytes a second that a rank receives from others; 0: not known.
     """
 
     limit: int
@@ -476,11 +479,11 @@ class StepContext:
 
     @property
     def allowed(self) -> int:
-        """Bytes that the graphs may hold; negative where the rest passes the limit alone."""
+        """Returns the bytes that the graphs may hold; negative if everything else exceeds the limit already."""
         return self.fixed.activations_within(self.limit - self.margin - self.aside)
 
     def footprint(self, activations: int) -> Footprint:
-        """The step with graphs that hold so much."""
+        """Returns the footprint of the step if its graphs hold this many bytes."""
         return replace(self.fixed, activations=activations)
 
 
@@ -493,10 +496,10 @@ def step_around(
     untrained: Collection[str] = (),
     trained: Collection[str] = (),
 ) -> StepContext:
-    """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
+    """Returns the step around a graph that is being partitioned; AdamW is assumed until the optimizer exists.
 
     Args:
-        target: the device that the step is planned for, which holds nothing else; None: where the model lies.
+        target: the device that the step is planned for, which holds nothing else; None: the model's device.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
@@ -534,11 +537,11 @@ def step_around(
 
 
 def link_of(device: torch.device, target: Device | None = None) -> tuple[float, int]:
-    """Bytes a second to the host, 0 where offload saves nothing, and the host's bytes: what is free now, or any on a
-    machine not known.
+    """Returns the bytes a second to the host, 0 if offload saves nothing, and the bytes of free host memory, which
+    are unlimited for another machine.
 
     Args:
-        target: that is planned for; None: `device`.
+        target: the device that is planned for; None: `device`.
     """
     if target is not None:
         return (0.0, 0) if target.cuda is None else (target.copy_rate, sys.maxsize)
@@ -548,5 +551,5 @@ def link_of(device: torch.device, target: Device | None = None) -> tuple[float, 
 
 
 def room_to_grow(device: torch.device, held: int) -> int:
-    """Bytes by which the process itself grows while it trains under a budget."""
+    """Returns the bytes by which the process itself may grow while it trains under a budget; 0 except on a CPU."""
     return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0

@@ -1,9 +1,9 @@
-"""The events of inductor's programs, found by running each on fake tensors with kernels that do nothing.
+"""The events of inductor's programs, recorded by running each on fake tensors with kernels that do nothing.
 
-inductor fuses and reorders operators and reuses buffers, so that its peak is up to 40% off the liveness of the graphs
-that it is given. Its scheduler's own estimate (`torch/_inductor/memory.py`) covers the first batch only, and is
-missing when inductor loads the program from its cache. The program is there either way: a Python function that
-allocates buffers, calls kernels and deletes buffers, for whatever sizes it is called with.
+inductor fuses and reorders operators and reuses buffers, so its peak differs by up to 40% from the liveness of its
+input graph. Its scheduler's own estimate (`torch/_inductor/memory.py`) covers the first batch only, and is missing
+if inductor loads the program from its cache. The program always exists: a Python function that allocates buffers,
+calls kernels and deletes buffers, for any sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, in
 from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 _WORKSPACE = "workspace"
-# The key of a program's result that is no tensor.
+# Key of a program's result that is not a tensor.
 _NO_TENSOR = object()
 
 
 @dataclass(frozen=True)
 class InductorProgram:
-    """The program that inductor wrote for one graph, the method `call` of its runner.
+    """The program that inductor wrote for one graph: the method `call` of its runner.
 
     Attributes:
         inputs: name and fake value of each placeholder, in order.
@@ -41,10 +41,10 @@ class InductorProgram:
 
 @dataclass(eq=False)
 class InductorPrograms:
-    """The programs of one training graph, as far as they are known.
+    """The programs of one training graph.
 
     Attributes:
-        forward: None until inductor has compiled it, and without inductor; as is `backward`.
+        forward: None until inductor has compiled it, and without inductor; `backward` likewise.
     """
 
     forward: InductorProgram | None = None
@@ -52,7 +52,7 @@ class InductorPrograms:
 
     @property
     def both(self) -> tuple[InductorProgram, InductorProgram] | None:
-        """Forward and backward, once inductor has compiled them."""
+        """Returns forward and backward; None until inductor has compiled both."""
         return (self.forward, self.backward) if self.forward and self.backward else None
 
     def add(self, graph: fx.Graph, runner: Any, is_backward: bool) -> None:
@@ -67,11 +67,11 @@ class InductorPrograms:
 def program_events(
     forward: InductorProgram, backward: InductorProgram, graph: GraphEvents, values: SymbolValues
 ) -> GraphEvents:
-    """The storages that both programs allocate and free when AOTAutograd runs them: an event for each allocation.
+    """Returns the events of both programs as AOTAutograd runs them, one event per allocation.
 
     Args:
         graph: the events of the graphs that they were compiled from, for the same values.
-        values: of every symbol.
+        values: the value of every symbol.
 
     Raises:
         Exception: of any kind, from a program that needs more than shapes.
@@ -81,7 +81,7 @@ def program_events(
     sizes = {name: _extent(tensor, values) for name, tensor in backward.inputs if isinstance(tensor, torch.Tensor)}
     owned = {name: place for name, size in sizes.items() if (place := places.get(name, Storage(name, size)))}
     (log, returned), (backward_log, gradients) = _run(forward, {}, values), _run(backward, owned, values)
-    # The tensors that a forward returns last are saved.
+    # The last tensors that a forward returns are the saved ones.
     tensors = [key for key in returned if key is not _NO_TENSOR]
     kept = tensors[len(tensors) - len(places) :]
     names = {key: place.name for key, place in zip(kept, places.values(), strict=True) if place}
@@ -117,7 +117,7 @@ def program_events(
 def _named(
     places: Sequence[tuple[int | None, str]], keys: Sequence[Any], name: Callable[[Any], str]
 ) -> tuple[tuple[int | None, str], ...]:
-    """The graph's results with the names of the program's."""
+    """Returns the positions of the graph's results with the names of the program's storages."""
     return tuple(
         (position, name(key) if graph_name and key is not None and key is not _NO_TENSOR else "")
         for (position, graph_name), key in zip(places, keys, strict=True)
@@ -147,10 +147,10 @@ def _run(
     """Run one program.
 
     Args:
-        owned: storages of the inputs that nobody else holds, by the input's name.
+        owned: storages of the inputs that only the program holds, by input name.
 
     Returns:
-        `_StorageTracker.log`, and keys of what it returns; None for an input that it returns as it is.
+        `_StorageTracker.log`, and the keys of its results; None for an input that is returned unchanged.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
@@ -163,7 +163,7 @@ def _run(
             elif isinstance(argument, torch.Tensor):
                 shared.append(argument)
                 tracker.add(argument, object(), 0)
-        # The program clears the list and must be left with the only reference to each.
+        # The program clears the list; it must hold the only reference to each argument.
         argument = None
         with tracker:
             outputs = inductor.silenced(program.runner)(program.runner, arguments)
@@ -176,12 +176,12 @@ def _run(
 def _key(output: Any, tracker: "_StorageTracker") -> Any:
     if isinstance(output, torch.Tensor):
         return tracker.name_of(output)
-    # None stands for an input that is saved.
+    # A program returns None for an input that is saved.
     return None if output is None else _NO_TENSOR
 
 
 def _sized(argument: Any, values: SymbolValues) -> Any:
-    """An input for these values of the symbols: a fake tensor or a number."""
+    """Returns an input for these values of the symbols: a fake tensor or a number."""
     if isinstance(argument, torch.Tensor):
         shape, stride = _layout(argument, values)
         return torch.empty_strided(shape, stride, dtype=argument.dtype, device=argument.device)
@@ -197,29 +197,29 @@ def _integer(number: Number, values: SymbolValues) -> int:
 
 
 def _extent(tensor: torch.Tensor, values: SymbolValues) -> int:
-    """Bytes from the first element to the last."""
+    """Returns the bytes from the first element of a tensor to the last."""
     shape, stride = _layout(tensor, values)
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * tensor.dtype.itemsize
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Logs the storages that operators allocate on one device while it is active, each until nobody holds it.
+    """Logs the allocation and free of storages on one device while it is active.
 
     Attributes:
-        log: names of storages with their bytes where they are allocated, with 0 where they are freed.
+        log: names of storages, with their bytes for an allocation and 0 for a free.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device.type
         self._cuda = multiprocessors_of(device)
-        # Name and bytes by address, which a storage that is gone may have left to another one.
+        # Name and bytes by address; the address of a freed storage may be reused.
         self._alive: dict[int, tuple[Any, int]] = {}
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         if dynamo.reads_a_number(func) and dynamo.is_fake(args[0]):
-            # On CUDA a kernel is given a scalar of the CPU as a number (DeBERTa's scale); here kernels do nothing.
+            # On CUDA a CPU scalar is passed to a kernel as a number (DeBERTa's scale); here kernels do nothing.
             return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
         for tensor in dynamo.tree_leaves(outputs):
@@ -231,11 +231,11 @@ class _StorageTracker(TorchDispatchMode):
         return outputs
 
     def add(self, tensor: torch.Tensor, name: Any, size: int, is_given: bool = False) -> None:
-        """Log a tensor's storage, unless that was done already, until nobody holds it.
+        """Follow a tensor's storage until it is freed, unless it is followed already.
 
         Args:
-            size: of its storage, in bytes; 0 leaves it out.
-            is_given: it was there before.
+            size: bytes of its storage; 0 leaves it out of the log.
+            is_given: the storage existed before, so its allocation is not logged.
         """
         for storage in fake_tensors.storages(tensor):
             if storage.address not in self._alive:
@@ -245,7 +245,7 @@ class _StorageTracker(TorchDispatchMode):
                 storage.on_release(self._release)
 
     def name_of(self, tensor: torch.Tensor) -> Any:
-        """That of the storage of a tensor that was added."""
+        """Returns the name of the storage of a tensor that was added."""
         return self._alive[dynamo.storage_id(tensor)][0]
 
     def _release(self, address: int) -> None:

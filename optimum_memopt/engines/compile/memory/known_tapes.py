@@ -1,4 +1,4 @@
-"""The tapes of earlier calls: a forward that makes the same runs has the same tape, and nothing has to be noted."""
+"""Cache of the tapes of earlier calls: a forward that makes the same runs reuses the tape instead of recording it."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,33 +8,33 @@ import torch
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Calls whose tapes are kept; the oldest is dropped first.
+# Maximum number of tapes; the oldest is dropped first.
 _MOST = 128
-# Times that equal calls may make other runs: a forward may leave out layers at random.
+# How often equal calls may make other runs before no more tapes are kept: a forward may skip layers at random.
 _MOST_CHANGES = 3
 
 
 class OtherRunsError(RuntimeError):
-    """A forward makes other runs than an earlier call with equal arguments."""
+    """A forward's runs differ from those of an earlier call with equal arguments."""
 
 
 @dataclass(frozen=True)
 class KnownTape:
-    """A tape, and each run with the sizes of its arguments."""
+    """A tape, and the id and argument sizes of each run."""
 
     runs: tuple[tuple[RunId, Mapping[int, tuple[int, ...]]], ...]
     tape: Tape
 
 
 class TapePlayer:
-    """Plays a known tape while a forward makes its runs, in the place of a `TapeRecorder`."""
+    """Checks a forward's runs against a known tape; replaces a `TapeRecorder`."""
 
     def __init__(self, known: KnownTape) -> None:
         self._known = known
         self.count = 0
 
     def before(self, run: RunId, arguments: Sequence[object], parameters: Sequence[str] = ()) -> None:
-        """A graph is about to run. Raises OtherRunsError where that is not the next run of the tape."""
+        """Check that the graph about to run is the next run of the tape; raises OtherRunsError otherwise."""
         runs = self._known.runs
         if self.count == len(runs):
             raise OtherRunsError
@@ -44,10 +44,10 @@ class TapePlayer:
         self.count += 1
 
     def after(self, results: Sequence[object]) -> None:
-        """A graph has returned."""
+        """Do nothing: the results of a graph are on the tape."""
 
     def end(self, outputs: Iterable[object]) -> None:
-        """Raises OtherRunsError where runs of the tape are missing."""
+        """Raises OtherRunsError if runs of the tape are missing."""
         if self.count < len(self._known.runs):
             raise OtherRunsError
 
@@ -58,18 +58,18 @@ class TapePlayer:
 
 @dataclass(eq=False)
 class KnownTapes:
-    """Tapes by the calls that they were recorded in; see `described`."""
+    """Tapes by the call in which each was recorded; keys are from `described`."""
 
     _tapes: dict[Hashable, KnownTape] = field(default_factory=dict)
     _changes: int = 0
 
     def player(self, call: Hashable) -> TapePlayer | None:
-        """Returns a player for an equal call; None: its tape is not known."""
+        """Returns a player of the tape of an equal call; None if there is none."""
         known = self._tapes.get(call)
         return None if known is None else TapePlayer(known)
 
     def add(self, call: Hashable, recorder: TapeRecorder, tape: Tape) -> None:
-        """Keep what was recorded in a call, unless equal calls have made other runs again and again."""
+        """Keep the tape of a call, unless equal calls have repeatedly made other runs."""
         if self._changes >= _MOST_CHANGES:
             return
         if len(self._tapes) >= _MOST:
@@ -77,14 +77,14 @@ class KnownTapes:
         self._tapes[call] = KnownTape(tuple(recorder.runs), tape)
 
     def forget(self) -> None:
-        """An equal call has made other runs."""
+        """Drop all tapes, since an equal call has made other runs."""
         self._tapes.clear()
         self._changes += 1
 
 
 def described(values: Iterable[object]) -> Hashable:
-    """Returns what the runs of a forward with these arguments may depend on: shape, dtype and gradient of tensors,
-    which of them share a storage, and other values that are numbers or text."""
+    """Returns a key of everything in these arguments that a forward's runs may depend on: shape, dtype and
+    `requires_grad` of tensors, which tensors share a storage, numbers and strings, and the types of other values."""
     storages: dict[int, int] = {}
     return tuple(
         (value.shape, value.dtype, value.requires_grad, storages.setdefault(dynamo.storage_id(value), len(storages)))
@@ -95,7 +95,7 @@ def described(values: Iterable[object]) -> Hashable:
 
 
 def _have_sizes(arguments: Sequence[object], sizes: Mapping[int, tuple[int, ...]]) -> bool:
-    """Returns whether arguments have the sizes that `tape.sizes_of` found in others."""
+    """Returns True if these arguments have `sizes`, which are from `tape.sizes_of`."""
     for place, expected in sizes.items():
         argument = arguments[place]
         if (argument.shape if isinstance(argument, torch.Tensor) else (argument,)) != expected:

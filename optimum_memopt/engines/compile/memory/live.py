@@ -1,7 +1,7 @@
-"""A step as plain PyTorch runs it: the module as Python on fake tensors, each storage counted while it is alive.
+"""Records a step as plain PyTorch runs it: the module runs eagerly on fake tensors, storages count while alive.
 
-Whoever holds a storage: autograd, an output, a variable of a function, a key-value cache. No graph has the last three,
-so this is the source of events for every run without an engine.
+A storage may be held by autograd, an output, a local variable or a key-value cache. Graphs do not show the last three,
+so every run without an engine takes its events from here.
 """
 
 import contextlib
@@ -57,12 +57,12 @@ from optimum_memopt.errors import MemOptError
 _PLACE = re.compile(r"\[\d+\]")
 # Phases of a step.
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
-# Modules that a step calls without gradients: references, what is generated from.
+# Phase of modules that a step calls without gradients: reference models, generation.
 NO_GRAD = "no-grad"
 
 
 class Holder(NamedTuple):
-    """Where a tensor is held: `name` in `function`, at `file:line`."""
+    """The variable that holds a tensor: `name` in `function`, at `file:line`."""
 
     name: str
     function: str
@@ -75,15 +75,16 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveRun:
-    """The events of a step, those of what was there before included.
+    """The events of a step, including the allocations of tensors that existed before it.
 
     Attributes:
         events: in order.
-        phases: of each event: `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`, `NO_GRAD`, or one that the step has named.
+        phases: the phase of each event: `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`, `NO_GRAD`, or a name that the step
+            chose.
         modules: path of the innermost module that each event's operator belongs to.
         trained: names of the parameters that got a gradient.
-        calls: the work of each operator that is no view, in order; empty where nobody asked for it.
-        marks: what the step has marked, with the index of the event that begins there.
+        calls: the work of each operator that is not a view, in order; empty unless `LiveRecorder.records_work` is set.
+        marks: moments that the step marked, each with the index of the event that begins there.
     """
 
     events: tuple[Event, ...]
@@ -95,7 +96,7 @@ class LiveRun:
 
     @cached_property
     def during(self) -> list[int]:
-        """Bytes held during each event."""
+        """Returns the bytes held during each event."""
         return bytes_during(self.events)[0]
 
     @property
@@ -104,20 +105,20 @@ class LiveRun:
 
     @property
     def peak_at(self) -> int:
-        """Index of the first event at which most is held."""
+        """Returns the index of the first event at the peak."""
         return self.during.index(self.peak)
 
     @cached_property
     def begin(self) -> int:
-        """Index of the first operator's event; what those before it allocate was there before the step."""
+        """Returns the index of the first operator's event; earlier events allocate what existed before the step."""
         return next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
 
     def split(self) -> tuple[tuple[Storage, ...], tuple[Event, ...]]:
-        """The storages that were there before the first operator, and the events from it on."""
+        """Returns the storages held before the first operator, and the events from that operator on."""
         return tuple(held_before(self.events[: self.begin]).values()), self.events[self.begin :]
 
     def between(self, begin: int, end: int) -> Iterator[Event]:
-        """The events between two marks, without storages that somebody else counts."""
+        """Yields the events between two marks, without storages that are counted elsewhere (0 bytes here)."""
         for event in self.events[begin:end]:
             allocates = tuple(storage for storage in event.allocates if storage.bytes)
             frees = tuple(name for name in event.frees if name in self._counted)
@@ -130,13 +131,13 @@ class LiveRun:
 
     @property
     def micro_batch(self) -> StepEvents:
-        """One forward and its backward, without what was there before."""
+        """Returns one forward and its backward, without what existed before."""
         events, phases = self.events[self.begin :], self.phases[self.begin :]
         return StepEvents(events, phases.index(BACKWARD) - 1)
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most that is held in each phase, in the order of their first operators; then those without."""
+        """Returns the peak of each phase, ordered by first operator; phases without operators come last."""
         of_operators = (phase for phase, event in zip(self.phases, self.events, strict=True) if event.operator)
         peaks = dict.fromkeys((*of_operators, *self.phases), 0)
         for phase, size in zip(self.phases, self.during, strict=True):
@@ -144,11 +145,11 @@ class LiveRun:
         return peaks
 
     def timeline(self, sizes: Mapping[str, int], constant: int = 0) -> StepTimeline:
-        """The step operator by operator, the optimizer's as one.
+        """Returns the timeline of the step operator by operator, with the optimizer's step as one entry.
 
         Args:
-            sizes: of the batch, by name.
-            constant: bytes that are always held, and no event's.
+            sizes: sizes of the batch, by name.
+            constant: bytes that are always held and belong to no event.
         """
         held = [{**now, OTHER: now[OTHER] + constant} for now in bytes_by_category(self.events)]
         shown = [
@@ -174,7 +175,7 @@ class LiveRun:
         )
 
     def _logged_phases(self, constant: int) -> tuple[Phase, ...]:
-        """The phases that memory is logged for."""
+        """Returns the phases that memory is logged for."""
         count = len(self.events)
         backward, update = (
             next((at for at, phase in enumerate(self.phases) if phase == begun), count)
@@ -191,12 +192,12 @@ class LiveRun:
 
 @dataclass(eq=False)
 class _Allocation:
-    """A storage while it is followed.
+    """A storage that the recorder follows.
 
     Attributes:
-        module: path of the module that allocates it; of a parameter that of its layer.
-        place: where a variable of Python holds it.
-        node: place in the order of autograd's operators of the one whose backward allocates it; -1: none.
+        module: path of the module that allocates it; for a parameter, the path of its layer.
+        place: the Python variable that holds it.
+        node: sequence number of the autograd node whose backward allocates it; -1 if none does.
     """
 
     bytes: int
@@ -223,16 +224,16 @@ class _Operator:
 
 
 class LiveRecorder(TorchDispatchMode):
-    """Records the events of a step that runs within it, once.
+    """Records the events of a step that runs within this context; enter it once.
 
     Args:
-        model: whose modules name the operators.
-        cuda: the device that is planned for, wherever the tensors are; None: the tensors' own.
-        inspect_at: index of an event during which variables of Python are looked at; -1: none.
-        reads_floats: a floating-point number that is read and not known is 1, where else that is an error.
+        model: the model whose modules name the operators.
+        cuda: the CUDA device that is planned for, wherever the tensors are; None: the tensors' own device.
+        inspect_at: index of an event during which Python variables are inspected; -1: none.
+        reads_floats: reading an unknown floating-point number returns 1 instead of raising.
 
     Attributes:
-        records_work: what runs from now on is among `LiveRun.calls`.
+        records_work: whether operators that run from now on are added to `LiveRun.calls`.
     """
 
     def __init__(
@@ -247,9 +248,9 @@ class LiveRecorder(TorchDispatchMode):
         self._model, self._cuda, self._inspect_at = model, cuda, inspect_at
         self._allocations: list[_Allocation] = []
         self._operators: list[_Operator] = [_Operator("", "", "", FORWARD)]
-        # By address, which a storage that is gone may have left to another one.
+        # Storage number by address; the address of a freed storage may be reused.
         self._alive: dict[int, int] = {}
-        # Where the latest operator adds gradients: the number of the first storage, and the address of the sum.
+        # If the latest operator adds gradients: the number of the first summand's storage, and the sum's address.
         self._sum: tuple[int, int] | None = None
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
@@ -287,27 +288,27 @@ class LiveRecorder(TorchDispatchMode):
             hook.remove()
 
     def hold(self, category: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors, by name, that were there before the step."""
+        """Register tensors, by name, that existed before the step."""
         for name, tensor in tensors.items():
-            # As many bytes as there are parameters of a type.
+            # Parameters are grouped by dtype.
             kind = dtype_name(tensor.dtype) if category == PARAMETERS else name
             for storage in fake_tensors.storages(tensor):
                 if (allocation := self._follow(storage, kind, layer_in(name))) is not None:
                     allocation.category = category
 
     def begin(self, phase: str) -> None:
-        """Starts a phase; later frees are no longer attributed to the previous operator."""
+        """Start a phase; later frees are no longer attributed to the previous operator."""
         self._phase, self._is_behind_backward, self._sum = phase, False, None
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
 
     def mark(self, moment: Hashable) -> None:
-        """Note a moment; see `LiveRun.marks`."""
+        """Record a moment; see `LiveRun.marks`."""
         self._marks.append((len(self._operators), moment))
         self.begin(self._phase)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it operators are run, and not recorded."""
+        """Run operators without recording them."""
         self._is_paused = True
         try:
             yield
@@ -315,12 +316,16 @@ class LiveRecorder(TorchDispatchMode):
             self._is_paused = False
 
     def names_of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-        """Returns the names of the storages of tensors among the events."""
+        """Returns the names that the events use for the storages of these tensors."""
         addresses = (storage.address for tensor in tensors for storage in fake_tensors.storages(tensor))
         return tuple(str(self._alive[address]) for address in addresses if address in self._alive)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Tensors whose memory somebody else counts; returns the numbers of their storages."""
+        """Count the storages of these tensors as 0 bytes, since they are counted elsewhere.
+
+        Returns:
+            The numbers of the storages.
+        """
         held = [storage for tensor in tensors for storage in fake_tensors.storages(tensor)]
         for storage in held:
             self._follow(storage, "", "")
@@ -328,7 +333,7 @@ class LiveRecorder(TorchDispatchMode):
         return tuple(self._alive[storage.address] for storage in held)
 
     def take_in(self, sizes: Mapping[int, int]) -> None:
-        """Count storages that were left out, as far as they are still held, from now on: bytes by their numbers."""
+        """Count left-out storages from now on if they are still alive; `sizes` has their bytes by number."""
         for address, number in self._alive.items():
             if number in sizes:
                 self._alive[address] = len(self._allocations)
@@ -337,7 +342,7 @@ class LiveRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Within it the step is in this phase."""
+        """Put the step into this phase; restores the previous phase on exit."""
         before = self._phase
         self.begin(phase)
         try:
@@ -346,12 +351,12 @@ class LiveRecorder(TorchDispatchMode):
             self.begin(before)
 
     def outputs(self, name: str, value: object) -> None:
-        """Tensors that a caller holds under a name, in containers and attributes too, are outputs."""
+        """Categorize the tensors in a caller's variable as outputs, including those in containers and attributes."""
         for path, tensor in _named_tensors(name, value):
             for allocation in self._followed(tensor):
                 if not allocation.category:
                     allocation.category = OUTPUTS
-                    # The layers of a key-value cache are all of one kind.
+                    # All layers of a key-value cache get the same kind.
                     allocation.kind = _PLACE.sub("", path)
 
     def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
@@ -365,7 +370,7 @@ class LiveRecorder(TorchDispatchMode):
         return (self._allocations[self._alive[address]] for address in addresses if address in self._alive)
 
     def run(self) -> LiveRun:
-        """The events so far."""
+        """Returns the run recorded so far."""
         freed = {number: operator for operator in self._operators for number in operator.frees}
 
         def storage(number: int) -> Storage:
@@ -405,8 +410,8 @@ class LiveRecorder(TorchDispatchMode):
         if torch.is_grad_enabled() and any(
             each.requires_grad and fake_tensors.is_real(each) for each in tensors_in(args)
         ):
-            # It would get a gradient without data.
-            raise MemOptError("it uses a tensor that is none of its arguments, and trains it; give it as an argument")
+            # A real tensor would get a fake gradient.
+            raise MemOptError("it trains a tensor that is not one of its arguments; pass it as an argument")
         try:
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:
@@ -416,9 +421,9 @@ class LiveRecorder(TorchDispatchMode):
         node = autograd.current_node()
         if self.records_work and fake_tensors.runs_kernel(function):
             work = work_of(function, args, kwargs, results, None)
-            # What is checkpointed is called by modules in the backward, too.
+            # Checkpointed modules are also called in the backward.
             self._calls.append(replace(work, by_python=node is None or bool(self._modules)))
-        # Until a module is called again: gradients are clipped before the optimizer's step.
+        # After the backward, operators still count as backward until a module is called, such as gradient clipping.
         self._is_behind_backward = self._is_behind_backward or node is not None
         phase = BACKWARD if self._is_behind_backward else self._phase
         if phase == FORWARD and self._modules and not self._has_gradients:
@@ -433,7 +438,7 @@ class LiveRecorder(TorchDispatchMode):
             if storage.address not in self._alive
         ]
         if new and not fake_tensors.runs_kernel(function) and any(map(fake_tensors.is_real, tensors_in(args))):
-            # A view of a tensor with data, which was there before the step.
+            # A view of a real tensor, which existed before the step.
             self.leave_out(tensors_in(results))
             return results
         workspace = int(operator_workspace(function, args, results, self._cuda))
@@ -457,10 +462,10 @@ class LiveRecorder(TorchDispatchMode):
         return results
 
     def _note_sum(self, first: torch.Tensor, total: fake_tensors.HeldStorage, node: int) -> None:
-        """Note that the sum of two gradients is in the first one's place, if nothing else turns out to have that."""
+        """Record that a sum of gradients may reuse the first one's storage, if nothing else holds that storage."""
         for storage in fake_tensors.storages(first):
             number = self._alive.get(storage.address)
-            # A formula has made the first one itself, or has saved it.
+            # Not if the backward formula has computed the first one itself (`node`), or the forward saved it (-1).
             if (
                 number is not None
                 and storage.bytes == total.bytes
@@ -469,7 +474,7 @@ class LiveRecorder(TorchDispatchMode):
                 self._sum = number, total.address
 
     def _updated(self, *_: Any) -> None:
-        # All that was there is there until the loop frees its gradients.
+        # Nothing is freed until the training loop clears its gradients.
         self.begin(OPTIMIZER_STEP)
         self._phase = FORWARD
 
@@ -488,7 +493,7 @@ class LiveRecorder(TorchDispatchMode):
         if (number := self._alive.pop(address, None)) is None:
             return
         if self._sum is not None and number == self._sum[0]:
-            # Nothing else had it: on tensors with data the sum is in its place.
+            # Nothing else held the first gradient: on real tensors the sum is computed in place.
             total, self._sum = self._sum[1], None
             self._operators[-1].allocates.remove(self._alive[total])
             self._alive[total] = number
@@ -499,7 +504,7 @@ class LiveRecorder(TorchDispatchMode):
         if autograd.current_node() is None:
             self._is_behind_backward = False
         if not self._modules:
-            # Not those within: checkpointing may run a layer without.
+            # Outermost module only: checkpointing may run a layer inside it without gradients.
             self._has_gradients = torch.is_grad_enabled()
         self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
 
@@ -516,7 +521,11 @@ class LiveRecorder(TorchDispatchMode):
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The model's own, or what stands for one that its caller computes from the first output with a gradient."""
+    """Returns the model's loss; without one, the first output that requires a gradient, summed if not a scalar.
+
+    Raises:
+        MemOptError: no output requires a gradient.
+    """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -537,10 +546,10 @@ def _reads_data(function: Any) -> str:
 
 
 def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
-    """Those of functions that are neither torch's nor this package's, the innermost first.
+    """Yields the frames of functions outside of torch and this package, innermost first.
 
     Args:
-        outermost: the last one that counts; None: all do.
+        outermost: the last frame to consider; None: all.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -550,7 +559,7 @@ def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
 
 
 def _named_tensors(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in containers and in attributes of objects that are neither modules nor classes."""
+    """Yields the tensors, with paths, in containers and in attributes of objects other than modules and classes."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif not depth or isinstance(value, torch.nn.Module | ModuleType | type | str):

@@ -1,8 +1,8 @@
-"""The memory of the forward and backward under any set of saved nodes, without partitioning the joint graph. Pure.
+"""Simulates the memory of forward and backward for any set of saved nodes, without partitioning the joint graph. Pure.
 
-The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py` compares it with
-`events.schedule` byte by byte.
+Operators run in the order of the partitioned graphs: the forward in its own order, and each recomputed operator just
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py` compares the result
+with `events.schedule` byte by byte.
 """
 
 import math
@@ -22,8 +22,8 @@ class GraphSimulation(Prediction[int]):
 
     Attributes:
         saved: nodes that the forward saves for the backward.
-        recomputed: operators of the forward that the backward runs again, in its order.
-        converting: operators of both that compress activations and restore them.
+        recomputed: operators of the forward that the backward reruns, in the backward's order.
+        converting: operators that compress activations in the forward and restore them in the backward.
     """
 
     saved: frozenset[int]
@@ -31,11 +31,11 @@ class GraphSimulation(Prediction[int]):
     converting: tuple[int, ...] = ()
 
     def seconds(self, problem: Problem) -> float:
-        """Seconds of all operators."""
+        """Returns the seconds of all operators."""
         return seconds_of(problem, self.forward.order) + seconds_of(problem, self.backward.order)
 
     def extra_seconds(self, problem: Problem) -> float:
-        """Seconds of the recomputed operators, and of conversions."""
+        """Returns the seconds of recomputed operators and conversions."""
         return seconds_of(problem, (*self.recomputed, *self.converting))
 
 
@@ -44,11 +44,11 @@ def seconds_of(problem: Problem, operators: Iterable[int]) -> float:
 
 
 def simulate(problem: Problem, saved: frozenset[int], compressed: Collection[int] = ()) -> GraphSimulation:
-    """Run both graphs.
+    """Simulate both graphs.
 
     Args:
-        saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
-        compressed: activations of `saved` to compress; each has an entry in `Problem.conversions`.
+        saved: a result of `Problem.closure`: each node is read by the backward or by a recomputed operator.
+        compressed: activations in `saved` to compress; each has an entry in `Problem.conversions`.
     """
     first, ends, order = _orders(problem, saved)
     ran, ran_back = _raise_picks(problem, first), _raise_picks(problem, order)
@@ -77,18 +77,18 @@ def simulate(problem: Problem, saved: frozenset[int], compressed: Collection[int
 
 
 def _compressing(order: Sequence[int], conversions: Mapping[int, Conversion]) -> np.ndarray:
-    """The forward with each activation compressed behind the operator that reads it last."""
+    """Returns the forward's order with each activation compressed after its last reader."""
     steps = {node: step for step, node in enumerate(order)}
     behind: dict[int, list[int]] = {}
     for node in sorted(conversions, key=steps.__getitem__):
         last = max(steps[reader] for reader in conversions[node].readers if reader in steps)
-        # Where several are read last by one operator, the later one comes first.
+        # If several activations have the same last reader, the later one is compressed first.
         behind[last] = [*conversions[node].forward, *behind.get(last, ())]
     return np.array([each for step, node in enumerate(order) for each in (node, *behind.get(step, ()))], dtype=np.intp)
 
 
 def _restoring(problem: Problem, order: Sequence[int], conversions: Mapping[int, Conversion]) -> np.ndarray:
-    """The backward with each activation restored before the operator that reads it first."""
+    """Returns the backward's order with each compressed activation restored before its first reader."""
     first: dict[int, int] = {}
     for step, node in enumerate(order):
         for read in problem.reads[node]:
@@ -102,13 +102,13 @@ def _restoring(problem: Problem, order: Sequence[int], conversions: Mapping[int,
 
 
 def simulate_everything_saved(problem: Problem) -> GraphSimulation:
-    """Run both graphs as plain PyTorch does, with all activations saved."""
+    """Simulate both graphs with all activations saved, as plain PyTorch does."""
     return simulate(problem, problem.closure(problem.activations))
 
 
 def _orders(problem: Problem, saved: Collection[int]) -> tuple[list[int], list[int], list[int]]:
-    """Operators of the forward graph, the nodes that it returns, and operators of the backward graph; before picks of
-    outputs are moved to their operators."""
+    """Returns the forward graph's operators, the nodes that it returns, and the backward graph's operators, before
+    picks of outputs are moved to their operators."""
     order, always = backward_order(problem, saved), problem.tables.always
     numbers = {node for user in order for node in problem.tables.read_numbers[user]}
     ends = [*problem.forward_outputs, *saved, *numbers]
@@ -116,7 +116,7 @@ def _orders(problem: Problem, saved: Collection[int]) -> tuple[list[int], list[i
 
 
 def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
-    """Operators of the backward graph, before picks of outputs are moved to their operators."""
+    """Returns the backward graph's operators, before picks of outputs are moved to their operators."""
     reads = problem.reads
     done = bytearray(problem.is_input)
     for node in (*saved, *problem.numbers):
@@ -147,7 +147,7 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
 
 
 def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
-    """Each pick of an output directly behind its operator, where that is in the same graph."""
+    """Returns the order with each pick of an output moved right after its operator, if that is in the same graph."""
     ran = np.array(order, dtype=np.intp)
     own = np.arange(len(ran))
     at = np.full(len(problem.names), -1, dtype=np.intp)
@@ -155,7 +155,7 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     sources = problem.tables.picks[ran]
     operators = np.where(sources < 0, -1, at[sources])
     places = np.where(operators < 0, own, operators)
-    # A pick of what is picked itself stands where that one does.
+    # A pick from another pick's result moves to the place of that pick.
     while not np.array_equal(places, further := places[places]):
         places = further
     return ran[np.argsort(places, kind="stable")]
@@ -164,12 +164,12 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
 def _run(
     problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int, roots: np.ndarray
 ) -> RunMemory[int]:
-    """Allocate and free as `_events` does.
+    """Returns the memory of a graph's run, with allocations and frees as in `_events`.
 
     Args:
         ran: operators in order.
-        ends: what the graph returns.
-        owned: roots from outside that are freed after their last use.
+        ends: nodes that the graph returns.
+        owned: roots of graph inputs that are freed after their last use.
         start: bytes held before the first operator.
         roots: the root of each node; for a compressed activation, the node that restores it.
     """
@@ -182,7 +182,7 @@ def _run(
     counts = tables.reads[ran]
     places = np.repeat(tables.first_read[ran] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
     users = np.repeat(step, counts)
-    # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
+    # The last step that reads each storage; `steps` if the graph returns it, -1 if nothing reads it.
     last = _last_users(tables, roots, places, users)
     last[[roots[node] for node in ends]] = steps
     allocated, freed = np.zeros(steps, dtype=np.int64), np.zeros(steps + 1, dtype=np.int64)
@@ -191,7 +191,7 @@ def _run(
     given = np.array(sorted(owned), dtype=np.intp)
     ends_of_given = last[given]
     if (twice := at[given] >= 0).any():
-        # What another graph was given, while its own computes it once more: two storages of one root.
+        # The graph takes a storage as input and also computes its root: two storages of one root.
         both = given[twice]
         is_given = ~np.isin(tables.read_nodes[places], _computed(problem, ran, both))
         ends_of_given[twice] = _last_users(tables, roots, places[is_given], users[is_given])[both]
@@ -206,7 +206,7 @@ def _run(
 
 
 def _computed(problem: Problem, ran: np.ndarray, roots: np.ndarray) -> list[int]:
-    """Those of these roots that operators compute, and the views of them."""
+    """Returns these roots, which operators in `ran` compute, and the nodes in `ran` that are views of them."""
     computed = set(roots.tolist())
     for node in ran.tolist():
         if problem.is_view[node] and any(read in computed for read in problem.reads[node]):
@@ -215,9 +215,9 @@ def _computed(problem: Problem, ran: np.ndarray, roots: np.ndarray) -> list[int]
 
 
 def _last_users(tables: Tables, roots: np.ndarray, places: np.ndarray, users: np.ndarray) -> np.ndarray:
-    """By root the last of the steps that read it, in whose order these reads are; -1: none."""
+    """Returns the last step that reads each root, -1 if none does; `places` and `users` are in the order of steps."""
     last = np.full(len(tables.sizes), -1, dtype=np.intp)
-    # Of the values for one index numpy assigns the last.
+    # numpy keeps the last of several values assigned to one index.
     last[roots[tables.read_nodes[places]]] = users
     return last
 
@@ -225,12 +225,12 @@ def _last_users(tables: Tables, roots: np.ndarray, places: np.ndarray, users: np
 def problem_events(
     problem: Problem, saved: frozenset[int], rows: Mapping[str, str] | None = None, on_host: Collection[int] = ()
 ) -> GraphEvents:
-    """The storages that both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
+    """Returns the events of both graphs, operator by operator; `simulate` computes the same in arrays.
 
     Args:
         saved: see `simulate`.
-        rows: names of saved activations, by their nodes'.
-        on_host: saved nodes that wait on the host, and are left out altogether.
+        rows: cluster ids of saved activations, by node name.
+        on_host: saved nodes that are offloaded to the host, counted as 0 bytes.
     """
     names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
     modules = problem.modules or ("",) * len(names)
@@ -295,7 +295,15 @@ def _events(
     storage_of: Callable[[int], Storage],
     name_of: Callable[[int], str],
 ) -> Iterator[Event]:
-    """Arguments as in `_run`, with the storage of a root that is allocated, and its name."""
+    """Yields the events of a graph's run.
+
+    Args:
+        order: operators in order.
+        ends: nodes that the graph returns.
+        owned: roots of graph inputs that are freed after their last use.
+        storage_of: returns the storage of an allocated root.
+        name_of: returns the name of a root's storage.
+    """
     here = set(order)
     last = _last_reads(problem, order, ends)
     freed: dict[int, list[int]] = {}
@@ -315,20 +323,20 @@ def _events(
 
 
 def _last_reads(problem: Problem, order: Sequence[int], ends: Iterable[int]) -> dict[int, int]:
-    """By root the step of an order that reads it last, the length of the order where the graph returns it."""
+    """Returns the last step of an order that reads each root; the order's length if the graph returns the root."""
     last = {problem.roots[read]: step for step, node in enumerate(order) for read in problem.reads[node]}
     return last | {problem.roots[node]: len(order) for node in ends}
 
 
 def operator_of(problem: Problem, node: int) -> str:
-    """`gelu` of `aten.gelu.default`, of the pick of an output that of its operator."""
+    """Returns a node's operator name: `gelu` for `aten.gelu.default`; for the pick of an output, its operator's."""
     source = problem.picks[node]
     parts = problem.kinds[node if source is None else source].split(".")
     return parts[min(1, len(parts) - 1)]
 
 
 def held_at_peak(problem: Problem, simulation: GraphSimulation, in_backward: bool) -> dict[int, int]:
-    """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
+    """Returns the bytes of the storages held at the first operator at a run's peak, by root."""
     run = simulation.backward if in_backward else simulation.forward
     peak = run.held.index(run.peak) if run.held else 0
     ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *simulation.saved)

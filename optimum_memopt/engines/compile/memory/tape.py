@@ -1,6 +1,6 @@
-"""A forward as the runs of its graphs, one after the other, and the storages that pass between them. Pure.
+"""A forward as the sequence of its graphs' runs, and the storages that pass between them. Pure.
 
-One graph is a tape of one.
+A single graph is a tape of one run.
 """
 
 import itertools
@@ -29,16 +29,16 @@ class Call:
     """One run of a graph. Storages are numbered.
 
     Attributes:
-        graph: which of the forward's graphs runs.
-        inputs: the storage of each argument that is a tensor, by its position.
-        outputs: that of each result.
-        released: storages that nobody holds any more when the next graph runs.
-        sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
-        layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
-        call_index: how often the same graph has run for that layer, or for none, earlier in the forward.
-        parameters: names of arguments in the model, by position; of equal layers that of the first.
-        offloaded: positions of arguments that wait for its backward on the host.
-        recomputed: those that are computed again for it, by the run that had returned them.
+        graph: index of the graph among the forward's graphs.
+        inputs: the storage of each tensor argument, by position.
+        outputs: the storage of each tensor result, by position.
+        released: storages that are freed before the next graph runs.
+        sizes: shapes of tensor arguments that are not parameters, and values of integer arguments, by position.
+        layer: path of the layer that this graph is the forward of; empty outside of layers compiled by themselves.
+        call_index: number of earlier runs of the same graph for the same layer, or outside of layers, in this forward.
+        parameters: names of parameter arguments in the model, by position; for equal layers, those of the first layer.
+        offloaded: positions of arguments that are kept on the host until the backward.
+        recomputed: positions of arguments that are recomputed for the backward, by the run that returned them.
     """
 
     graph: int
@@ -53,12 +53,12 @@ class Call:
     recomputed: frozenset[int] = frozenset()
 
 
-# Kind of what operators outside of all graphs hold.
+# Kind of the storages of operators outside of all graphs.
 BETWEEN = "between graphs"
 
 
 def gradient_name(number: int) -> str:
-    """The name among events of a gradient outside of all graphs."""
+    """Returns the name that events use for a gradient outside of all graphs."""
     return f"gradient {number}"
 
 
@@ -66,9 +66,9 @@ class Tensor(NamedTuple):
     """A tensor outside of all graphs.
 
     Attributes:
-        storage: its number, of a gradient one among the gradients.
-        shape: of the tensor.
-        bytes: of the storage.
+        storage: number of its storage; gradients have numbers of their own.
+        shape: shape of the tensor.
+        bytes: size of the storage.
     """
 
     storage: int
@@ -81,13 +81,13 @@ class Outside:
     """An operator that autograd runs outside of all graphs.
 
     Attributes:
-        name: of its backward.
-        call: the last one before it in the forward; -1: none.
-        saved: what it saves.
-        workspace: as large as what its backward holds while it runs; None: that holds nothing.
+        name: name of its backward.
+        call: index of the last call before it in the forward; -1: none.
+        saved: tensors that it saves.
+        workspace: a tensor as large as the workspace of its backward; None: it has no workspace.
         allocates: gradients that its backward computes.
-        frees: gradients that nothing reads behind it.
-        passed: gradients that are those of a graph's result, with the storage of that.
+        frees: numbers of the gradients that its backward is the last to read.
+        passed: number of each gradient that belongs to a graph's result, with the storage of that result.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Outside:
 
     @property
     def backward(self) -> Event:
-        """Its backward; also frees the tensors it saved, unless still referenced."""
+        """Returns the event of its backward, without the frees of the tensors that it saved."""
         gradients = ((gradient_name(tensor.storage), tensor.bytes) for tensor in self.allocates)
         allocates = tuple(Storage(name, size, TEMPORARY, BETWEEN) for name, size in gradients)
         workspace = self.workspace.bytes if self.workspace is not None else 0
@@ -109,15 +109,15 @@ class Outside:
 
 @dataclass(frozen=True)
 class Tape:
-    """The runs of a forward.
+    """The runs of a forward's graphs.
 
     Attributes:
-        calls: in order.
-        given: storages that were there before: the forward's own arguments, and parameters.
-        outside: what runs outside of all graphs, in the order of the backward.
-        sharding: of the model.
-        loss: that is computed outside of the forward; None: it is the forward's own.
-        held_outputs: of `results`, what the forward's caller holds.
+        calls: the runs, in order.
+        given: storages that existed before: the forward's arguments, and parameters.
+        outside: operators outside of all graphs, in the order of the backward.
+        sharding: how ranks share the model's parameters.
+        loss: the loss computed outside of the forward; None: the forward computes it.
+        held_outputs: which of `results` the forward's caller holds, and how long.
     """
 
     calls: tuple[Call, ...]
@@ -128,7 +128,11 @@ class Tape:
     held_outputs: HeldOutputs = NOTHING_HELD
 
     def collectives(self, gradients: Sequence[Iterable[int | None]]) -> Collectives:
-        """The events around its calls; `gradients` as `GraphRun` has them, None for those of no argument."""
+        """Returns the events around its calls.
+
+        Args:
+            gradients: `GraphRun.gradients` of each call; None for gradients that belong to no argument.
+        """
         runs = [
             GraphRun(call.layer, call.parameters, {at for at in own if at is not None}, again)
             for call, own, again in zip(self.calls, gradients, self.again, strict=True)
@@ -138,44 +142,44 @@ class Tape:
 
     @property
     def results(self) -> frozenset[int]:
-        """Storages that the forward returns."""
+        """Returns the storages that the forward returns."""
         made = {number for call in self.calls for number in call.outputs.values()}
         return frozenset(made - self.given).difference(*(call.released for call in self.calls))
 
     def saved_behind(self, call: int) -> dict[int, int]:
-        """Bytes of the storages that operators outside of all graphs save behind a call, by number; -1: before all."""
+        """Returns the bytes of storages, by number, saved outside of all graphs after a call; -1: before the first."""
         behind = (operator for operator in self.outside if operator.call == call)
         return {tensor.storage: tensor.bytes for operator in behind for tensor in operator.saved}
 
     def at(self, sizes: Mapping[str, int]) -> "Tape":
-        """With what is around its calls for a batch of these sizes; see `Sharding.at`."""
+        """Returns the tape with sharding and loss for a batch of these sizes; see `Sharding.at`."""
         loss = None if self.loss is None else self.loss.at(sizes)
         return replace(self, sharding=self.sharding.at(sizes), loss=loss)
 
     def run_keys(self, digests: Sequence[str]) -> tuple[tuple[str, str, int], ...]:
-        """Returns the digest, layer and call index of each call; `digests` are of the graphs."""
+        """Returns the graph digest, layer and call index of each call; `digests` has one entry per graph."""
         return tuple((digests[call.graph], call.layer, call.call_index) for call in self.calls)
 
     def with_all_held(self) -> "Tape":
-        """The same where each argument that a backward reads is held until then."""
+        """Returns the tape without offload and recompute of arguments: each is held until its backward."""
         calls = (replace(call, offloaded=frozenset(), recomputed=frozenset()) for call in self.calls)
         return replace(self, calls=tuple(calls))
 
     def without_caller(self) -> "Tape":
-        """The same without the outputs that the forward's caller holds, and the loss that it computes."""
+        """Returns the tape without the outputs that the forward's caller holds and the loss that it computes."""
         return replace(self, loss=None, held_outputs=NOTHING_HELD)
 
     def under(self, sharding: Sharding) -> "Tape":
-        """The same calls of a model that is sharded so."""
+        """Returns the tape of the same calls with this sharding."""
         if not sharding.tells_outside or not self.calls:
             return replace(self, sharding=sharding)
-        # What holds the results of the last call is among the events, too.
+        # The sharding's events include the operators that hold the last call's results.
         last = replace(self.calls[-1], released=frozenset())
         return replace(self, calls=(*self.calls[:-1], last), outside=(), sharding=sharding)
 
     @cached_property
     def again(self) -> tuple[tuple[int, ...], ...]:
-        """The calls that the backward of each runs again, in order."""
+        """Returns the calls that the backward of each call reruns, in order."""
         again: list[tuple[int, ...]] = [()] * len(self.calls)
         there: set[int] = set()
 
@@ -191,25 +195,25 @@ class Tape:
         return tuple(again)
 
     def source(self, index: int, number: int) -> int:
-        """The last call before one that has returned a storage."""
+        """Returns the last call before `index` that returned the storage `number`."""
         return next(at for at in reversed(range(index)) if number in self.calls[at].outputs.values())
 
     @cached_property
     def returned(self) -> tuple[frozenset[int], ...]:
-        """By call the storages that earlier ones have returned."""
+        """Returns, for each call, the storages that earlier calls returned."""
         outputs = [frozenset(call.outputs.values()) for call in self.calls]
         return tuple(itertools.accumulate(outputs[:-1], frozenset.union, initial=frozenset()))
 
     @property
     def repeated(self) -> tuple[bool, ...]:
-        """True for each call that a backward runs again, for an argument of another one."""
+        """Returns for each call whether a backward reruns its forward to recompute another call's argument."""
         repeated = {source for sources in self.again for source in sources}
         return tuple(index in repeated for index in range(len(self.calls)))
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes that a rank gets in the all-gathers of a micro-batch, and gives in the reduce-scatters of an optimizer
-        step; 0 for a single one, and where that is not counted. Its own share moves nowhere."""
+        """Returns the bytes that a rank receives in a micro-batch's all-gathers, and sends in an optimizer step's
+        reduce-scatters; 0 for a single rank, and if they are not counted. A rank's own share is not transferred."""
         if not self.sharding.is_sharded or self.sharding.tells_outside:
             return 0, 0
         others, ranks = self.sharding.ranks - 1, self.sharding.ranks
@@ -220,23 +224,23 @@ class Tape:
     def of_one(
         cls, results: int = 0, loss: EagerLoss | None = None, held_outputs: HeldOutputs = NOTHING_HELD
     ) -> "Tape":
-        """One graph that is all of a forward.
+        """Returns the tape of a forward that is one graph.
 
         Args:
-            results: their number, where a loss is computed from them, or the caller holds them.
+            results: number of its results, if a loss is computed from them or the caller holds them.
         """
         call = Call(0, outputs={place: place for place in range(results)})
         return cls((call,), loss=loss, held_outputs=held_outputs)
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """How often each graph runs."""
+        """Returns the number of runs of each graph."""
         counts = Counter(call.graph for call in self.calls)
         return tuple(counts[graph] for graph in range(len(counts)))
 
 
 class RunId(NamedTuple):
-    """What tells a run of a graph from the others of its forward; attributes as of `Call`."""
+    """Identifies a run of a graph within its forward; attributes as in `Call`."""
 
     graph: Hashable
     layer: str = ""
@@ -246,24 +250,28 @@ class RunId(NamedTuple):
 
 
 class TapeRecorder:
-    """Notes the runs of the graphs of a forward with these arguments while it runs."""
+    """Records the runs of graphs during a forward with these arguments."""
 
     def __init__(self, arguments: Iterable[object]) -> None:
-        # Of each run what tells it from others, its call and its place in the order of autograd's operators.
+        # Per run: its id, its call and its autograd sequence number.
         self._ids: list[RunId] = []
         self._calls: list[Call] = []
         self._orders: list[int] = []
         self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...], Tensor | None]] = []
         self._numbers = itertools.count()
-        # By address, which a storage that is gone may have left to another one.
+        # Storages by address; the address of a freed storage may be reused.
         self._storages: dict[int, tuple[dynamo.StorageWeakRef, int]] = {}
-        # The addresses of all that may go during the forward: what a model has is by far the most.
+        # Addresses of storages that may be freed during the forward, a small part: parameters are not among them.
         self._passing: set[int] = set()
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
     def before(self, run: RunId, arguments: Sequence[object], parameters: Sequence[str] = ()) -> None:
-        """A graph is about to run; `parameters` as in `Call`, empty for other arguments."""
+        """Record that a graph is about to run.
+
+        Args:
+            parameters: `Call.parameters` as a sequence, with empty names for other arguments.
+        """
         self._note_released()
         names = {place: name for place, name in enumerate(parameters) if name}
         numbers, sizes = self._numbered(arguments), sizes_of(arguments)
@@ -272,7 +280,7 @@ class TapeRecorder:
         self._calls.append(Call(0, numbers, {}, frozenset(), sizes, layer, call_index, names, offloaded, recomputed))
 
     def after(self, results: Sequence[object]) -> None:
-        """The graph that was last about to run has returned."""
+        """Record the results of the graph that `before` announced."""
         self._calls[-1] = replace(self._calls[-1], outputs=self._numbered(results))
         self._orders.append(order_of(results))
 
@@ -287,16 +295,16 @@ class TapeRecorder:
 
     @property
     def count(self) -> int:
-        """How many runs there were."""
+        """Returns the number of runs."""
         return len(self._calls)
 
     @property
     def runs(self) -> Iterator[tuple[RunId, Mapping[int, tuple[int, ...]]]]:
-        """All runs, with the sizes of their arguments."""
+        """Returns the id of each run, with the sizes of its arguments."""
         return zip(self._ids, (call.sizes for call in self._calls), strict=True)
 
     def tape(self, graphs: Sequence[Hashable]) -> Tape:
-        """The runs of these graphs so far; what others have returned comes from outside."""
+        """Returns the tape of these graphs' runs so far; results of other graphs count as inputs from outside."""
         self._note_released()
         numbers = {graph: number for number, graph in enumerate(graphs)}
         calls: list[Call] = []
@@ -319,7 +327,7 @@ class TapeRecorder:
             self._calls[-1] = replace(self._calls[-1], released=self._calls[-1].released | numbers)
 
     def _note_saved(self, returned: Collection[int]) -> None:
-        """Note as released what only a backward still holds: under another plan it may be gone behind its last use."""
+        """Mark storages that only a backward holds as released: another plan may free them after their last use."""
         kept = {*returned, *self._given, *self._parameters.values()}
         last: dict[int, int] = {}
         for index, call in enumerate(self._calls):
@@ -338,7 +346,7 @@ class TapeRecorder:
     def _number(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, torch.nn.Parameter):
             number = self._parameters.setdefault(id(tensor), next(self._numbers))
-            # FSDP2 gives a layer views of those that it is called with.
+            # FSDP2 passes a layer views of its parameters, which share this storage.
             self._storages[dynamo.storage_id(tensor)] = dynamo.StorageWeakRef(tensor.untyped_storage()), number
             return number
         address = dynamo.storage_id(tensor)
@@ -351,7 +359,7 @@ class TapeRecorder:
 
 
 def sizes_of(arguments: Sequence[object]) -> dict[int, tuple[int, ...]]:
-    """The sizes of a graph's arguments; see `Call`."""
+    """Returns the sizes of a graph's arguments; see `Call.sizes`."""
     sizes: dict[int, tuple[int, ...]] = {}
     for place, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter):
@@ -385,16 +393,16 @@ def _outside(
 def resized(
     tape: Tape, schedules: Sequence[Schedule], first: Sequence[SymbolValues], named: Sequence[SymbolValues]
 ) -> tuple[Tape, list[dict[sympy.Symbol, int]]]:
-    """The tape for another batch, and the sizes of each call.
+    """Returns the tape for another batch, and the symbols' values of each call.
 
-    A size of an argument is that of the result that it was, which follows from the sizes of the graph that returned
-    it. Else it has a name; else it is as many times as large as a size that was equal in the first batch.
+    An argument that is another graph's result has its sizes from the sizes of that graph. Other sizes are looked up by
+    name; sizes without a name change like a size that was equal to them in the first batch.
 
     Args:
-        tape: of the first batch.
-        schedules: of its graphs.
-        first: the symbols' values in the first batch, of each graph.
-        named: those of the symbols that have names, in this batch.
+        tape: the tape of the first batch.
+        schedules: the schedules of its graphs.
+        first: for each graph, the symbols' values in the first batch.
+        named: for each graph, the values of named symbols in the new batch.
     """
     sizes: list[dict[sympy.Symbol, int]] = []
     results: list[_Shape] = []
@@ -408,7 +416,7 @@ def resized(
             same = [shape.now for shape in results if (shape.storage, shape.before) == argument]
             passed.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
         values = {symbol: _grown(size, results) for symbol, size in before.items()}
-        # The graph may run for another length, too, than the one that its sizes are named by.
+        # The graph may also run for another length than the one that its sizes are named by.
         values |= {symbol: size for symbol, size in named[call.graph].items() if before[symbol] == traced[symbol]}
         values |= {symbol: size for symbol, size in passed.items() if symbol in before}
         sizes.append(values)
@@ -433,12 +441,12 @@ def resized(
 
 
 class _Shape(NamedTuple):
-    """A tensor that a graph was given, or returned.
+    """A tensor that a graph takes or returns.
 
     Attributes:
-        storage: its number.
+        storage: number of its storage.
         before: its shape on the tape.
-        now: that in another batch.
+        now: its shape in the other batch.
     """
 
     storage: int
@@ -447,7 +455,8 @@ class _Shape(NamedTuple):
 
 
 def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int:
-    """A size without a name, by one that was equal to it and is another now, if any in the same place of a shape."""
+    """Returns the new value of an unnamed size: that of an equal size that changed, of the same dimension if there is
+    one."""
     equal = [
         (at != place, new)
         for shape in shapes
@@ -458,7 +467,7 @@ def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int
 
 
 def _grown_bytes(tensor: Tensor, shapes: Sequence[_Shape]) -> int:
-    """The size of what is outside of all graphs, by the shape that begins as its own does."""
+    """Returns the new bytes of a tensor outside of all graphs, by the shape with the longest common prefix."""
 
     def common(shape: _Shape) -> int:
         pairs = zip(shape.before, tensor.shape, strict=False)

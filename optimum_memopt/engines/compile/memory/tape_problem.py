@@ -1,7 +1,7 @@
-"""The graphs of a tape as one problem, for a solver that knows nothing of tapes. Pure.
+"""Links the graphs of a tape into one problem, for a solver that knows nothing of tapes. Pure.
 
-Forwards stand in the order of the tape, backwards in the opposite one. What one graph returns and another reads is
-read there through a view that must not run twice: no backward recomputes past its own graph's inputs.
+Forwards are in the order of the tape, backwards in reverse order. A graph reads another graph's result through a view
+that must not run twice, so no backward recomputes past its own graph's inputs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph returns,
-# summed gradients, gradients copied to another layout, gradients accumulated over micro-batches, and released buffers
-# of collectives.
+# Kinds of operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph
+# returns, summed gradients, gradients copied to another layout, gradients accumulated over micro-batches, and released
+# buffers of collectives.
 _PASSED, _OUTSIDE, _RETURNED, _SUMMED, _COPIED, _ADDED, _RELEASED = (
     "passed",
     "outside",
@@ -36,10 +36,10 @@ class TapeProblem:
     """A tape as one problem.
 
     Attributes:
-        tape: whose calls the runs are.
+        runs: the problem of each of the tape's calls.
         frees_gradients: see `compose`.
-        places: of each of its nodes the run, and the node in that run's own problem; -1: in none.
-        outputs: bytes of the forward's results that its caller holds behind the backward.
+        places: for each node, its run and its number in that run's problem; -1 if it is in no graph.
+        outputs: bytes of the forward's results that its caller holds after the backward.
     """
 
     problem: Problem
@@ -51,15 +51,15 @@ class TapeProblem:
 
     @property
     def graphs(self) -> tuple[int, ...]:
-        """The graph of each run."""
+        """Returns the index of each run's graph."""
         return tuple(call.graph for call in self.tape.calls)
 
     def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
-        """The nodes that each run's forward saves where these are saved, by the numbers of its own problem."""
+        """Returns the nodes that each run's forward saves if `nodes` are saved, numbered as in its own problem."""
         return tuple(problem.closure(saved) for problem, saved in zip(self.runs, self.of_places(nodes), strict=True))
 
     def of_places(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
-        """These nodes by run, by the numbers of its own problem."""
+        """Returns `nodes` by run, numbered as in the run's own problem."""
         own: list[set[int]] = [set() for _ in self.runs]
         for node in nodes:
             run, local = self.places[node]
@@ -68,12 +68,12 @@ class TapeProblem:
         return tuple(map(frozenset, own))
 
     def numbers(self, run: int) -> dict[int, int]:
-        """The nodes of a run's own problem, and their numbers here."""
+        """Returns the numbers of a run's nodes in the linked problem, by their numbers in its own problem."""
         return {local: node for node, (of_run, local) in enumerate(self.places) if of_run == run and local >= 0}
 
     @cached_property
     def passed(self) -> frozenset[int]:
-        """The nodes of arguments kept alive only by the backward."""
+        """Returns the nodes of arguments kept alive only by the backward."""
         outside = {tensor.storage for operator in self.tape.outside for tensor in operator.saved}
         released = {number for call in self.tape.calls for number in call.released} - outside
         return frozenset(
@@ -84,13 +84,13 @@ class TapeProblem:
         )
 
     def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
-        """The nodes that the forward saves where each run saves these of its own."""
+        """Returns the nodes that the forward saves if each run saves these nodes of its own problem."""
         numbers = {place: node for node, place in enumerate(self.places)}
         kept = {numbers[run, node] for run, nodes in enumerate(saved) for node in nodes}
         return self.problem.saving(kept)
 
 
-# An operator that is in no graph, and allocates nothing.
+# Columns of an operator that is in no graph and allocates nothing.
 _BETWEEN = {
     "bytes": 0,
     "workspaces": 0,
@@ -103,7 +103,7 @@ _COLUMNS = (*_BETWEEN, "names", "kinds", "reads", "roots", "layers", "runs")
 
 
 class _Builder:
-    """Collects the nodes of the problem, with reads and roots by their new numbers."""
+    """Collects the nodes of the problem, with reads and roots renumbered."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -120,14 +120,14 @@ class _Builder:
 
         Args:
             changed: columns that differ from `_BETWEEN`.
-            node: of the run's own problem, that it stands for; -1: none.
+            node: number of the node in the run's own problem that it stands for; -1: none.
         """
         new = len(self.places)
         own = {"names": f"between.{new}", "kinds": kind, "reads": tuple(reads), "roots": new, "layers": layer}
         return self._append(run, node, {**_BETWEEN, **own, "runs": run, **changed})
 
     def add(self, run: int, layer: str, problem: Problem, node: int, number: Mapping[int, int]) -> int:
-        """Add a node of a run's own problem; `number`: those of the nodes before it."""
+        """Add a node of a run's own problem; `number` maps earlier nodes of the run to their new numbers."""
         root, source = problem.roots[node], problem.picks[node]
         row = {name: getattr(problem, name)[node] for name in _COLUMNS}
         row["names"] = _name_in(problem, node, run)
@@ -151,10 +151,10 @@ def _name_in(problem: Problem, node: int, run: int) -> str:
 
 
 def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool = False) -> TapeProblem:
-    """The graphs of a tape as one problem.
+    """Link the graphs of a tape into one problem.
 
     Args:
-        runs: the problem of each call, for its sizes.
+        runs: the problem of each call, with the sizes of that call.
         frees_gradients: see `compose`.
     """
     is_alone = len(runs) == 1 and not tape.outside and tape.held_outputs == NOTHING_HELD
@@ -168,39 +168,39 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
     linked.hold_results()
     for run in reversed(range(len(runs))):
         linked.backward(run)
-    # It adds the last nodes.
+    # `problem()` adds the last nodes, so `places` is read after it.
     problem = linked.problem()
     return TapeProblem(problem, tuple(runs), tape, tuple(linked.built.places), frees_gradients, linked.outputs)
 
 
 class _LinkedRuns:
-    """The nodes of all runs, and of what is between them."""
+    """The nodes of all runs, and of the operators between them."""
 
     def __init__(self, tape: Tape, runs: Sequence[Problem], frees_gradients: bool) -> None:
         self._tape, self._runs, self._frees_gradients = tape, runs, frees_gradients
         self._collectives = tape.collectives([run.positions.gradients for run in runs])
         self.built = _Builder()
         self._moved = _Moved(self.built)
-        # By run the numbers of its own nodes.
+        # Per run: the new numbers of its nodes.
         self._numbers: list[dict[int, int]] = [{} for _ in runs]
-        # Of each storage that a graph has returned the node; and of all storages the gradient, as far as it is summed.
+        # Nodes of the storages that graphs returned, and of each storage's gradient as summed so far, by storage.
         self._made: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._layouts: dict[int, Layout | None] = {}
-        # Originals of the copied gradients of the run whose backward is added.
+        # Originals of the copied gradients in the backward that is being added.
         self._copied: list[int] = []
-        # What operators outside of all graphs save, by storage; and gradients that only they read.
+        # Nodes that operators outside of all graphs save, by storage; and gradients that only these operators read.
         self._saved_outside: dict[int, int] = {}
         self._passed: list[int] = []
-        # Gradients that go when a group's are reduced.
+        # Gradients that are freed when their sharded group is reduced, with the group.
         self._grouped: list[tuple[object, int]] = []
         self._held: list[int] = []
-        # What graphs are given by others, and their backwards read as it is.
+        # Graph inputs from other graphs that a backward reads directly.
         self._read: list[int] = []
         self._tangents: list[int] = []
         self._outputs: list[int] = []
-        # Bytes of held or copied results, by storage, and of what the loop computes from them; nodes of what is held
-        # until the backward is over, and of the previous step's.
+        # Bytes of held or copied results, by storage, and of the tensors that the training loop computes from them;
+        # nodes of the tensors held until the backward ends, and of the previous step's.
         self._result_sizes = {} if tape.held_outputs == NOTHING_HELD else self._result_bytes()
         size = sum(self._result_sizes.values())
         self._loss, self._left = round(tape.held_outputs.loss * size), round(tape.held_outputs.left * size)
@@ -209,7 +209,7 @@ class _LinkedRuns:
 
     @property
     def outputs(self) -> int:
-        """Bytes that the forward's caller holds behind the backward."""
+        """Returns the bytes that the forward's caller holds after the backward."""
         return sum(self._result_sizes.values()) + self._left if self._tape.held_outputs.until else 0
 
     def _result_bytes(self) -> dict[int, int]:
@@ -222,14 +222,14 @@ class _LinkedRuns:
         return sizes
 
     def begin(self) -> None:
-        """Add the results of the step before that the caller still holds, before any forward."""
+        """Add the previous step's results that the caller still holds, before any forward."""
         if self._tape.held_outputs.until == HeldUntil.NEXT_FORWARD:
             sizes = [*self._result_sizes.values(), *([self._left] if self._left else [])]
             self._earlier = [self._outside(0, size) for size in sizes]
 
     def hold_results(self) -> None:
-        """Add the forward's results that the caller holds in the backward, behind all forwards, and what it computes
-        from them."""
+        """Add the forward's results that the caller holds in the backward, and the tensors that it computes from them,
+        after all forwards."""
         nodes: list[int] = []
         last, held = len(self._runs) - 1, self._tape.held_outputs
         for storage, size in self._result_sizes.items():
@@ -252,7 +252,7 @@ class _LinkedRuns:
         self._read += self._results
 
     def forward(self, run: int) -> None:
-        """Add the forward of a run. All forwards are added before any backward, in order."""
+        """Add the forward of a run. Forwards are added in order, before any backward."""
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         given = set(problem.tangents)
         handed: list[int] = []
@@ -273,7 +273,7 @@ class _LinkedRuns:
             if any(problem.is_backward[user] for user in problem.users[node]):
                 self._read.append(number[node])
         if handed:
-            # Its caller holds what a graph was given until it returns.
+            # The caller holds a graph's arguments until the graph returns.
             self._held.append(self._end(run, handed, _RETURNED))
         for node, at in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
             storage = None if at is None else call.outputs.get(at)
@@ -283,18 +283,18 @@ class _LinkedRuns:
         self._held += self._moved.add(run, self._collectives.runs[run].after)
 
     def _handed_to(self, run: int, node: int) -> int | None:
-        """The node of the storage that an input of a run was handed; None where it was there before the forward."""
+        """Returns the node whose storage a run's input is; None if the input existed before the forward."""
         call, problem = self._tape.calls[run], self._runs[run]
         storage = call.inputs.get(problem.positions.inputs.get(node, -1)) if problem.is_input[node] else None
         if storage is None or (storage in self._tape.given and storage not in self._made):
             return None
         if storage not in self._made:
-            # Of a graph in which nothing is trained, as that of frozen embeddings or of a mask.
+            # Made by a graph in which nothing is trained, such as that of frozen embeddings or of a mask.
             self._made[storage] = self._outside(run, problem.bytes[node], call.layer)
         return self._made[storage]
 
     def _save_outside(self, run: int, behind: int) -> None:
-        """Add what operators outside of all graphs save behind a call, each until its backward has read it."""
+        """Add the tensors that operators outside of all graphs save after a call, held until their backward."""
         for storage, size in self._tape.saved_behind(behind).items():
             if storage not in self._made:
                 self._made[storage] = self._outside(run, size)
@@ -304,7 +304,7 @@ class _LinkedRuns:
             self._read.append(self._saved_outside[storage])
 
     def backward(self, run: int) -> None:
-        """Add the backward of a run. Those of later runs are added before it."""
+        """Add the backward of a run. Backwards of later runs are added before it."""
         call, problem, number = self._tape.calls[run], self._runs[run], self._numbers[run]
         around, is_first = self._collectives.runs[run], run == len(self._runs) - 1
         if is_first:
@@ -317,7 +317,7 @@ class _LinkedRuns:
         if self._passed:
             self._outputs.append(self._end(run, self._passed, _RELEASED, is_backward=True))
             self._passed = []
-        # The backward begins with the first reader of a gradient.
+        # A problem's backward begins at the first reader of a tangent.
         prefetched, first = (self._collectives.prefetched, self._tangents[:1]) if is_first else ((), [])
         outside = (*around.outside, *prefetched, *around.before_backward)
         self._outputs += self._moved.add(run, outside, first)
@@ -337,11 +337,11 @@ class _LinkedRuns:
         self._reduce(run, around.reduced)
 
     def _backward_outside(self, run: int) -> None:
-        """Add the backwards of operators that are behind a run and outside of all graphs."""
+        """Add the backwards of operators outside of all graphs that follow a run."""
         behind = [operator for operator in self._tape.outside if operator.call == run]
         first: list[int] = []
         if behind and run == len(self._runs) - 1:
-            # The backward begins with the first reader of a gradient.
+            # A problem's backward begins at the first reader of a tangent.
             given = {"is_input": True, "is_operator": False, "is_backward": True}
             first.append(self.built.between(run, _OUTSIDE, (), given))
             self._tangents += first
@@ -352,7 +352,7 @@ class _LinkedRuns:
                 self._gradients[storage] = self._moved.take(gradient_name(gradient))
 
     def _tangent(self, run: int, node: int, at: int | None) -> int:
-        """The gradient that a backward is given for an output."""
+        """Returns the node of the gradient that a backward takes for an output; adds it if no backward returned it."""
         call, problem = self._tape.calls[run], self._runs[run]
         gradient = None if at is None else self._gradients.pop(call.outputs.get(at, -1), None)
         if gradient is not None:
@@ -367,7 +367,7 @@ class _LinkedRuns:
         return self._tangents[-1]
 
     def _add_gradient(self, run: int, gradient: int, at: int | None) -> Iterator[int]:
-        """Hand on what a backward returns for an argument; yields what is added to gradients of parameters."""
+        """Pass on the gradient that a backward returns for an argument; yields it if it is freed at once."""
         calls, gradients = self._tape.calls, self._gradients
         storage = None if at is None else calls[run].inputs.get(at)
         owner = None if at is None else self._collectives.runs[run].owners.get(at)
@@ -398,7 +398,7 @@ class _LinkedRuns:
                 self._outputs += self._moved.add(run, (event,), read)
 
     def problem(self) -> Problem:
-        """All of it, when each run's forward and backward have been added."""
+        """Returns the linked problem, once each run's forward and backward have been added."""
         self._reduce(0, self._collectives.last)
         self._outputs += self._moved.add(0, self._collectives.end, ())
         if self._results:
@@ -435,17 +435,17 @@ class _LinkedRuns:
     def _outside(
         self, run: int, size: int, layer: str = "", *, source: int | None = None, is_backward: bool = False
     ) -> int:
-        """A storage that no graph has allocated; of what was computed from `source`."""
+        """Add a storage that no graph has allocated, computed from `source` if given."""
         own = {"bytes": size, "is_view": False, "is_kept": True, "is_backward": is_backward}
         return self.built.between(run, _OUTSIDE, () if source is None else (source,), own, layer)
 
     def _end(self, run: int, nodes: Sequence[int], kind: str, *, is_backward: bool = False) -> int:
-        """An operator that reads nodes which are held until then."""
+        """Add an operator that reads `nodes`, so that they are held until then."""
         own = {"is_tensor": False, "is_view": False, "is_backward": is_backward}
         return self.built.between(run, kind, nodes, own, self._tape.calls[run].layer)
 
     def _sum(self, run: int, first: int, second: int) -> int:
-        """The sum of two gradients of one tensor, in the place of the first."""
+        """Add the in-place sum of two gradients of one tensor, in the storage of the first."""
         own = {"roots": self.built.root(first), "is_backward": True}
         return self.built.between(run, _SUMMED, (first, second), own, self._tape.calls[run].layer)
 
@@ -462,16 +462,16 @@ class _Moved:
 
     @property
     def held_in_backward(self) -> list[int]:
-        """Storages of the forward that the backward frees, or that nobody has freed."""
+        """Returns storages of the forward that the backward frees, or that are never freed."""
         return [*self._passed, *self._forward.intersection(self.left)]
 
     @property
     def left(self) -> list[int]:
-        """Storages that nobody has freed."""
+        """Returns storages that have not been freed."""
         return list(self._nodes.values())
 
     def take(self, name: str) -> int:
-        """The node of a storage that is freed when those who read it have run."""
+        """Returns the node of a storage, which is freed after its readers instead of by an event."""
         if name in self._nodes:
             self._taken[name] = self._nodes.pop(name)
         return self._taken[name]
@@ -480,10 +480,10 @@ class _Moved:
         """Add the nodes of events.
 
         Args:
-            backward: nodes of the backward that they read; None: they are of the forward.
+            backward: nodes that the events read in the backward; None: the events are in the forward.
 
         Returns:
-            Those that free only.
+            The nodes that allocate nothing: they free storages or hold a workspace.
         """
         last: list[int] = []
         for event in events:

@@ -1,8 +1,8 @@
-"""Bytes that an operator holds while it runs, beside its results.
+"""Workspaces: the bytes that an operator holds while it runs, beside its results.
 
-From torch's sources (2.13, `aten/src/ATen/`), and compared with its allocators by
-`tests/unit/test_cpu_workspaces.py` and `tests/cuda/test_workspaces.py`. CUDA's operators that are not here
-take less than a percent of what they return.
+Taken from torch's sources (2.13, `aten/src/ATen/`) and compared with its allocators by
+`tests/unit/test_cpu_workspaces.py` and `tests/cuda/test_workspaces.py`. The workspaces of other CUDA operators are
+less than a percent of their results.
 """
 
 import functools
@@ -22,33 +22,33 @@ from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, Multipro
 
 _ZERO = sympy.Integer(0)
 _FLOAT_BYTES = 4
-# Columns of a block of the attention matrix; of its rows, how many from which length on.
+# Columns of a block of the attention matrix; numbers of its rows, and the lengths from which the larger ones apply.
 _KEY_BLOCK = 512
 _SHORT, _MEDIUM, _LONG = 32, 64, 256
 _MEDIUM_FROM, _LONG_FROM = 192, 768
-# oneDNN packs a factor in blocks of 32 rows and 64 columns; its tables take 1,152 bytes, the scale of a product 4.
+# oneDNN packs a factor in blocks of 32 rows and 64 columns; its tables take 1,152 bytes, a product's scale 4 bytes.
 _ONEDNN_ROWS, _ONEDNN_COLUMNS = 32, 64
 _ONEDNN_OVERHEAD = 1152 + 4
 _WARP = 32
-# Sorting pays from then on (`cuda/Embedding.cu`).
+# Above this number of indices they are sorted (`cuda/Embedding.cu`).
 _SORTED_INDICES = 3072
 _ROWS_PER_PARTIAL_SUM = 10
-# Rows and columns of a block of the memory-efficient kernel, and the lock and counter of each.
+# Rows and columns of a block of the memory-efficient kernel, and bytes of its lock and counter.
 _BLOCK = 64
 _LOCK_BYTES = 16
 
 
 def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:
-    """That of a graph's node; `cuda` as in `operator_workspace`."""
+    """Returns the workspace of a graph's node; `cuda` as in `operator_workspace`."""
     arguments = [value(argument) if isinstance(argument, fx.Node) else argument for argument in node.args]
     return operator_workspace(node.target, arguments, value(node), cuda)
 
 
 def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda: Multiprocessors | None) -> sympy.Expr:
-    """That of a call.
+    """Returns the workspace of an operator's call, in bytes.
 
     Args:
-        arguments: positional ones; tensors may be fake.
+        arguments: positional arguments; tensors may be fake.
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
     if is_chunked_loss_operator(target):
@@ -69,20 +69,20 @@ def _bytes(tensor: torch.Tensor) -> sympy.Expr:
 
 
 def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """Operands of another dtype, which an operator casts before it computes (`native/TensorIterator.cpp`; on other
-    devices the kernel casts each element)."""
+    """Returns the bytes of casts of operands with another dtype (`native/TensorIterator.cpp`); on other devices the
+    kernel casts each element."""
     operands = [operand for operand in arguments if isinstance(operand, torch.Tensor) and operand.dim()]
     dtype = result.dtype
     if dtype == torch.bool and operands:
-        # A comparison computes in what its operands are promoted to.
+        # A comparison computes in the promoted dtype of its operands.
         dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
 
 
 def _dequantized(arguments: Sequence[Any]) -> sympy.Expr:
-    """A weight of 4 bits in the dtype of the input, and its scales in float32, where those are quantized too
-    (bitsandbytes 0.50, `_dequant_linear_fallback` in `backends/cuda/ops.py`, for more rows than its own kernel takes).
-    """
+    """Returns the bytes of a 4-bit weight in the dtype of the input, and of its scales in float32 if those are
+    quantized too (bitsandbytes 0.50, `_dequant_linear_fallback` in `backends/cuda/ops.py`, for more rows than its own
+    kernel supports)."""
     given, _, shape, scales, block = arguments[:5]
     count = math.prod(shape)
     blocks = -(-count // block)
@@ -91,18 +91,18 @@ def _dequantized(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """A half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
+    """Returns the bytes of a half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
     return elements(result) * _FLOAT_BYTES if result.dtype in HALVES else _ZERO
 
 
 def _sum_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """The input in the result's dtype (`native/ReduceOps.cpp`)."""
+    """Returns the bytes of the input cast to the result's dtype (`native/ReduceOps.cpp`)."""
     operand = arguments[0]
     return elements(operand) * result.dtype.itemsize if operand.dtype != result.dtype else _ZERO
 
 
 def _mean_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """A half-precision input in float32, and its mean (`native/ReduceOps.cpp`)."""
+    """Returns the bytes of a half-precision input in float32, and of its mean (`native/ReduceOps.cpp`)."""
     operand = arguments[0]
     if operand.dtype not in HALVES:
         return _ZERO
@@ -110,8 +110,8 @@ def _mean_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
 
 
 def _attention(arguments: Sequence[Any]) -> sympy.Expr:
-    """A block of the attention matrix with the maxima and sums of its rows, and its output, for each thread
-    (`native/cpu/FlashAttentionKernel.cpp`). Without the packed keys of float16, which are not torch's allocator's."""
+    """Returns the bytes of a block of the attention matrix with its rows' maxima and sums, and its output, per thread
+    (`native/cpu/FlashAttentionKernel.cpp`). Packed float16 keys do not count: torch's allocator does not hold them."""
     query, key = arguments[:2]
     rows, block = _blocks(query, key)
     held = block * _accumulated_bytes(query) + rows * (2 + symbolic(query.shape[3])) * _FLOAT_BYTES
@@ -119,8 +119,8 @@ def _attention(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """A block of the attention matrix and of its gradient, a sum for each of its rows, and what oneDNN multiplies
-    blocks with, for each thread; the output's gradient, where each token's heads do not lie one after the other."""
+    """Returns the bytes of a block of the attention matrix and of its gradient, the sums of its rows, and oneDNN's
+    buffers, per thread; plus a copy of the output's gradient if a token's heads are not contiguous."""
     gradient, query, key = arguments[:3]
     rows, block = _blocks(query, key)
     held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
@@ -130,14 +130,14 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _contiguous_copies(arguments: Sequence[Any]) -> sympy.Expr:
-    """The output's gradient, and the output or input, where they are not contiguous (`native/SoftMax.cpp`,
-    `native/layer_norm.cpp`)."""
+    """Returns the bytes of copies of the first two tensors that are not contiguous: the output's gradient, and the
+    output or input (`native/SoftMax.cpp`, `native/layer_norm.cpp`)."""
     copied = (tensor for tensor in arguments[:2] if tensor.device.type == "cpu" and not _is_contiguous(tensor))
     return sympy.Add(*map(_bytes, copied))
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.Expr]:
-    """Rows and elements of a block of the attention matrix."""
+    """Returns the rows and the elements of a block of the attention matrix."""
     length = symbolic(query.shape[2])
     most = sympy.Piecewise((_LONG, length >= _LONG_FROM), (_MEDIUM, length >= _MEDIUM_FROM), (_SHORT, True))
     rows = sympy.Min(most, length)
@@ -145,13 +145,13 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.E
 
 
 def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head: sympy.Expr) -> sympy.Expr:
-    """Buffers of oneDNN's products of blocks whose result is in half precision: the gradients of queries, keys and
-    values (`mkldnn_bf16_gemm` in `native/CPUBlas.cpp`). 0 where oneDNN does not multiply this dtype.
+    """Returns the bytes of oneDNN's buffers for block products with a half-precision result: the gradients of queries,
+    keys and values (`mkldnn_bf16_gemm` in `native/CPUBlas.cpp`); 0 if oneDNN does not multiply this dtype.
 
-    With AVX512-BF16: both factors, packed, and a part of the result in float32. Exact where the keys of a block are at
-    most 256 or even in number; elsewhere oneDNN may cut them into smaller parts, and holds up to 96 KiB less. With
-    AVX512 alone: the result in float32 and up to 4 KiB. Compared for 2,850 shapes with each (torch 2.13, oneDNN by
-    `ONEDNN_MAX_CPU_ISA`); on processors with AMX not seen.
+    With AVX512-BF16: both packed factors, and a part of the result in float32. This is exact if the number of keys in
+    a block is at most 256 or even; else oneDNN may cut them into smaller parts, and holds up to 96 KiB less. With
+    AVX512 alone: the result in float32, and up to 4 KiB. Compared for 2,850 shapes with each instruction set (torch
+    2.13, oneDNN by `ONEDNN_MAX_CPU_ISA`); not measured on processors with AMX.
     """
     if not kernels.onednn_multiplies(dtype):
         return _ZERO
@@ -170,16 +170,18 @@ def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head
 
 
 def _accumulated_bytes(query: torch.Tensor) -> int:
-    """Bytes of an element of a block: in float32, and a copy in half precision where the query has it."""
+    """Returns the bytes of a block's element: in float32, plus a half-precision copy if the query has such a dtype."""
     return _FLOAT_BYTES + (query.dtype.itemsize if query.dtype.itemsize < _FLOAT_BYTES else 0)
 
 
 def _is_contiguous(tensor: torch.Tensor, order: Sequence[int] = ()) -> bool:
-    """Asked of expressions, so that a symbol gets no guard, and of no view, since the tensor may be one of a mode that
-    is not in force.
+    """Returns True if a tensor is contiguous in this order of dimensions.
+
+    Compares expressions, so that no guard is added on a symbol, and makes no view, since the tensor may belong to a
+    fake mode that is not active.
 
     Args:
-        order: of the dimensions; empty: their own.
+        order: order of the dimensions, outermost first; empty: their own.
     """
     step = sympy.Integer(1)
     for dimension in reversed(order or range(tensor.dim())):
@@ -190,16 +192,16 @@ def _is_contiguous(tensor: torch.Tensor, order: Sequence[int] = ()) -> bool:
     return True
 
 
-# Bytes of float32 tensors that TRL's code for devices without Triton holds for each element of a product: in the
-# forward, and in the backward beside a mask; in the backward with gradients of entropies, and with a soft cap, more
-# (`_forward_tile`, `_backward_tile` in `trl/kernels/chunked_logprob.py`, 1.16).
+# Bytes per element of a product that TRL's code for devices without Triton holds in float32 tensors: in the forward;
+# in the backward, with a mask; in addition in the backward for entropy gradients, and for a soft cap (`_forward_tile`,
+# `_backward_tile` in `trl/kernels/chunked_logprob.py`, 1.16).
 _TILE, _TILE_BACKWARD, _TILE_OF_ENTROPY, _TILE_OF_CAP = 12, 29, 4, 4
-# Sums and maxima of each token that are no results.
+# Number of sums and maxima per token that are not results.
 _VECTORS = 4
 
 
 def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
-    """A buffer for products of chunks of tokens with chunks of the vocabulary, and what is computed of one."""
+    """Returns the bytes of a buffer for products of token chunks with vocabulary chunks, and of temporaries."""
     hidden, weight, _, labels, _, chunk, _, _, _, autocast = arguments
     held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else _TILE)
     held += _VECTORS * elements(labels) * _FLOAT_BYTES
@@ -207,7 +209,7 @@ def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
 
 
 def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
-    """The same, and gradients of a smaller dtype in float32."""
+    """Returns the same bytes for the backward, plus float32 copies of gradients with a smaller dtype."""
     _, of_entropy, hidden, weight, bias, labels, _, _, _, chunk, softcap, _, autocast, needed = arguments
     per_element = _TILE_BACKWARD + _TILE_OF_ENTROPY * (of_entropy is not None) + _TILE_OF_CAP * (softcap is not None)
     held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else per_element)
@@ -216,15 +218,20 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
     results = [each for each, is_needed in zip((hidden, weight, bias), needed, strict=True) if is_needed]
     cast = [each for each in results if each is not None and each.dtype != torch.float32]
     accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in cast))
-    # Casts come when all is accumulated.
+    # Gradients are cast once all are accumulated.
     return accumulated + sympy.Max(0, held - sympy.Add(*map(_bytes, cast)))
 
 
 def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int | None
 ) -> sympy.Expr:
-    """The buffer, casts of factors, and for each element of a product the bytes of what is computed of it; None: in
-    place. Rows of the buffer are longer than a small vocabulary, which on a CPU takes no pages."""
+    """Returns the bytes of the buffer, of casts of its factors, and of temporaries.
+
+    Rows of the buffer are longer than a small vocabulary; on a CPU the rest takes no pages.
+
+    Args:
+        per_element: bytes of temporaries per element of a product; None: products are processed in place.
+    """
     tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
     dtype = hidden.dtype if autocast is None else autocast
     factors = ((tokens, hidden), (words, weight))
@@ -234,12 +241,12 @@ def _chunks(
 
 
 def _labelled(hidden: torch.Tensor, labels: torch.Tensor) -> sympy.Expr:
-    """Copies of the tokens with a label, of which all may have one."""
+    """Returns the bytes of copies of the tokens with a label, assuming that every token has one."""
     return _bytes(hidden) + _bytes(labels)
 
 
 def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:
-    """The loss of each element, where their mean or sum is returned (`native/BinaryOps.cpp`, `native/Loss.cpp`)."""
+    """Returns the bytes of the unreduced loss if the result is reduced (`native/BinaryOps.cpp`, `native/Loss.cpp`)."""
     is_reduced = len(arguments) < 3 or arguments[2] != 0
     shape = torch.broadcast_shapes(arguments[0].shape, arguments[1].shape)
     return sympy.Mul(*map(symbolic, shape)) * arguments[0].dtype.itemsize if is_reduced else _ZERO
@@ -249,7 +256,7 @@ _LOSSES = dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _unreduced
 _POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     **dict.fromkeys(_POINTWISE, _casts),
-    # Without its condition.
+    # The condition is not cast.
     "where": lambda arguments, result: _casts(arguments[1:], result),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _accumulated),
     "sum": _sum_cast,
@@ -278,7 +285,7 @@ def _reduction(source: torch.Tensor, options: Sequence[Any], result: Any, device
     inputs = sympy.Mul(*(size for dim, size in enumerate(sizes) if dim in reduced))
     fastest = [dim for dim, step in enumerate(strides) if step == 1 and sizes[dim] != 1]
     along_fastest = not fastest or fastest[-1] in reduced
-    # The innermost dimension that stays, with those that are one with it in memory.
+    # Size of the innermost run of dimensions that are not reduced.
     innermost = sympy.Integer(1)
     for dim in reversed(range(source.dim())):
         if dim in reduced:
@@ -291,17 +298,17 @@ def _reduction(source: torch.Tensor, options: Sequence[Any], result: Any, device
 
 
 class ReductionBuffer(sympy.Function):  # type: ignore[misc]
-    """Partial results of a reduction whose inputs are split across blocks: `setReduceConfig` and
+    """Bytes of partial results of a reduction whose inputs are split across blocks: `setReduceConfig` and
     `ReduceConfig::global_memory_size` of `cuda/Reduce.cuh`.
 
     Args:
-        outputs: results.
-        inputs: of each of them.
-        innermost: size of the fastest dimension that stays.
-        along_fastest: 1 where the dimension with stride 1 is reduced.
+        outputs: number of results.
+        inputs: number of inputs of each result.
+        innermost: size of the innermost run of dimensions that are not reduced.
+        along_fastest: 1 if the dimension with stride 1 is reduced.
         itemsize: bytes of an accumulated value.
-        multiprocessors: of the device.
-        threads: that are resident on each.
+        multiprocessors: number of multiprocessors of the device.
+        threads: resident threads per multiprocessor.
     """
 
     @classmethod
@@ -321,7 +328,7 @@ def _reduction_buffer(
     if along_fastest and outputs == 1 and width >= 128:
         width //= 4
     block_threads = 512 // per_load
-    # The largest powers of two in them.
+    # Round down to powers of two.
     width_power, height_power = (min(1 << max(0, size.bit_length() - 1), block_threads) for size in (width, height))
     block_width = min(width_power, _WARP)
     block_height = min(height_power, block_threads // block_width)
@@ -352,12 +359,12 @@ def _parts(size: int, block: int) -> int:
 
 
 def _softmax_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """The gradient times the output (`softmax_backward_cuda` of `cuda/SoftMax.cu`)."""
+    """Returns the bytes of the gradient times the output (`softmax_backward_cuda` of `cuda/SoftMax.cu`)."""
     return _bytes(arguments[0])
 
 
 def _embedding_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """Sorted indices, and partial sums of rows (`cuda/EmbeddingBackwardKernel.cu`)."""
+    """Returns the bytes of sorted indices and of partial sums of rows (`cuda/EmbeddingBackwardKernel.cu`)."""
     gradient, indices, rows = arguments[0], arguments[1], symbolic(arguments[2])
     count = elements(indices)
     segments = sympy.Min(count, rows)
@@ -368,8 +375,8 @@ def _embedding_backward(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _efficient_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """The sum of output times gradient, and the query's gradient in float32 (`transformers/cuda/mem_eff_attention`);
-    above a head of 128 in half precision those of key and value, too."""
+    """Returns the bytes of the sums of output times gradient, and of the query's gradient in float32; in half
+    precision with heads above 128, also of key and value gradients (`transformers/cuda/mem_eff_attention`)."""
     query, key = arguments[1], arguments[2]
     batch, heads, length, width = map(symbolic, query.shape)
     blocks = sympy.ceiling(length / _BLOCK) * sympy.ceiling(width / _BLOCK)
@@ -381,8 +388,9 @@ def _efficient_backward(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _flash_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """The query's gradient in float32, the softmax's sums, and copies of output and gradient; with fewer heads of keys
-    than of queries, key and value gradients of all heads (`transformers/cuda/flash_attn/flash_api.cpp`)."""
+    """Returns the bytes of the query's gradient in float32, the softmax's sums, and copies of output and gradient;
+    with fewer key heads than query heads, also key and value gradients of all heads
+    (`transformers/cuda/flash_attn/flash_api.cpp`)."""
     query, key = arguments[1], arguments[2]
     batch, heads, length, width = map(symbolic, query.shape)
     rounded = sympy.ceiling(length / 128) * 128

@@ -1,4 +1,4 @@
-"""A captured training forward: its graphs, and the tape of their runs, for a batch of any sizes."""
+"""A captured training forward: its graphs and the tape of their runs, for any batch size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,8 @@ class CapturedForward:
     """A training forward.
 
     Attributes:
-        graphs: in the order of their first runs.
-        tape: their runs.
+        graphs: its graphs, in the order of their first runs.
+        tape: the runs of the graphs.
         untrained: names of parameters that require a gradient and get none.
     """
 
@@ -33,7 +33,7 @@ class CapturedForward:
 
     @property
     def costs(self) -> str:
-        """Where seconds are from."""
+        """Returns the source of the operators' seconds, see `Costs.source`."""
         return self.graphs[0].costs.source
 
     @property
@@ -42,51 +42,52 @@ class CapturedForward:
 
     @property
     def is_whole(self) -> bool:
-        """True where nothing that is differentiated runs outside of its graphs."""
+        """True if nothing that is differentiated runs outside of its graphs."""
         return all(graph.partitioned is not None and graph.partitioned.is_all_of_forward for graph in self.graphs)
 
     @property
     def run_keys(self) -> tuple[tuple[str, str, int], ...]:
-        """See `Tape.run_keys`."""
+        """Returns the keys of the runs, see `Tape.run_keys`."""
         return self.tape.run_keys([graph.digest for graph in self.graphs])
 
     def without_caller(self) -> "CapturedForward":
-        """See `Tape.without_caller`."""
+        """Returns the forward with its tape changed by `Tape.without_caller`."""
         return replace(self, tape=self.tape.without_caller())
 
     def planned_by(self, index: int) -> "CapturedForward":
-        """The forward under one of the choices that were noted; what passes between layers is recomputed or offloaded
-        by the first of them alone."""
+        """Returns the forward under one of the recorded plans; only the first of them recomputes or offloads what
+        passes between layers."""
         graphs = tuple(replace(graph, plans=(graph.plans[index],)) for graph in self.graphs)
         return replace(self, graphs=graphs, tape=self.tape if index == 0 else self.tape.with_all_held())
 
     @property
     def first(self) -> list[SymbolValues]:
-        """The sizes of each graph in the batch that was captured."""
+        """Returns each graph's sizes in the captured batch."""
         return [graph.sizes for graph in self.graphs]
 
     def rows_with(self, largest: LargestBatch | None) -> list[int]:
-        """Sizes that are rows of the batch; `largest` as in `sizes_for`."""
+        """Returns the sizes that are rows of the batch; `largest` as in `sizes_for`."""
         return [size for graph in self.graphs for size in graph.rows_with(largest)]
 
     def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> list[SymbolValues]:
-        """The sizes of each graph.
+        """Returns each graph's sizes for a batch.
 
         Args:
-            times: n: for an n-th of the batch's rows.
-            largest: for the sizes of this batch where they are larger; None: for its own.
+            times: divisor of the batch's rows.
+            largest: the batch to which the captured sizes are raised; None: they are kept.
         """
         return [graph.sizes_for(times, largest) for graph in self.graphs]
 
     def sizes_of(self, rows: int, tokens: int = 0) -> list[SymbolValues]:
-        """The sizes of each graph for a batch of rows of n tokens; 0: as many as were captured."""
+        """Returns each graph's sizes for a batch of rows of that many tokens; 0: as many tokens as were captured."""
         return [graph.sizes_of(rows, tokens) for graph in self.graphs]
 
     def sizes_of_runs(self, sizes: Sequence[SymbolValues]) -> tuple[Tape, Sequence[SymbolValues]]:
-        """The tape for a batch, and the sizes of each of its calls.
+        """Returns the tape for a batch, and the sizes of each of its calls.
 
         Args:
-            sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
+            sizes: each graph's values of the symbols that are sizes of the batch; the values of other symbols follow
+                from the graphs before it.
         """
         graphs = self.graphs
         named_sizes = (
@@ -108,12 +109,12 @@ class CapturedForward:
     def problem(
         self, sizes: Sequence[SymbolValues], frees_gradients: bool = False, with_conversions: bool = False
     ) -> TapeProblem:
-        """The graphs as one problem, for any plan.
+        """Returns the graphs as one problem, for any plan.
 
         Args:
             sizes: see `sizes_of_runs`.
             frees_gradients: see `compose`.
-            with_conversions: for plans that compress, too.
+            with_conversions: include the conversions, for plans that compress.
         """
         tape, runs = self._runs(
             sizes,
@@ -124,7 +125,7 @@ class CapturedForward:
     def events(
         self, sizes: Sequence[SymbolValues], frees_gradients: bool = False, plans: Sequence[SavedNodes] = ()
     ) -> StepEvents:
-        """The events of a step.
+        """Returns the events of a step.
 
         Args:
             sizes: see `sizes_of_runs`.
@@ -144,7 +145,8 @@ class CapturedForward:
         of_graph: Callable[[CapturedGraph, SymbolValues, SavedNodes | None], _T],
         plans: Sequence[SavedNodes] = (),
     ) -> tuple[Tape, tuple[_T, ...]]:
-        """Returns the tape for a batch, and a value for each call, made once for equal ones; `plans`: see `events`."""
+        """Returns the tape for a batch, and a value for each call, computed once for equal calls; see `events` on
+        `plans`."""
         tape, of_runs = self.sizes_of_runs(sizes)
         made: dict[object, _T] = {}
         runs: list[_T] = []
@@ -155,7 +157,7 @@ class CapturedForward:
         return tape, tuple(runs)
 
     def priced(self, seconds: Sequence[Sequence[float]]) -> "CapturedForward":
-        """The same with other seconds of each graph's operators, for a batch of any sizes."""
+        """Returns the forward with other seconds for each graph's operators, for any batch size."""
 
         def problem_at(graph: CapturedGraph, own: Sequence[float], values: SymbolValues) -> Problem:
             problem = graph.problem_at(values)

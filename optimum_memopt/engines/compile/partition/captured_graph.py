@@ -25,12 +25,12 @@ class CapturedGraph:
     """One joint graph of a training forward.
 
     Attributes:
-        names: of the symbols that are sizes of inputs, `input_ids_dim0`.
-        rows: of the plan table, by the name of the node that makes an activation.
-        plans: what was chosen for it, the choice that was applied first; empty before there is one.
-        digest: of the joint graph.
-        analyzed: with the sizes of its first batch.
-        conversions: of activations that may be compressed; None: none is.
+        digest: the digest of the joint graph.
+        names: names of the symbols that are sizes of inputs, such as `input_ids_dim0`.
+        rows: rows of the plan table, by the name of the activation's root.
+        analyzed: the analyzed graph, with the sizes of its first batch.
+        plans: the plans chosen for it, the applied one first; empty before there is one.
+        conversions: the conversions of activations that may be compressed; None: none may be.
     """
 
     digest: str
@@ -49,26 +49,26 @@ class CapturedGraph:
 
     @property
     def row_symbols(self) -> dict[sympy.Symbol, int]:
-        """Its sizes that are rows of the batch."""
+        """Returns its sizes that are rows of the batch."""
         return rows_of(self.sizes, self.names)
 
     def rows_with(self, largest: LargestBatch | None) -> list[int]:
-        """Its sizes that are rows of the batch, raised to those of the run's largest."""
+        """Returns its sizes that are rows of the batch, raised to the rows of the run's largest batch."""
         return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
 
     def sizes_for(self, times: int = 1, largest: LargestBatch | None = None) -> dict[sympy.Symbol, int]:
-        """Its sizes for its batch, or for an n-th of its rows; see `CapturedForward.sizes_for`."""
+        """Returns its sizes for its batch, or for an n-th of its rows; see `CapturedForward.sizes_for`."""
         sizes = larger_sizes(self.sizes, self.names, largest)
         return {**sizes, **{symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}}
 
     def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
-        """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
+        """Returns the symbols' values for a batch of rows of that many tokens; 0: as many tokens as were captured."""
         of_tokens = [symbol for symbol in self.sizes if tokens and is_length(self.names.get(symbol, ""))]
         return {**self.sizes, **dict.fromkeys(of_tokens, tokens), **dict.fromkeys(self.row_symbols, rows)}
 
     @property
     def timeline(self) -> Schedule | None:
-        """What it holds under the choice that was applied; None where it was not partitioned, or is not known."""
+        """Returns its memory over time under the applied choice; None if it was not partitioned or is not known."""
         return None if self.partitioned is None else self.partitioned.timeline
 
     def events_at(self, values: SymbolValues, plan: SavedNodes | None = None) -> GraphEvents:
@@ -79,20 +79,20 @@ class CapturedGraph:
         """
         plan = plan or self.plans[0]
         if plan.compressed and self.timeline is not None:
-            # A problem has no operators that compress.
+            # The problem has no conversions.
             return self.timeline.at(values)
         problem = self.problem_at(values)
         saved = simulate(problem, problem.saving(plan.saved)).saved
         return problem_events(problem, saved, self.rows, plan.offloaded)
 
     def compressible_at(self, values: SymbolValues) -> Problem:
-        """Its problem for these sizes, with conversions."""
+        """Returns its problem for these sizes, with conversions."""
         problem = self.problem_at(values)
         return problem if self.conversions is None else self.conversions.added_to(problem, values)
 
 
 def captured_graph(graph: AnalyzedGraph, costs: Costs, conversions: Conversions | None = None) -> CapturedGraph:
-    """A graph before anything was chosen for it."""
+    """Captures an analyzed graph, before a plan is chosen for it."""
     joint = graph.joint
     rows: dict[str, str] = {}
     for candidate in graph.candidates:
@@ -113,5 +113,5 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs, conversions: Conversions 
 
 
 def no_costs(graph: AnalyzedGraph) -> Costs:
-    """Operators that take no time, where only bytes are asked for."""
+    """Returns costs of zero seconds, for callers that need bytes only."""
     return Costs((0.0,) * len(graph.joint.nodes), "no")

@@ -1,4 +1,4 @@
-"""The choice for a joint graph, as numbers too. A producer makes it, everything downstream reads only it."""
+"""The choice for a joint graph, also as node numbers. A producer makes it; all later stages read nothing else."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -15,12 +15,12 @@ from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
 @dataclass(frozen=True)
 class InputsPlan:
-    """The arguments of a run that its backward reads and nobody holds until then, by their positions.
+    """The plan for a run's arguments that only its backward keeps alive, by their positions.
 
     Attributes:
-        offloaded: they wait on the host.
-        recomputed: the run that has returned them runs again.
-        is_repeated: this one runs again for another's.
+        offloaded: arguments that wait on the host.
+        recomputed: arguments that are recomputed by running again the run that returned them.
+        is_repeated: this run runs again to recompute another run's arguments.
     """
 
     offloaded: frozenset[int] = frozenset()
@@ -33,20 +33,21 @@ class InputsPlan:
 
     @classmethod
     def split_from(cls, entry: LayerEntry) -> "tuple[InputsPlan, LayerEntry]":
-        """The part of a plan file's entry that is told of arguments, and the rest."""
+        """Splits a plan file's entry into the plan for arguments and the remaining entry."""
         offloaded, offload = _places(entry.offload)
         recomputed, recompute = _places(path for path in entry.recompute if path != _AGAIN)
         plan = cls(offloaded, recomputed, _AGAIN in entry.recompute)
         return plan, replace(entry, recompute=recompute, offload=offload)
 
     def added_to(self, entry: LayerEntry) -> LayerEntry:
-        """An entry as `split_from` reads it."""
+        """Returns the entry with this plan added, in the form that `split_from` reads."""
         again = (_AGAIN,) if self.is_repeated else ()
         offloaded, recomputed = (tuple(map(_INPUT.format, sorted(p))) for p in (self.offloaded, self.recomputed))
         return replace(entry, recompute=(*again, *recomputed, *entry.recompute), offload=(*offloaded, *entry.offload))
 
 
-# In a plan file: an argument of a layer's graph, by its position, and that its forward runs again for another layer's.
+# Entries of a plan file: an argument of a layer's graph by its position, and the mark of a layer whose forward runs
+# again to recompute another layer's arguments.
 _INPUT, _AGAIN = "input {}", "forward"
 _IS_INPUT = re.compile(_INPUT.format(r"(\d+)"))
 
@@ -62,16 +63,16 @@ class Choice:
     """The saved, recomputed, offloaded and compressed activations of one joint graph.
 
     Attributes:
-        nodes_to_save: what the forward saves for the backward beside inputs and sizes, in graph order. An offloaded
-            or compressed activation is one of them: its strategy rewrites the two graphs afterwards.
-        why: `level 1`, as the table's header has it.
-        candidates: those that are on, in the order of the graph's candidates.
-        mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
-        torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
-        is_for_all_runs: every run of the graph has the same, and none is asked about.
-        inputs: of the run, beside the partition of its graph.
-        draft_limit: bytes that the process may hold while the graph runs operator by operator: not all graphs of the
-            forward are known yet, so that it runs again. None: it is compiled.
+        nodes_to_save: nodes that the forward saves for the backward, in graph order, without inputs and sizes.
+            Offloaded and compressed activations are included: their strategies rewrite the two graphs afterwards.
+        why: the reason for the choice, shown in the table's header: `level 1`.
+        candidates: the candidates that are on, in the order of the graph's candidates.
+        mismatch: how this graph differs from the one that a plan file was made for; empty if it does not.
+        torchs_graphs: forward and backward graphs if torch partitioned the graph; None: this engine partitions it.
+        is_for_all_runs: the choice holds for every run of the graph, so that it is made once.
+        inputs: the plan for the run's arguments, in addition to the partition of its graph.
+        draft_limit: bytes that the process may hold while the graph runs operator by operator, as a draft: not all
+            graphs of the forward are known yet, and the forward runs again. None: the graph is compiled.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -91,7 +92,7 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """The same text for the same partition in every process, whatever text asked for it."""
+        """Returns a text that is the same for the same partition in every process, however it was requested."""
         saved = (node.name for node in self.nodes_to_save)
         chosen = (f"{int(candidate.strategy)}:{candidate.activation.root.name}" for candidate in self.candidates)
         text = f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
@@ -99,11 +100,11 @@ class Choice:
 
 
 def torchs_choice(graph: AnalyzedGraph) -> Choice:
-    """torch's own partition, which takes seconds for a large graph."""
+    """Returns the choice of torch's own partitioner, which takes seconds for a large graph."""
     forward, backward = graph.partition_by_torch()
     (output,) = forward.graph.find_nodes(op="output")
     saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
-    # By name: torch's partitioner has copied the graph.
+    # Matched by name, since torch's partitioner has copied the graph.
     names, roots = {node.name for node in saved}, {root(node).name for node in saved}
     nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
     return Choice(
@@ -119,8 +120,8 @@ class SavedNodes:
     """The saved, offloaded and compressed nodes of a choice, by their numbers in the joint graph.
 
     Attributes:
-        saved: for the backward, offloaded and compressed ones included.
-        inputs: of the run.
+        saved: nodes saved for the backward, offloaded and compressed ones included.
+        inputs: the plan for the run's arguments.
     """
 
     saved: tuple[int, ...]
@@ -140,7 +141,7 @@ class SavedNodes:
         return cls(saved, offloaded, choice.torchs_graphs is not None, choice.inputs, compressed)
 
     def choice(self, graph: AnalyzedGraph, why: str) -> Choice:
-        """The choice for a trace of the graph."""
+        """Returns the choice for a trace of the graph."""
         if self.is_by_torch:
             return replace(torchs_choice(graph), why=why)
         saved, offloaded, compressed = (
@@ -151,10 +152,10 @@ class SavedNodes:
 
 
 def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
-    """A choice for a graph in the words of a plan file.
+    """Returns a graph's choice as an entry of a plan file.
 
     Args:
-        graph: of which its joint graph is not read, since torch's own partition changes that.
+        graph: the analyzed graph; its joint graph is not read, since torch's partitioner changes it.
     """
     if choice.torchs_graphs is not None:
         return GraphEntry(graph.signature, by_torch=True)

@@ -1,4 +1,4 @@
-"""The conversions of a graph's activations to fp8 and back: operators with their bytes and seconds, for the solver and
+"""The conversions of a graph's activations to fp8 and back, as operators with bytes and seconds: for the solver and
 its simulation, before the graph is partitioned."""
 
 import itertools
@@ -31,7 +31,7 @@ class _Operator(NamedTuple):
         reads: indices of its operands among the operators of the kind; -1 for the activation.
         root: the index of the operator that allocates its storage; -1 for the activation.
         size: the index of its bytes in `Conversions.bytes_of`.
-        workspace: the index of its workspace's bytes there.
+        workspace: the index of its workspace's bytes in `Conversions.bytes_of`.
         cost: the index of its seconds in `Conversions.seconds`.
     """
 
@@ -45,11 +45,11 @@ class _Operator(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The operators for activations of one type, shape and strides: those of the forward, then those of the backward.
+    """The operators for activations of one dtype, shape and strides, the forward's before the backward's.
 
     Attributes:
-        to_fp8: number of those in the forward.
-        saved: places of the fp8 tensor and of the scales.
+        to_fp8: number of operators in the forward.
+        saved: indices of the operators that compute the fp8 tensor and the scales.
     """
 
     operators: tuple[_Operator, ...]
@@ -62,11 +62,12 @@ class Conversions:
     """The conversions of one joint graph's activations that may be compressed.
 
     Attributes:
-        kinds: of each, by the activation's number in the graph.
-        readers: the operators that read each in the forward, itself among them.
-        deciding: operators of the forward from whose operands integers follow, see `decided_from`.
-        graphs: the operators of all kinds, of the forward and of the backward.
-        seconds: of the nodes of both.
+        kinds: the conversion's kind, by the activation's number in the graph.
+        readers: the activation itself and its readers in the forward, by its number in the graph.
+        deciding: operators of the forward that compute integers from their operands, see `decided_from`.
+        bytes_of: evaluates the sizes to which `_Operator` has indices.
+        graphs: a graph for the forward and one for the backward, with the operators of all kinds.
+        seconds: seconds of the nodes of both graphs, in order.
     """
 
     kinds: Mapping[int, _Kind]
@@ -77,11 +78,11 @@ class Conversions:
     seconds: tuple[float, ...]
 
     def priced(self, seconds: Iterable[float]) -> "Conversions":
-        """The same with other seconds."""
+        """Returns the conversions with other seconds."""
         return replace(self, seconds=tuple(seconds))
 
     def added_to(self, problem: Problem, values: SymbolValues) -> Problem:
-        """The graph's problem with all conversions behind its nodes; none runs unless its activation is compressed."""
+        """Appends all conversions to the nodes of a graph's problem; one runs only if its activation is compressed."""
         bytes_of = self.bytes_of(values)
         columns: dict[str, list[object]] = {name: list(getattr(problem, name)) for name in _COLUMNS}
         added: dict[int, Conversion] = {}
@@ -133,14 +134,14 @@ _COLUMNS = (
 
 
 def conversions_of(graph: AnalyzedGraph, costs_of: Callable[[AnalyzedGraph], Costs]) -> Conversions:
-    """The conversions of a graph's candidates.
+    """Returns the conversions of a graph's candidates.
 
     Args:
         costs_of: prices the operators of a graph, see `Costs`.
     """
     candidates = compressions(graph.candidates)
     graphs = forward, backward = fx.Graph(), fx.Graph()
-    # One activation stands for all of a kind.
+    # The first activation of a kind represents all others.
     found: dict[object, _Nodes] = {}
     kind_of: dict[fx.Node, object] = {}
     for activation in (candidate.activation.root for candidate in candidates):
@@ -193,7 +194,7 @@ def conversions_of(graph: AnalyzedGraph, costs_of: Callable[[AnalyzedGraph], Cos
 
 
 class _Nodes(NamedTuple):
-    """The conversion of one activation in a graph for the forward and one for the backward."""
+    """The nodes that convert one activation, in a forward and a backward graph."""
 
     activation: fx.Node
     to_fp8: list[fx.Node]
@@ -215,7 +216,7 @@ def _nodes(forward: fx.Graph, backward: fx.Graph, activation: fx.Node) -> _Nodes
 
 
 def _reading(node: fx.Node) -> list[fx.Node]:
-    """The node, its views, and what reads them."""
+    """Returns the node, its views, and the operators that read them."""
     found = [node]
     for user in node.users:
         found += _reading(user) if is_view(user) else [user]

@@ -1,9 +1,9 @@
-"""Dropout whose mask a plan may recompute, and which draws what plain PyTorch draws.
+"""Dropout with a mask that a plan may recompute, and, on a CPU, with the same draws as plain PyTorch.
 
-aten's `native_dropout` draws from the global generator: recomputed in the backward it would be another mask. Here the
-forward notes the generator's state before each draw (5 KB on a CPU, 16 bytes on CUDA), and the mask is a pure function
-of it. On a CPU loss, gradients and the generator's state afterwards are those of plain PyTorch to the bit. On CUDA,
-whose own dropout draws and multiplies in one kernel, masks are others at the same seed.
+aten's `native_dropout` draws from the global generator: recomputing it in the backward would give another mask. Here
+the forward records the generator's state before each draw (5 KB on a CPU, 16 bytes on CUDA), and the mask is a pure
+function of it. On a CPU the loss, the gradients and the generator's state afterwards match plain PyTorch bit for bit.
+On CUDA, where PyTorch's own dropout draws and multiplies in one kernel, masks differ at the same seed.
 """
 
 import operator
@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
-# Bytes of a generator's state; that of a CUDA generator is its seed and its offset
+# Bytes of a generator's state; a CUDA generator's state is its seed and its offset
 # (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).
 _CPU_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16
 
@@ -32,12 +32,12 @@ def _empty_mask(size: Sequence[int], order: Sequence[int], device: torch.device)
 def draw_mask(
     token: torch.Tensor, size: Sequence[int], order: Sequence[int], keep: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of the default generator, and the mask that it draws from there; see `keep_mask`.
+    """Returns the state of the default generator, and the mask that it draws from there; see `keep_mask`.
 
     Args:
-        token: a `torch.empty` of its own: torch takes two draws with the same arguments for one, and never two of
-            those (`fx_graph_cse` in `torch/_functorch/compile_utils.py`, 2.13).
-        order: its dimensions from the outermost in memory to the innermost, in which generators draw.
+        token: a separate `torch.empty` for each draw: torch merges two draws with equal arguments, but never two
+            `torch.empty` (`fx_graph_cse` in `torch/_functorch/compile_utils.py`, 2.13).
+        order: the mask's dimensions from the outermost in memory to the innermost, in which generators draw.
     """
     state = generator_state(device)
     return state, _empty_mask(size, order, device).bernoulli_(keep)
@@ -55,11 +55,11 @@ def _(
 def keep_mask(
     size: Sequence[int], order: Sequence[int], state: torch.Tensor, keep: float, device: torch.device
 ) -> torch.Tensor:
-    """The mask that `draw_mask` has drawn; each element is True with probability `keep`.
+    """Returns the mask that `draw_mask` has drawn; each element is True with probability `keep`.
 
     Args:
-        order: of its dimensions, see `draw_mask`.
-        state: of the generator before the draw; on the CPU, so that reading it does not wait for a GPU.
+        order: the order of its dimensions, see `draw_mask`.
+        state: the generator's state before the draw; on the CPU, so that reading it does not wait for a GPU.
     """
     mask = _empty_mask(size, order, device)
     if device.type == "meta":
@@ -78,9 +78,9 @@ def _(
 
 @torch.library.custom_op(f"{LIBRARY}::drop", mutates_args=())
 def drop(x: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
-    """`x / keep` where the mask is True, else 0, as `torch.nn.functional.dropout` rounds it.
+    """Returns `x / keep` where the mask is True, else 0, rounded as in `torch.nn.functional.dropout`.
 
-    On a CPU that divides a mask of `x`'s dtype by `keep` and multiplies by it (`aten/src/ATen/native/Dropout.cpp`,
+    On a CPU, PyTorch divides a mask of `x`'s dtype by `keep` and multiplies by it (`aten/src/ATen/native/Dropout.cpp`,
     2.13). Here the same products are computed in the result's memory: a mask in `x`'s dtype would take as much again.
     """
     if x.device.type != "cpu":
@@ -95,7 +95,7 @@ def _(x: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 def pure_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """aten::native_dropout by a mask that is a function of the generator's state."""
+    """Computes aten::native_dropout with a mask that is a function of the generator's state."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
@@ -107,22 +107,22 @@ def pure_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.T
 
 
 def pure_dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """aten::native_dropout_backward, with the rounding of `drop`; `scale` is 1 / keep, 0 where nothing is kept."""
+    """Computes aten::native_dropout_backward with the rounding of `drop`; `scale` is 1 / keep, or 0 if keep is 0."""
     return drop(gradient, mask, 1 / scale) if scale else gradient * gradient.new_zeros(())
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
-    """For AOTAutograd where no compiler brings its own functional random numbers."""
+    """Returns decompositions for AOTAutograd without a compiler that has its own functional random numbers."""
     return {
         torch.ops.aten.native_dropout.default: pure_dropout,
-        # Its own kernel on the CPU holds a scaled mask that no graph shows.
+        # aten's CPU kernel holds a scaled mask that is not in the graph.
         torch.ops.aten.native_dropout_backward.default: pure_dropout_backward,
     }
 
 
 def take_drawn_masks(forward: fx.GraphModule) -> None:
-    """Let a partitioned forward read the masks that it has drawn, instead of computing each once more from its state.
-    Names of nodes stay."""
+    """Make a partitioned forward read the masks that it has drawn, instead of recomputing each from its state. Names
+    of nodes stay."""
     for node in forward.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.keep_mask.default):
         state = cast(fx.Node, node.args[2])
         node.target, node.args = operator.getitem, (first_input(state), 1)

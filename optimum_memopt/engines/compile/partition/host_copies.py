@@ -1,7 +1,7 @@
-"""Pinned memory of the host for offloaded activations.
+"""Pinned host memory for offloaded activations.
 
-torch's allocator takes the next power of two for each tensor: 64 MiB for one of 48
-(`aten/src/ATen/core/CachingHostAllocator.h`, 2.13). Here a tensor takes its pages.
+torch's pinned allocator rounds each tensor up to a power of two: 64 MiB for one of 48
+(`aten/src/ATen/core/CachingHostAllocator.h`, 2.13). Here a tensor is rounded up to whole pages only.
 """
 
 import mmap
@@ -20,11 +20,10 @@ from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 @dataclass(eq=False)
 class _Block:
-    # Shared, since a private page that a child process also has is copied when it is written, and the device would go
-    # on with the old one.
+    # A shared mapping: after a fork, a private page is copied on write, and the device would keep using the old page.
     memory: mmap.mmap
     address: int
-    # torch holds it as long as a tensor has this memory, views and what autograd saves included.
+    # torch keeps it alive as long as any tensor uses this memory, views and autograd's saved tensors included.
     reader: "weakref.ref[memoryview] | None" = None
 
     @property
@@ -33,12 +32,14 @@ class _Block:
 
 
 class PinnedPool:
-    """Memory for the copies of one stream of a device.
+    """A pool of pinned memory for the copies of one stream of a device.
 
-    A block is given out again as soon as the last tensor with its memory is gone, though a copy from it may be under
-    way: the next copy into it is asked of the same stream, which keeps their order. The host itself does not write.
+    A block is reused as soon as the last tensor in its memory is gone, even if a copy from it is still in progress:
+    the next copy into it is issued on the same stream, which keeps their order. The host itself never writes to it.
 
     Args:
+        pin: pins memory, given its address and size.
+        unpin: unpins memory, given its address.
         finish: waits until all copies of the stream have ended.
     """
 
@@ -51,15 +52,15 @@ class PinnedPool:
 
     @property
     def bytes(self) -> int:
-        """Pinned now, with and without a tensor."""
+        """Returns the bytes that are pinned now, free blocks included."""
         return sum(len(block.memory) for block in self._blocks)
 
     def take(self, size: int) -> torch.Tensor:
-        """A tensor of bytes without values.
+        """Returns an uninitialized tensor of bytes.
 
-        They come from the first free block, or a larger one takes its place: the tensors of a step come in the order
-        of its graph, so each block grows to the largest that its tensor has been. The best fit would give a larger
-        tensor's block to a smaller one whenever batches grow.
+        It takes the first free block, which is replaced if it is too small: a step requests its tensors in the order
+        of its graph, so each block grows to the largest size of its tensor. Best fit would give a larger tensor's
+        block to a smaller one whenever batches grow.
         """
         with self._lock:
             index = next((index for index, block in enumerate(self._blocks) if block.is_free), len(self._blocks))
@@ -73,7 +74,7 @@ class PinnedPool:
             return torch.frombuffer(reader, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Release the blocks that no tensor has."""
+        """Release the blocks that no tensor uses."""
         with self._lock:
             self._drop([block for block in self._blocks if block.is_free])
 
@@ -93,7 +94,7 @@ class PinnedPool:
 
 
 class _Device(NamedTuple):
-    """The stream of all copies from and to a device, and the pool of the host's memory that they copy to."""
+    """The stream of all copies from and to a device, and the pool of host memory that they use."""
 
     stream: torch.cuda.Stream
     pool: PinnedPool
@@ -104,12 +105,12 @@ _devices: dict[torch.device, _Device] = {}
 
 class _Copy(NamedTuple):
     end: torch.cuda.Event
-    # Source and target, whose memory must not become another tensor's before the end, not even where an error ends the
-    # graph in between. `Tensor.record_stream` would hold it for copies that began later, too.
+    # Source and target: their memory must not be reused before the copy ends, not even if an error ends the graph in
+    # between. `Tensor.record_stream` would hold it for copies that began later, too.
     held: tuple[torch.Tensor, torch.Tensor]
 
 
-# By the address of the target.
+# Copies in progress, by the address of the target.
 _under_way: dict[int, _Copy] = {}
 
 
@@ -130,7 +131,7 @@ def _of(device: torch.device) -> _Device:
 
 
 def release_pinned() -> None:
-    """Release the pinned memory that no offloaded activation has."""
+    """Release the pinned memory that no offloaded activation uses."""
     for device in _devices.values():
         device.stream.synchronize()
     _forget_ended()
@@ -144,22 +145,22 @@ def _forget_ended() -> None:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, gaps included."""
+    """Returns the number of elements from the first to the last, gaps included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 if tensor.numel() else 0
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory from the first element to the last: torch copies what is not contiguous through pageable memory, and
-    waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
+    """Returns a flat view from the first element to the last: torch copies non-contiguous tensors through pageable
+    memory, and waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
     return tensor.as_strided((_span(tensor),), (1,))
 
 
 def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
-    """Copy beside what `device` computes, on one stream: a reload begins when the offload has ended.
+    """Start a copy on the device's copy stream, overlapping computation; a reload begins when its offload has ended.
 
-    It waits for all that was asked of `device` so far: by then the source is computed, and whatever had the target's
-    memory before has been read.
+    The copy waits for all work issued to `device` so far: by then the source is computed, and the previous contents of
+    the target's memory have been read.
     """
     _forget_ended()
     stream = _of(device).stream
@@ -171,7 +172,7 @@ def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device
 
 @torch.library.custom_op(f"{LIBRARY}::offload", mutates_args=(), tags=dynamo.CUDAGRAPH_UNSAFE)
 def offload(activation: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory with the same strides, pinned where `activation` is on CUDA; complete after `wait`."""
+    """Returns a host copy with the same strides, pinned if `activation` is on CUDA; complete after `wait`."""
     if not activation.is_cuda:
         host = torch.empty_strided(activation.shape, activation.stride(), dtype=activation.dtype)
         _flat(host).copy_(_flat(activation))
@@ -189,7 +190,7 @@ def _(activation: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op(f"{LIBRARY}::reload", mutates_args=(), tags=dynamo.CUDAGRAPH_UNSAFE)
 def reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` with the same strides, complete after `wait`."""
+    """Returns a copy on `device` with the same strides, complete after `wait`."""
     activation = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     if activation.is_cuda:
         _begin_copy(host, activation, activation.device)
@@ -203,19 +204,21 @@ def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
 
 
-# The result is the argument, which `custom_op` does not allow.
+# Not a `custom_op`, which must not return its argument.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
 _library.define("wait(Tensor(a) target, Tensor source, Tensor[] begun) -> Tensor(a)", tags=dynamo.CUDAGRAPH_UNSAFE)
 
 
 @torch.library.impl(f"{LIBRARY}::wait", "CompositeExplicitAutograd")
 def _wait(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`target`, complete for all that is asked of the GPU from now on.
+    """Returns `target`, complete for all work issued to the GPU from now on.
 
     Args:
-        source: read here, so that inductor, which plans memory by reads, does not reuse it during the copy.
-        begun: computed or being copied by now. inductor, which orders operators by what they read, would put the wait
-            right behind its own copy (torch's `ao::wait_tensor` has the same argument for its memory, 2.13).
+        source: the copy's source, read here so that inductor, which plans memory by reads, does not reuse its memory
+            during the copy.
+        begun: tensors that are computed, or whose copies have begun, before the wait. inductor orders operators by
+            their reads, and would otherwise put the wait right after its own copy (torch's `ao::wait_tensor` has the
+            same argument for its memory, 2.13).
     """
     if (copy := _under_way.pop(target.data_ptr(), None)) is not None:
         device = target.device if target.is_cuda else source.device

@@ -1,14 +1,14 @@
-"""Gradients of the outputs beside the loss, which most training loops never compute.
+"""Gradients of the outputs other than the loss, which most training loops never compute.
 
 A model returns its loss and its logits, and a loop calls backward on the loss. AOTAutograd traces one backward for
-gradients of all outputs. Where nobody has computed one, autograd feeds zeros: a tensor as large as the logits, and
-another one for its sum with the gradient that the loss has. Plain PyTorch has neither.
+gradients of all outputs, and autograd fills missing ones with zeros: a tensor as large as the logits, and another one
+for its sum with the gradient from the loss. Plain PyTorch allocates neither.
 
-1. In the joint graph such a gradient is read by a sum alone. The sum is replaced by its other summand, and the
-   gradient counts as a tensor without elements; so the graph is analyzed, partitioned, predicted and compiled.
+1. In the joint graph such a gradient is read only by a sum. The sum is replaced by its other summand, and the
+   gradient becomes a tensor without elements; the graph is analyzed, partitioned, predicted and compiled like that.
 2. In a step `set_materialize_grads` is off, so that autograd allocates no zeros; the backward reads an empty tensor.
-3. Where the gradient is there, the loop reads that output. The backward runs operator by operator, with the sum in its
-   place, and the next forward is traced with gradients of all outputs.
+3. If the gradient is given, the loop uses that output. The backward then runs operator by operator, with the sum in
+   its place, and the next forward is traced with gradients of all outputs.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ _SUM = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum that was left out of a joint graph, by the names of nodes.
+    """A sum that was removed from a joint graph, by the names of nodes.
 
     Attributes:
         gradient: the placeholder of the output's gradient.
         other: the other summand; empty: nothing reads the gradient.
-        readers: of the sum.
+        readers: the operators that read the sum.
     """
 
     gradient: str
@@ -41,7 +41,11 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The zeros in place of a missing gradient: an empty tensor for a sum that is left out, a number for a loss."""
+    """The zeros for a missing gradient: an empty tensor if its sum was removed, a scalar for a loss.
+
+    Attributes:
+        are_left_out: the gradient's sum was removed.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,16 +54,16 @@ class _Zeros:
 
 
 class OutputGradients:
-    """Removes the gradients of outputs beside the loss from one graph's backward, and adds them where they are given.
+    """Removes the gradients of outputs other than the loss from one graph's backward, and adds them if they are given.
 
     Attributes:
-        are_read: a backward was given one of them.
+        are_read: a backward was given one of these gradients.
     """
 
     def __init__(self) -> None:
         self.are_read = False
         self._sums: tuple[_Sum, ...] = ()
-        # By their places in the backward's arguments.
+        # Keyed by position among the backward's arguments.
         self._zeros: dict[int, _Zeros] = {}
         self._with_sums: fx.GraphModule | None = None
 
@@ -69,7 +73,7 @@ class OutputGradients:
         return bool(self._sums)
 
     def leave_out(self, joint: fx.Graph) -> None:
-        """Leave their sums out of a joint graph whose other results are losses."""
+        """Remove the sums with these gradients from a joint graph that also returns losses."""
         tangents = [node for node in joint.nodes if fx_graph.is_tangent(node)]
         of_outputs = [node for node in tangents if not _is_of_loss(node)]
         sums = list(map(_sum_of, of_outputs))
@@ -83,10 +87,10 @@ class OutputGradients:
         self._sums = tuple(filter(None, sums))
 
     def keep(self, backward: fx.GraphModule) -> None:
-        """Keep a partitioned backward with the sums in their places; what compiles it may change it.
+        """Keep a copy of a partitioned backward with the sums added, since the compiler may change the original.
 
         Raises:
-            RuntimeError: it is not the one of the joint graph.
+            RuntimeError: the backward does not match the joint graph.
         """
         if not self._sums:
             return
@@ -100,19 +104,19 @@ class OutputGradients:
                 self._zeros[place] = _Zeros(tuple(like.shape), like.dtype, like.device, node.name in gradients)
         for left_out in filter(lambda each: each.other, self._sums):
             other = nodes.get(left_out.other)
-            # A barrier of recompute waits for it, see `strategies/recompute.py`.
+            # Barriers of recompute also read the summand, see `strategies/recompute.py`.
             if other is None or {user.name for user in other.users if not is_barrier(user)} != left_out.readers:
                 raise RuntimeError(f"{left_out.other} is read by others than the gradient of an output was")
             with graph.inserting_after(other):
                 total = graph.call_function(_plus, (other, nodes[left_out.gradient]))
             other.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
         for node in graph.nodes:
-            # What torch has traced is needed no longer.
+            # The traced values are no longer needed.
             node.meta = {}
         self._with_sums = fx.GraphModule(backward, graph)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a backward that runs the compiled one, or the one with the sums where a gradient is given."""
+        """Returns a backward that runs the compiled one, or the one with the sums if a gradient is given."""
         if self._with_sums is None:
             return compiled
         with_sums, run = self._with_sums, None
@@ -139,7 +143,7 @@ def _is_of_loss(gradient: fx.Node) -> bool:
 
 
 def _sum_of(gradient: fx.Node) -> _Sum | None:
-    """The sum that alone reads an output's gradient; None where something else does."""
+    """Returns the sum that is the only reader of an output's gradient; None if something else reads it."""
     if not is_tensor(gradient):
         return None
     if not gradient.users:

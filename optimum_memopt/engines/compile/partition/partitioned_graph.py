@@ -1,4 +1,4 @@
-"""Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
+"""Splits a joint graph so that the forward saves exactly the nodes of a choice. The backward recomputes the rest."""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,7 +62,7 @@ from optimum_memopt.plans.table import canonical_symbols
 
 
 def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
-    """The forward and backward graphs; parameters and inputs that the backward reads are passed on to it too."""
+    """Returns the forward and backward graphs; the backward also gets the parameters and inputs that it reads."""
     inputs = [node for node in joint.inputs if is_tensor(node)]
     numbers = [node for node in joint.nodes if is_number(node) and node not in joint.backward]
     unread = [node for node in joint.forward if not node.users and node.is_impure()]
@@ -74,18 +74,19 @@ class PartitionedGraph:
     """One compiled training graph.
 
     Attributes:
-        names: of the symbols, `input_ids_dim0`.
-        timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
-        has_convolutions: whose kernels take workspaces that are no tensors of the graph.
-        has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
-        attention: the fused kernels that compute it, see `fused_attention`.
+        names: names of the symbols, such as `input_ids_dim0`.
+        timeline: memory of its forward and backward, for any values of the symbols; None if it cannot be predicted.
+        has_convolutions: it has convolutions, whose kernels use workspaces that are not tensors of the graph.
+        has_half_products: it has half-precision matrix products on a CPU, for which oneDNN keeps memory for each
+            shape.
+        attention: names of its fused attention kernels, see `fused_attention`.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
-        digest: of its joint graph.
+        digest: the digest of its joint graph.
         gradients: see `gradients_of`.
         sources: see `sources_of`.
-        recomputed_from: places of arguments that are state, and that its backward recomputes from; true for those that
-            it reads for nothing else.
+        recomputed_from: positions of state arguments from which its backward recomputes; the value is true if the
+            backward reads the argument for nothing else.
         copied: see `AnalyzedGraph`.
         takes_none: see `OutputGradients.are_left_out`.
     """
@@ -113,13 +114,13 @@ class PartitionedGraph:
     takes_none: bool = False
 
     def with_sizes(self, sizes: Mapping[sympy.Symbol, int]) -> "PartitionedGraph":
-        """The same for another first batch."""
+        """Returns the graph with the sizes of another first batch."""
         prediction = self.timeline.predict(sizes) if self.timeline is not None and self.prediction else None
         return replace(self, sizes=sizes, prediction=prediction)
 
     @property
     def offloaded_bytes(self) -> list[int]:
-        """Sizes of the offloaded activations in the first batch."""
+        """Returns the sizes in bytes of the offloaded activations in the first batch."""
         return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
 
     @property
@@ -129,11 +130,11 @@ class PartitionedGraph:
 
 @dataclass(frozen=True)
 class SymbolNames:
-    """For all graphs of one forward.
+    """The names of symbols in all graphs of one forward.
 
     Attributes:
-        canonical: the name that is shown, `inputs_input_ids_dim0`, of a graph's own, `attention_mask_dim0`.
-        first: each canonical name's value in the first batch.
+        canonical: displayed name by a graph's own name: `inputs_input_ids_dim0` for `attention_mask_dim0`.
+        first: value of each displayed name in the first batch.
     """
 
     canonical: Mapping[str, str] = field(default_factory=dict)
@@ -141,14 +142,14 @@ class SymbolNames:
 
     @classmethod
     def of(cls, graphs: Iterable[PartitionedGraph], is_encoder_decoder: bool) -> "SymbolNames":
-        """The names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
+        """Collects the names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
         named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
         values = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         canonical = canonical_symbols(values, is_encoder_decoder)
         return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
 
     def of_symbols(self, graph: PartitionedGraph) -> dict[sympy.Symbol, str]:
-        """The canonical names of a graph's symbols."""
+        """Returns the canonical names of a graph's symbols."""
         return {symbol: self.canonical.get(name, name) for symbol, name in graph.names.items()}
 
 
@@ -167,11 +168,11 @@ def analyze(
     """Clean up a joint graph and find its candidates.
 
     Args:
-        cuda: see `operator_workspace`; None: the device of its tensors.
-        layer: the path of the layer whose forward it is; empty: that of no layer alone.
+        cuda: the CUDA device to plan for, see `operator_workspace`; None: the device of the graph's tensors.
+        layer: the path of the layer whose forward the graph is; empty: the graph is not that of a single layer.
         state: the arguments that may change before the backward; None: none does.
-        fuses: it is for a compiler.
-        gradients: of outputs, which are left out of it.
+        fuses: the graph will be compiled, so that some operators are inlined.
+        gradients: removes the gradients of outputs other than the loss from the graph; None: they stay.
     """
     state = state or StateArguments()
     fx_graph.reveal_snapshots(module.graph)
@@ -189,7 +190,7 @@ def analyze(
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
         names = symbol_names(traced_sizes.symbol_sources(), sizes, batch or {})
-    # Parameters and buffers, which stay where they are from step to step.
+    # Parameters and buffers, whose addresses stay the same from step to step.
     parameters = tuple(joint.inputs[index] for index in options.get("static_lifetime_input_indices") or ())
     constants = find_constants(joint, parameters)
     candidates = strategies.find_candidates(joint, activations, sizes, constants)
@@ -198,15 +199,15 @@ def analyze(
 
     def by_torch() -> Modules:
         before = module.graph
-        # What reads an input before the forward writes to it computes something else in the backward, which torch's
-        # own partition does not know of (2.13; nor does `torch.compile` of the model).
+        # An operator that reads an input before the forward writes to it would compute another value in the backward.
+        # torch's partitioner does not account for that (2.13; nor does `torch.compile` of the model).
         kept = [
             node for node in joint.forward if is_tensor(node) and not is_view(node) and joint.reads_former_state(node)
         ]
         try:
             return fx_graph.default_partition(module, inputs, kept, num_fwd_outputs=num_fwd_outputs, **options)
         finally:
-            # torch's partitioner puts a graph of its own in the joint graph's place (CSE).
+            # torch's partitioner replaces the joint graph by one of its own (CSE).
             module.graph = before
 
     paths = node_paths(joint)
@@ -236,16 +237,16 @@ def analyze(
 
 
 def eliminate_duplicates(joint: JointGraph) -> None:
-    """Replace each operator of the joint graph by an earlier one of the same pass that computes the same; nothing that
-    was read of the graph holds any more.
+    """Replace each operator of the joint graph by an equal, earlier one of the same pass. Invalidates everything that
+    was read from the graph before.
 
     Under autocast a query, a key and a value projection each save their cast of the same tensor. torch's min-cut
     partitioner removes such duplicates too (`torch/_functorch/compile_utils.py`, `fx_graph_cse`), but after the
-    analysis, and it lets the backward read a duplicate of the forward, which would be one more saved activation.
+    analysis, and it makes the backward read a duplicate of the forward, which would be one more saved activation.
 
-    Left alone is what draws random numbers or reads what is written to; what the graph returns, since its caller may
-    write to it; and what reads no tensor (zeros, ranges): it costs next to nothing, and one for all would be held from
-    the first read to the last.
+    Not replaced are operators that draw random numbers or read a tensor that is written to; results of the graph,
+    since the caller may write to them; and operators that read no tensor (zeros, ranges): they cost next to nothing,
+    and a shared result would be held from the first read to the last.
     """
     returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
     computed: dict[Hashable, fx.Node] = {}
@@ -259,18 +260,18 @@ def eliminate_duplicates(joint: JointGraph) -> None:
 
 
 def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
-    # Sizes that depend on data are new symbols at each call.
+    # Data-dependent sizes are new symbols at each call.
     if node.op != "call_function" or is_data_dependent(node) or joint.is_impure(node):
         return False
     if is_number(node) or is_output(node):
         return True
-    # Operators without a schema run graphs of their own.
+    # Operators without a schema run subgraphs.
     is_pure = (schema := getattr(node.target, "_schema", None)) is not None and not schema.is_mutable
     return is_pure and not all(map(is_number, node.all_input_nodes))
 
 
 def _key(argument: Any) -> Hashable:
-    """Equal for arguments of the same type and value: 1 is not 1.0, and 0.0 is not -0.0."""
+    """Returns a key that is equal for arguments of the same type and value: 1 is not 1.0, and 0.0 is not -0.0."""
     if isinstance(argument, fx.Node):
         return argument
     if isinstance(argument, tuple | list):
@@ -285,14 +286,14 @@ def _key(argument: Any) -> Hashable:
 def partitioned(
     graph: AnalyzedGraph, choice: Choice, runs_operators: bool = True, target: Device | None = None
 ) -> tuple[PartitionedGraph, Modules]:
-    """A graph's forward and backward under a choice.
+    """Partitions a graph into the forward and backward of a choice.
 
     Args:
-        runs_operators: the two are run as they are, without a compiler.
-        target: the device that the graph is planned for; None: that of its tensors.
+        runs_operators: the two run operator by operator, without a compiler.
+        target: the device that the graph is planned for; None: the device of its tensors.
 
     Raises:
-        MemOptError: the choice compresses, and the device has no kernels for that.
+        MemOptError: the choice compresses, and the device has no kernels for fp8.
     """
     if not runs_operators and target is None and compressions(choice.candidates):
         kernels.check_fp8(_device(graph.joint))
@@ -338,7 +339,7 @@ def partitioned(
 
 
 def _recomputed_from(graph: AnalyzedGraph, backward: fx.GraphModule) -> dict[int, bool]:
-    """See `PartitionedGraph`."""
+    """Returns `PartitionedGraph.recomputed_from`."""
     own = {node.name for node in graph.joint.backward}
     inputs = backward.graph.find_nodes(op="placeholder")
     readers = {node.name: {user.name in own for user in node.users} for node in inputs}
@@ -365,7 +366,7 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
 
 
 def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
-    """The memory of the two partitions of a graph, for any values of the symbols."""
+    """Returns the memory of a graph's forward and backward over time, for any values of the symbols."""
     parameters = frozenset(node.name for node in graph.static_inputs)
     rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
     rows |= {IN_FP8.format(name): cluster_id for name, cluster_id in rows.items()}
@@ -374,7 +375,7 @@ def timeline_of(graph: AnalyzedGraph, modules: Modules) -> Schedule:
 
 
 def _device(joint: JointGraph) -> torch.device:
-    """The device of the graph's tensors, numbers on the CPU left out."""
+    """Returns the device of the graph's tensors; scalars on the CPU do not count."""
     devices = [tensor_value(node).device for node in joint.inputs if is_tensor(node)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -385,7 +386,7 @@ def _is_half_on_cpu(node: fx.Node) -> bool:
 
 
 def size_hints(joint: JointGraph) -> dict[sympy.Symbol, int]:
-    """Each symbol's value in the batch that the graph was traced with."""
+    """Returns each symbol's value in the batch that the graph was traced with."""
     numbers = [value(node) for node in joint.inputs if is_number(node)]
     shapes = [size for node in joint.inputs if is_tensor(node) for size in tensor_value(node).shape]
     symbolic = (number.node for number in (*numbers, *shapes) if isinstance(number, torch.SymInt))

@@ -1,15 +1,15 @@
-"""A training step before it is compiled: what it takes under any plan, and the plans that fit.
+"""A training step before it is compiled: predicts its peak under any plan, and finds the plans that fit.
 
-One captured forward, for a batch of some sizes, in the step around it. The peak of a plan that has not run is always
-computed here: for budgets and their curve, smaller batches, the ways that `plan` compares, the micro-batches of
-`advise`, and what would have fit where memory ran out. It takes three steps:
+A step model is one captured forward, for given batch sizes, in its step. The peak of a plan that has not run is always
+computed here: for budgets and their curve, smaller batches, the alternatives that `plan` compares, the micro-batches
+of `advise`, and the plans that would have fit after an out-of-memory error. The prediction has three parts:
 
-1. The graphs of the forward, for these sizes, become one problem: operators that read, make and free storages.
+1. The graphs of the forward, for these sizes, become one problem: operators that read, allocate and free storages.
 2. A plan says which storages are saved. Its forward and backward are simulated, operator by operator, which gives the
    most bytes that they hold at once.
-3. The context adds what the step holds beside them: parameters, states, gradients, the process.
+3. The context adds what else the step holds: parameters, optimizer states, gradients, the process.
 
-What has been compiled is known better, from inductor's programs and CUDA's allocator: see `StepMemoryPredictor`.
+Compiled graphs are predicted more exactly, from inductor's programs and CUDA's allocator: see `StepMemoryPredictor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ class StepModel:
     """A training step.
 
     Attributes:
-        context: all that the step holds beside its graphs, with a batch of these sizes.
-        sizes: of each graph, of the symbols that are sizes of the batch.
-        segments: of every plan, as another rank has them; empty: those that each takes.
+        context: everything that the step holds outside its graphs, with a batch of these sizes.
+        sizes: each graph's values of the symbols that are sizes of the batch.
+        segments: the segments of every plan, chosen by another rank; empty: each plan chooses its own.
     """
 
     forward: CapturedForward
@@ -52,23 +52,24 @@ class StepModel:
 
     @classmethod
     def of(cls, forward: CapturedForward, context: StepContext) -> "StepModel":
-        """The step with the run's largest batch; where that is not known, with the one that was captured."""
+        """Returns the step with the run's largest batch, or with the captured batch if the largest is not known."""
         return cls(forward, context, forward.sizes_for(largest=context.largest))
 
     def around(self, context: StepContext) -> "StepModel":
-        """The same graphs in another step, with what is known of them."""
+        """Returns the same graphs in another context, with the cached problem and solvers if they still apply."""
         other = replace(self, context=context)
         if context.fixed.frees_gradients == self.context.fixed.frees_gradients:
             vars(other).update(problem=self.problem, solver=self.solver, compression=self.compression)
         return other
 
     def part(self, times: int) -> "StepModel":
-        """The step with an n-th of the largest batch's rows, after others whose gradients are there."""
+        """Returns the step with an n-th of the largest batch's rows, as a later micro-batch, which finds the gradients
+        of earlier ones."""
         context = replace(self.context, fixed=self.context.fixed.of_later_micro_batch())
         return replace(self, context=context, sizes=self.forward.sizes_for(times, self.context.largest), segments=())
 
     def with_rows(self, rows: int) -> "StepModel":
-        """The step with n rows of the batch that was captured, and the time and the tensors that these take."""
+        """Returns the step with n rows of the captured batch; times and the batch's bytes are scaled."""
         forward, fixed = self.forward, self.context.fixed
         before = max((size for graph in forward.graphs for size in graph.row_symbols.values()), default=rows)
         context = replace(self.context, fixed=replace(fixed, batch=fixed.batch * rows // before))
@@ -76,20 +77,20 @@ class StepModel:
         return replace(self, forward=priced, context=context, sizes=forward.sizes_of(rows))
 
     def releasing_gradients(self) -> "StepModel":
-        """The step whose optimizer steps in the backward."""
+        """Returns the step with an optimizer that steps in the backward."""
         return replace(self, context=replace(self.context, fixed=self.context.fixed.with_released_gradients()))
 
     def footprint(self, activations: int) -> Footprint:
-        """The step with graphs that hold so many bytes."""
+        """Returns the step's footprint with that many bytes held by its graphs."""
         footprint = self.context.footprint(activations)
         return replace(footprint, outputs=self.problem.outputs) if self.forward.tape.held_outputs.until else footprint
 
     def peak(self, activations: int) -> int:
-        """The step's peak with graphs that hold so many bytes."""
+        """Returns the step's peak with that many bytes held by its graphs."""
         return self.footprint(activations).peak
 
     def among_others(self, events: Callable[[bool, bool], StepEvents], frees_gradients: bool) -> Footprint:
-        """Returns the step under a plan, with the other forwards before its backward.
+        """Returns the step's footprint under a plan, with the other forwards before its backward.
 
         Its peak is the higher of two moments: the last forward, while all others hold what they save; and the backward
         of an earlier forward, which begins with the gradients of the later ones.
@@ -108,17 +109,17 @@ class StepModel:
 
     @cached_property
     def problem(self) -> TapeProblem:
-        """The graphs as one problem."""
+        """Returns the graphs as one problem."""
         return self.forward.problem(self.sizes, self.context.fixed.frees_gradients)
 
     @cached_property
     def solver(self) -> ForwardSolver:
-        """The solver of all graphs together; its bytes are those of the graphs alone."""
+        """Returns the solver for all graphs together; its bytes are those of the graphs alone."""
         return ForwardSolver(self.problem, self._host, self.segments, self.context.gather_rate, self.compression)
 
     @cached_property
     def compression(self) -> Compression | None:
-        """The compression that plans may mix with recompute; None: none."""
+        """Returns the compression that plans may mix with recompute, or None."""
         graphs = self.forward.graphs
         conversions = [graph.conversions for graph in graphs if graph.conversions is not None]
         if len(conversions) < len(graphs):
@@ -128,7 +129,7 @@ class StepModel:
 
     @property
     def _host(self) -> Host | None:
-        """The host, as the graphs may use it; None where there is no link to one."""
+        """Returns the host and the nodes that may be offloaded to it; None if there is no link to a host."""
         if not self.context.link:
             return None
         graphs, problem = self.forward.graphs, self.problem
@@ -139,10 +140,10 @@ class StepModel:
     def events(
         self, plans: Sequence[SavedNodes] = (), frees_gradients: bool | None = None, without_caller: bool = False
     ) -> StepEvents:
-        """The events of the graphs.
+        """Returns the events of the graphs.
 
         Args:
-            plans: of each run, see `CapturedForward.events`; empty: those that were applied.
+            plans: a plan for each run, see `CapturedForward.events`; empty: the applied plans.
             frees_gradients: see `compose`; None: as in this step.
             without_caller: see `Tape.without_caller`.
         """
@@ -151,16 +152,16 @@ class StepModel:
         return forward.events(self.sizes, frees, plans)
 
     def problem_for(self, plans: Sequence[SavedNodes]) -> TapeProblem:
-        """The graphs as one problem, with conversions where one of these plans compresses."""
+        """Returns the graphs as one problem, with conversions if one of these plans compresses."""
         is_compressed = any(plan.compressed for plan in plans)
         return self.compression.forward if is_compressed and self.compression is not None else self.problem
 
     def simulated(self, plans: Sequence[SavedNodes], problem: TapeProblem | None = None) -> GraphSimulation:
-        """The graphs under a plan without its offload, which is the same in all runs of a graph.
+        """Simulates the graphs under a plan that is the same in all runs of a graph, without its offload.
 
         Args:
-            plans: of each graph.
-            problem: None: `problem_for` these.
+            plans: a plan for each graph.
+            problem: the graphs as one problem; None: `problem_for` these plans.
         """
         problem = problem or self.problem_for(plans)
         saved = problem.of_all([plans[graph].saved for graph in problem.graphs])
@@ -172,14 +173,13 @@ class StepModel:
         return simulate(problem.problem, saved, compressed & saved)
 
     def level_1(self) -> Plan:
-        """Every layer recomputed from its input."""
+        """Returns the plan that recomputes every layer from its input."""
         solver = self.solver.solver
         return solver.plan(solver.layers_recomputed)
 
     @property
     def fits_by_torch(self) -> bool:
-        """True where the step fits under torch's own partition, which does not look at bytes; False where that is not
-        known."""
+        """True if the step fits under torch's own partition, which ignores bytes; False if that is not known."""
         own: list[Schedule] = []
         for graph in self.forward.graphs:
             if fx_graph.is_checkpointed(graph.analyzed.joint.module.graph):
@@ -198,7 +198,7 @@ class StepModel:
         return step.peak <= context.limit - context.margin
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of the plan that was applied: of operators, recompute among them, and of waiting for copies."""
+        """Returns the seconds of the applied plan: of operators, recompute included, and of waiting for copies."""
         plans, calls = [graph.plans[0] for graph in self.forward.graphs], self.forward.tape.calls
         problem, simulation = self.problem_for(plans), self.simulated(plans)
         away = [
@@ -214,7 +214,7 @@ class StepModel:
         }
 
     def frontier(self, chosen: Plan | None = None, limit: int | None = None) -> Frontier:
-        """What budgets cost, and the place of a plan on that curve; `limit` is the budget that it was chosen for."""
+        """Returns the time-memory curve of budgets, with the point of a plan on it; `limit` is the plan's budget."""
         fixed = self.context.fixed
         place = None if chosen is None else point_of(chosen, fixed, limit)
         return Frontier(self.solver.curve(fixed), self.forward.costs, place)

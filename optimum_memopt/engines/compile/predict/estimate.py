@@ -1,5 +1,5 @@
-"""The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory; and
-the ways to train it side by side: plain PyTorch, Trainer's checkpointing, and this engine's plans."""
+"""Estimates the plan table and peak of a model traced on fake tensors, without weights, data or GPU memory; and
+compares ways to train it: plain PyTorch, Trainer's checkpointing, and this engine's plans."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,10 @@ _LEVEL_1 = Technique("compile engine, level 1", ("--memory_opt_level 1",))
 
 @one_at_a_time
 def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
-    """Plain PyTorch, and Trainer's checkpointing of every layer.
+    """Returns plain PyTorch, and Trainer's checkpointing of every layer.
 
     Raises:
-        MemOptError: an unknown device or optimizer, or a model that cannot be built.
+        MemOptError: the device or optimizer is unknown, or the model cannot be built.
     """
     plain = EagerSettings(keeps_outputs=spec.keep_outputs)
     technique = Technique("Trainer's checkpointing", (checkpointing_flag(),), is_own=False)
@@ -80,10 +80,10 @@ def _way(plan: Technique, step: LiveStep) -> Way:
 
 
 def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
-    """This engine without a plan, under level 1, and under what is selected.
+    """Returns this engine without a plan, under level 1, and under the selection.
 
     Args:
-        traced: whose forward has the choices of these three, that of the selection first.
+        traced: a step whose forward has the choices of these three, that of the selection first.
     """
     selection = step.selection
     plans = [(1, _NO_PLAN), (2, _LEVEL_1)]
@@ -117,7 +117,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
 
 def _stated(selection: Selection) -> Technique:
-    """The technique of a config, a level or no plan."""
+    """Returns the technique of a config, a level or no plan."""
     name, flags = "no plan", list(_NO_PLAN.flags)
     if selection.config:
         name, flags = "config", [f"--memory_opt_config {selection.config}"]
@@ -130,10 +130,10 @@ def _stated(selection: Selection) -> Technique:
 
 # How exact a prediction is, by compiler; the figures of inductor are in docs/compile.md.
 _EXACT = {
-    "aot_eager": "Exact with --memory_opt_compiler aot_eager, except for the header's remarks in brackets; inductor's "
-    "peak was between a third lower and a fifth higher",
-    "inductor": "inductor orders operators by itself: its peak was between a third lower and a fifth higher; a "
-    "training run predicts it from inductor's own programs",
+    "aot_eager": "Exact with --memory_opt_compiler aot_eager, except for the header's remarks in parentheses; with "
+    "inductor, measured peaks were up to a third lower or a fifth higher",
+    "inductor": "inductor reorders operators: measured peaks were up to a third lower or a fifth higher; a training "
+    "run predicts the peak from inductor's own programs",
 }
 
 
@@ -151,14 +151,14 @@ def estimate(
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
-        spec: how the step runs. Of inductor's graphs, too, the order of operators is the graph's.
-        symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-        batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
-            symbols.
+        spec: settings of the step. Operators are predicted in the graph's order, for inductor too.
+        symbolic: keep sizes as symbols, so that savings are formulas; several times slower.
+        batch_sizes: also predict a step for each of these batch sizes, from one trace with the workload's batch, which
+            is the largest of them; sizes stay symbols.
 
     Raises:
-        MemOptError: an unknown device or optimizer, bad sizes or plans, or a model whose forward depends on the
-            values in its tensors.
+        MemOptError: the device or optimizer is unknown, sizes or plans are bad, or the model's forward depends on
+            values of its tensors.
     """
     step = PlannedStep(workload, selection, spec)
     symbolic = symbolic or len(batch_sizes) > 1
@@ -169,7 +169,7 @@ def estimate(
     except DoesNotFitError:
         if symbolic:
             raise
-        # Symbols tell which smaller batch does.
+        # With symbols, the error names a smaller batch that fits.
         traced = step.trace(True, costs, compared)
     table, predictor = traced.shown.table, traced.predicted
     footprint, blocks = predictor.footprint(), predictor.allocator_peak()
@@ -186,8 +186,8 @@ def estimate(
         device=step.device_name,
         compiler=step.compiled_by,
         attention=attention,
-        assumes=f"Predicted, not run: attention is {attention}, with the kernel that torch takes on "
-        f"{step.device_name}; other devices may take another one. {_EXACT[step.compiled_by]}",
+        assumes=f"Predicted, not run: attention is {attention}, with the kernel that torch selects on "
+        f"{step.device_name}; other devices may use a different one. {_EXACT[step.compiled_by]}",
         plan=replace(plan, solved_for={**plan.solved_for, **sizes}),
         frontier=_frontier(traced, step) if with_curve else None,
         batches=batches,
@@ -200,7 +200,7 @@ def estimate(
 
 
 def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
-    """The costs of budgets, with the place of what is selected."""
+    """Returns the time-memory frontier of budgets, with the selection marked."""
     forward, budget = traced.forward, step.selection.budget
     model = StepModel.of(forward, step.context(traced, budget or Budget("", 0)))
     if budget is not None:
@@ -224,7 +224,7 @@ def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoin
 
 
 def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_decoder: bool) -> PlanTable:
-    """A table without formulas, since sizes are fixed; symbols are named after the batch."""
+    """Returns the table without formulas, since sizes are fixed; symbols are named after the batch's sizes."""
     sizes = input_sizes(batch)
     canonical = canonical_symbols(sizes, is_encoder_decoder)
     return replace(
@@ -234,29 +234,29 @@ def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_dec
     )
 
 
-# Far beyond what one step trains on.
+# Upper bound of the search, far beyond the rows of any step.
 _MOST_ROWS = 2**24
-# What an allocator's blocks take under a plan beyond what they take without one; not tuned.
+# Share by which the allocator's blocks waste more under a plan than without one; not tuned.
 _BLOCKS = 0.005
-# Percent of the rows to try next, where their plan does not fit in the allocator's blocks.
+# Percent of the rows to try next if their plan does not fit in the allocator's blocks.
 _FEWER = 99
 
 
 @one_at_a_time
 def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
-    """The most rows with which a step's peak is within a budget.
+    """Returns the largest number of rows with which a step's peak is within a budget.
 
-    A config, a level or a plan file is traced once, with symbols for its sizes. Where a budget chooses the plan, each
+    A config, a level or a plan file is traced once, with symbols for its sizes. If a budget chooses the plan, each
     number of rows may have a plan of its own.
 
     Args:
-        workload: its batch is where the search begins.
+        workload: the search begins at the rows of its batch.
 
     Returns:
-        0 where one row is too many.
+        The number of rows; 0 if one row is too many.
 
     Raises:
-        MemOptError: as for `estimate`, or a batch whose rows are no symbol of the graph.
+        MemOptError: as for `estimate`, or the batch's rows are not a symbol of the graph.
     """
     # A single row would be a constant of the graph.
     start = max(2, workload.batch_size)
@@ -265,7 +265,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
     allowed = budget.on_device(step.capacity.total, step.capacity.available)
     if not is_chosen:
         traced = step.trace(dynamic=True)
-        # Its model lives as long as it does.
+        # `traced` keeps the model alive.
         return largest(lambda rows: bounded_bytes(traced.predicted, batch_size=rows) <= allowed, start)
     traced = step.trace(True, step.costs_of, compresses=selection.compress is not None)
     limit = StepLimit(traced.model, budget, lambda: traced.run, step.target)
@@ -294,11 +294,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:
-    """The largest number that fits, where all smaller ones do too. Pure.
-
-    Returns:
-        0 where 1 does not fit.
-    """
+    """Returns the largest number that fits, given that all smaller ones fit too; 0 if 1 does not fit. Pure."""
     fits = lru_cache(None)(fits)
     low, high = 0, min(start, limit)
     while fits(high):

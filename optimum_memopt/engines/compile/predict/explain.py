@@ -1,4 +1,4 @@
-"""Why a training step ran out of memory: what it held, and what would have fit."""
+"""Explains why a training step ran out of memory: what it held, and which settings would have fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,30 +41,31 @@ from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddin
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import gib_text
 
-# Of what was held: another run of the same step holds a little more or less.
+# Share of the bytes that were held: another run of the same step holds a little more or less.
 _MARGIN = 0.02
-# Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
-# MiB (activations of 180 MiB grew a process by 300).
+# Share of plain PyTorch's activations that allocators waste: CUDA's, and on a CPU (True) glibc's, which keeps blocks
+# of up to 32 MiB (activations of 180 MiB grew a process by 300).
 _WASTE = {False: 0.1, True: 1.0}
-# Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
+# Bytes outside of all graphs as a multiple of the activations (TRL's accuracy and entropy of tokens take several times
+# the logits).
 _UNKNOWN = 2.0
-# After which no part of the search begins: the error waits meanwhile, and is to be held back for 20 at most, unless a
-# single trace takes longer.
+# No part of the search begins after this many seconds: the error waits meanwhile, and should be delayed by at most 20
+# unless a single trace takes longer.
 _SECONDS = 15.0
 _NAME = "compile"
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for what would have fit.
+    """Searches for settings that would have fit.
 
     Attributes:
         ran: the step that failed, as it would have run with enough memory.
-        forward: returns the forward as the compile engine would run it, and is called once something is asked of them.
-        step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
-            failed.
-        plain: of what ran.
-        waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
+        forward: returns the forward as the compile engine would run it; called when a suggestion first needs it.
+        step: context of the compile engine's step with the run's largest batch; its limit is the bytes held when the
+            allocation failed.
+        plain: footprint of the step that ran.
+        waste: share of its activations, which come and go in all sizes, that the allocator wastes.
     """
 
     failed: FailedStep
@@ -77,27 +78,27 @@ class Search:
 
     @property
     def budget(self) -> int:
-        """Whole MiB that a budget may be."""
+        """Returns the largest budget to suggest, in whole MiB."""
         return self.allowed >> 20
 
     @property
     def allowed(self) -> int:
-        """Bytes that a step may be predicted to take."""
+        """Returns the highest predicted peak that counts as fitting, in bytes."""
         return int(self.step.limit * (1 - _MARGIN))
 
     @cached_property
     def model(self) -> StepModel:
-        """The step as the compile engine would run it."""
+        """Returns the step as the compile engine would run it."""
         return StepModel.of(self.forward(), self.step)
 
     def suggestions(self) -> Iterator[tuple[int, Suggestion]]:
-        """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found;
-        none where not even one row fits.
+        """Yields suggestions with their ranks, 0 for the recommended one, in the order in which they are found; none
+        if not even one row fits.
 
         Raises:
-            TimeIsUpError: some are not known in time.
+            TimeIsUpError: the time is up before all parts of the search have run.
         """
-        # Where the graphs are not all that the step holds, a budget's plan may take more than it is predicted to.
+        # If the graphs do not cover all of the step, a budget's plan may take more than predicted.
         budget, smaller = (0, 1) if self.ran.is_exact else (1, 0)
         is_any = False
         for place, search in (
@@ -116,7 +117,7 @@ class Search:
                 yield 0, suggestion
 
     def within_budget(self) -> Iterator[Suggestion]:
-        """A budget; none where nothing fits."""
+        """Yields a budget; none if no plan fits."""
         allowed = self.step.fixed.activations_within(self.budget << 20)
         if (plan := self._within(self.model.solver, allowed)) is None:
             return
@@ -126,9 +127,9 @@ class Search:
             yield Suggestion(flags, peak, _share(plan), f"{_words(plan)} with which every step fits")
 
     def _within(self, solver: ForwardSolver, allowed: int) -> Plan | None:
-        """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
+        """Returns the plan for a budget; None if no plan would fit in another process with slightly less memory."""
         less = allowed - int(self.step.limit * _MARGIN)
-        # Without a host no long search for recompute that is below the lowest plan.
+        # Without offload, skip the long search for recompute below the lowest plan.
         if solver.lowest > less and not (self.step.link and solver.fits(less)):
             return None
         try:
@@ -141,17 +142,17 @@ class Search:
             activations = self.ran.activations(times)
             peak = replace(self.plain.of_later_micro_batch(), activations=activations).peak
             if peak + self.waste * activations <= self.allowed:
-                yield Suggestion(self._micro_flags(times), peak, None, "as many rows in an optimizer step")
+                yield Suggestion(self._micro_flags(times), peak, None, "the same number of rows per optimizer step")
                 return
 
     def _chunked_loss(self) -> Iterator[Suggestion]:
         if self.ran.chunks_loss or not self.model.forward.chunks_loss:
             return
-        # Without a plan it is torch's own partition that runs.
+        # Without a plan, torch's own partition runs.
         peak = self.model.peak(self.model.events().peak())
         if peak <= self.allowed:
             flags = "--memory_opt_engine compile --memory_opt_loss chunked"
-            yield Suggestion(flags, peak, None, "a loss that never holds its logits")
+            yield Suggestion(flags, peak, None, "the loss never holds all logits")
 
     def _level(self) -> Iterator[Suggestion]:
         plan = self.model.level_1()
@@ -161,8 +162,8 @@ class Search:
             yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
 
     def _released_gradients(self) -> Iterator[Suggestion]:
-        """Level 1 with the optimizer in the backward; none where the run needs all gradients at once, and where they
-        are few."""
+        """Yields level 1 with the optimizer in the backward; none if the run needs all gradients at once, or if
+        releasing them saves little."""
         is_possible = self.failed.accumulation == 1 and not self.step.gather_rate and world_size() == 1
         is_released = self.step.fixed.releases
         if not is_possible or is_released or self.failed.autocast == torch.float16 or len(self.forward().graphs) == 1:
@@ -185,7 +186,7 @@ class Search:
             peak = micro.peak(plan.peak)
             if peak <= self.allowed:
                 flags = f"{self._micro_flags(times)} --memory_opt_budget {self.budget}MiB"
-                what = f"as many rows in an optimizer step, with {_words(plan)}"
+                what = f"the same number of rows per optimizer step, with {_words(plan)}"
                 yield Suggestion(flags, peak, _share(plan), what)
                 return
 
@@ -194,19 +195,19 @@ class Search:
         return f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {accumulation}"
 
     def _parts(self, rows: Sequence[int]) -> Iterator[int]:
-        """Numbers of equal parts that the rows can be cut into; `rows` are the sizes that are rows."""
+        """Yields the numbers of equal parts that the rows can be split into; `rows` has the sizes that count rows."""
         for times in range(2, self.failed.rows + 1) if rows else ():
             if self.failed.rows % times == 0 and all(size % times == 0 for size in rows):
                 yield times
 
     def other_optimizers(self) -> Iterator[Suggestion]:
-        """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
+        """Yields other optimizers that fit, each with as little recompute as it needs: none, or a budget's.
 
         Raises:
-            TimeIsUpError: some are not known in time.
+            TimeIsUpError: the time is up before all optimizers were tried.
         """
         model, optimizer = self.failed.model, self.failed.run.optimizer
-        # accelerate's wraps the run's own.
+        # accelerate's optimizer wraps the run's own.
         is_adamw = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
         is_cuda, trainable = next(model.parameters()).is_cuda, trainable_of(model, self.ran.untrained)
         for name in smaller_optimizers(is_cuda):
@@ -215,10 +216,10 @@ class Search:
             states, temporary = sum(planned.state_sizes(trainable)), planned.step_bytes(trainable)
             plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (self.plain, self.step.fixed))
             what = f"states and temporaries of {gib_text(states + temporary)}, " + (
-                "the same update" if is_adamw and name == DEFAULT else "another update: the run trains differently"
+                "the same update" if is_adamw and name == DEFAULT else "a different update: the run trains differently"
             )
             peak = replace(plain, activations=self.ran.activations(1)).peak
-            # What an allocator wastes is in what was held: forward and backward had run.
+            # The held bytes include the allocator's waste: forward and backward had run.
             if peak <= self.allowed:
                 yield Suggestion(f"--optim {name}", peak, None, what)
                 continue
@@ -233,13 +234,13 @@ def _words(plan: Plan) -> str:
 
 
 def _share(plan: Plan) -> float | None:
-    """Time for recompute and copies, as a share of the rest; None where it is not known."""
+    """Returns the time for recompute and copies as a share of the rest; None if it is not known."""
     return plan.extra_seconds / plan.seconds if plan.seconds else None
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """The engine's plan in the run that failed."""
+    """The engine's plan for the step that failed."""
 
     producer: Producer
     loss: str
@@ -248,7 +249,7 @@ class _Ran:
 
 @one_at_a_time
 def explain(failed: FailedStep) -> Explanation:
-    """The explanation of a failed step, as far as the search came in time, since the error waits meanwhile.
+    """Returns the explanation of a failed step, with the suggestions found in time: the error waits meanwhile.
 
     Raises:
         Exception: the step cannot be run on fake tensors, or memory ran out again.
@@ -256,8 +257,8 @@ def explain(failed: FailedStep) -> Explanation:
     with announced(
         "analyzing the out-of-memory error",
         "analyzed the out-of-memory error",
-        f"run on tensors without data, {_SECONDS:.0f} seconds at most",
-        stage="running it again",
+        f"rerun on tensors without data, for at most {_SECONDS:.0f} seconds",
+        stage="rerunning the step",
         every=_SECONDS / 4,
     ) as progress:
         deadline = Deadline(_SECONDS)
@@ -270,26 +271,26 @@ def explain(failed: FailedStep) -> Explanation:
         moment, parts = _held(failed, ran, is_plain=planned is None)
         if ran.forward is not None and not ran.forward.is_whole:
             remarks += (
-                f"the forward is {len(ran.forward.tape.calls)} graphs, and what runs between them is not known",
+                f"the forward has {len(ran.forward.tape.calls)} graphs; memory used between them is not known",
             )
         ranked: list[tuple[int, Suggestion]] = []
         try:
             for suggestion in _suggestions(failed, ran, planned, progress, deadline):
                 ranked.append(suggestion)
         except TimeIsUpError:
-            remarks += (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
-        # What was held is known all the same.
+            remarks += (f"the search stopped after {_SECONDS:.0f} seconds: other settings may fit, too",)
+        # The parts that were held are known all the same.
         except Exception as error:
             if any(map(is_out_of_memory, with_causes(error))):
                 raise
-            remarks += (f"the compile engine cannot trace this step, so that it has no suggestion: {line_of(error)}",)
+            remarks += (f"the compile engine has no suggestions, since it cannot trace this step: {line_of(error)}",)
     ranked.sort(key=itemgetter(0))
     return Explanation(moment, parts, tuple(suggestion for _, suggestion in ranked), remarks)
 
 
 def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Moment, tuple[Part, ...]]:
-    """Where the allocation failed, and what was held then; nothing in the optimizer's step, when activations are
-    free."""
+    """Returns where the allocation failed and the parts that were held; no parts in the optimizer's step, since
+    activations are freed by then."""
     if failed.place.phase == OPTIMIZER_STEP:
         return Moment(OPTIMIZER_STEP), ()
     made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
@@ -302,11 +303,11 @@ def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Mome
 def _suggestions(
     failed: FailedStep, ran: Reconstruction, planned: _Ran | None, progress: Progress, deadline: Deadline
 ) -> Iterator[tuple[int, Suggestion]]:
-    """Suggestions, see `Search.suggestions`."""
+    """Yields suggestions, see `Search.suggestions`; other optimizers if the optimizer's step failed."""
 
     @cache
     def forward() -> CapturedForward:
-        """The forward as the compile engine would run it, which takes as long as the first where it is another one."""
+        """Returns the forward as the compile engine would run it; a new trace takes as long as the first one."""
         if planned is not None and planned.loss != PLAIN:
             assert ran.forward is not None
             return ran.forward
@@ -320,7 +321,7 @@ def _suggestions(
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
-    # After tracing, which the compile engine does too.
+    # Measured after tracing, since the compile engine traces too.
     now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
@@ -352,24 +353,24 @@ def _suggestions(
 
 
 def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:
-    """The engine's plan, None for plain PyTorch, and remarks."""
+    """Returns the engine's plan, None for plain PyTorch, and remarks."""
     engine = failed.engine
     if engine is None:
         return None, ()
     if engine.name != _NAME:
-        return None, (f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known",)
+        return None, (f"the parts are those of plain PyTorch, since the {engine.name} engine's graph is not known",)
     if (plan := engine.plan_file()) is not None:
         unit = MODEL if len(plan.graphs) == 1 else AUTO
         return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, unit), ()
     if engine.selection.budget is not None:
-        # Its solver had not come to an end.
-        remark = "what was held is that of no plan: the budget's was not known yet"
+        # The solver had not finished.
+        remark = "the parts are those without a plan, since the budget's plan was not known yet"
         return _Ran(producer_for(Selection(strict=False)), AUTO), (remark,)
     return _Ran(producer_for(replace(engine.selection, strict=False)), AUTO), ()
 
 
 def _tensors_of(failed: FailedStep) -> int:
-    """Bytes of the model, its batch, and the states that the optimizer has."""
+    """Returns the bytes of the model, its batch, and the optimizer's existing states."""
     run, model = failed.run, failed.model
     states = 0
     if isinstance(run.optimizer, torch.optim.Optimizer) and run.optimizer.state:

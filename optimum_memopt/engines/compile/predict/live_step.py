@@ -1,5 +1,5 @@
-"""A training step without an engine, on fake tensors: for a device that may not be here, before anything is loaded;
-that of a Trainer, and any of a user's own."""
+"""Runs a training step without an engine on fake tensors: Trainer's step, or any step of the user. The device need not
+be present, and no weights are loaded."""
 
 import contextlib
 import itertools
@@ -58,13 +58,13 @@ class LiveStep:
     """A predicted step of plain PyTorch.
 
     Attributes:
-        run: of one micro-batch, or of two where gradients add up.
-        states: bytes of each state of the optimizer.
+        run: the run of one micro-batch, or of two with gradient accumulation.
+        states: bytes of each optimizer state.
         update: bytes of temporary tensors of the optimizer's step.
-        constant: bytes that are no tensor's: of libraries on CUDA, of the process on a CPU.
-        sizes: of the batch, by name.
-        is_on_cuda: torch's caching allocator is known.
-        seconds: estimated, of an optimizer's step with all its micro-batches; None where no device is named.
+        constant: bytes outside of tensors: of libraries on CUDA, of the process on a CPU.
+        sizes: batch sizes by name.
+        is_on_cuda: the step runs on CUDA, so torch's caching allocator can be predicted.
+        seconds: estimated time of an optimizer step with all its micro-batches; None if no device is named.
     """
 
     run: LiveRun
@@ -77,7 +77,7 @@ class LiveStep:
 
     @cached_property
     def whole(self) -> LiveRun:
-        """The run with the states of the optimizer, and its step."""
+        """Returns the run with the optimizer states and the optimizer's step."""
         states = (Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(self.states))
         step = Event("optimizer step", "optimizer step", workspace=self.update)
         return replace(
@@ -89,7 +89,7 @@ class LiveStep:
 
     @property
     def peak(self) -> int:
-        """Bytes that tensors ask for."""
+        """Returns the peak in bytes, with each tensor at its requested size."""
         return self.constant + self.whole.peak
 
     @property
@@ -98,7 +98,7 @@ class LiveStep:
 
     @cached_property
     def allocator(self) -> AllocatorPeak | None:
-        """Bytes of torch's allocator on CUDA; None elsewhere."""
+        """Returns the peak of torch's allocator on CUDA; None on other devices."""
         if not self.is_on_cuda:
             return None
         given, events = self.run.split()
@@ -107,22 +107,22 @@ class LiveStep:
 
 
 def plain_step(workload: Workload, spec: StepSpec, settings: EagerSettings) -> LiveStep:
-    """Run a step of a workload as plain PyTorch does; errors as of `plain_steps`."""
+    """Run a step of a workload in plain PyTorch; raises as `plain_steps`."""
     with plain_steps(workload, spec) as step:
         return step(settings)
 
 
 @contextlib.contextmanager
 def plain_steps(workload: Workload, spec: StepSpec) -> Iterator[Callable[[EagerSettings], LiveStep]]:
-    """A function that runs a step of a workload on fake tensors, whose mode the caller is in. What checkpoints
-    activations stays on for later steps.
+    """Yields a function that runs a step of a workload on fake tensors; their mode is active within the context.
+    Activation checkpointing stays on for later steps.
 
     Raises:
-        MemOptError: an unknown device or optimizer, or a model that cannot be built, reads values of its tensors, or
+        MemOptError: the device or optimizer is unknown, or the model cannot be built, reads values of its tensors, or
             fails.
     """
     planned = PlannedStep(workload, Selection(), spec)
-    # Real ones: torch computes with them.
+    # Read outside of the fake mode: torch computes with real values.
     values = workload.values
     forked, quiet = preserved_generators(), warnings.catch_warnings()
     with forked, quiet, eager_standin(planned.target), dynamo.fake_tensors():
@@ -170,13 +170,13 @@ def run_micro_batches(
     inspect_at: int = -1,
     records_work: bool = False,
 ) -> LiveRun:
-    """Forward and backward of a model of fake tensors, whose mode the caller is in, as Trainer runs them.
+    """Run forward and backward of a model on fake tensors as Trainer does; the caller has entered their mode.
 
     Args:
-        batch: keyword arguments of the forward; `args` are positional ones.
+        batch: keyword arguments of the forward; `args` are the positional ones.
         accumulated: names of the parameters that have gradients of earlier micro-batches.
         inspect_at: see `LiveRecorder`.
-        records_work: `LiveRun.calls` are those of the first micro-batch.
+        records_work: record the calls of the first micro-batch in `LiveRun.calls`.
 
     Raises:
         MemOptError: the model reads values of its tensors, or fails.
@@ -225,10 +225,10 @@ def run_micro_batches(
 
 
 def simulator(device: str | None) -> contextlib.AbstractContextManager["FakeSimulator"]:
-    """A context in which tensors have no data.
+    """Returns a context in which tensors have no data.
 
     Raises:
-        MemOptError: an unknown device.
+        MemOptError: the device is unknown.
     """
     return _simulator(None if device is None else device_of(device))
 
@@ -252,8 +252,8 @@ class FakeSimulator:
     """Runs steps on fake tensors.
 
     Attributes:
-        _held: bytes of the process, and those of the tensors in it that were replaced, which are negative.
-        _recorders: the one of the step that runs.
+        _held: bytes of the process, then, as negative numbers, bytes of its tensors that were replaced by fake ones.
+        _recorders: the recorder of the running step.
     """
 
     _target: Device | None
@@ -277,7 +277,7 @@ class FakeSimulator:
     def copy(self, value: Any) -> Any:
         try:
             return fake_tensors.fake_copy(value, self._mode, self._here.type, keeps_values=True)
-        # Whatever an object holds may refuse.
+        # Copying an arbitrary user object may raise anything.
         except Exception as error:
             name = "an argument" if isinstance(value, tuple | list) else type(value).__name__
             raise MemOptError(f"{name} cannot be copied ({line_of(error)})") from error
@@ -293,7 +293,7 @@ class FakeSimulator:
     def run(
         self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
     ) -> SimulatedStep:
-        # The first leaves states of optimizers, caches, and gradients to the second.
+        # The first run creates optimizer states, caches and gradients, which the second one finds in memory.
         self._record(call, held, reads_floats)
         run = self._record(call, held, reads_floats)
         if finds_variables:
@@ -342,7 +342,8 @@ class FakeSimulator:
 
 
 def _hold(recorder: LiveRecorder, held: object) -> None:
-    """Tensors that were there before. Keeps none of them alive: a step may free its gradients first."""
+    """Have the recorder count the tensors that exist before the step. Keeps none of them alive: a step may begin by
+    freeing its gradients."""
     objects = list(fake_tensors.reachable(held))
     model = _model_of(objects)
     parameters = dict(model.named_parameters())
@@ -358,7 +359,7 @@ def _hold(recorder: LiveRecorder, held: object) -> None:
         PARAMETERS: {**parameters, **dict(named_buffers(model))},
         GRADIENTS: {name: value.grad for name, value in parameters.items() if value.grad is not None},
         OPTIMIZER: {f"state {place}": state for place, state in enumerate(states)},
-        # Less the values that are followed.
+        # Without real tensors, whose values are tracked.
         BATCH: {
             f"tensor {place}": found
             for place, found in enumerate(objects)
@@ -370,7 +371,7 @@ def _hold(recorder: LiveRecorder, held: object) -> None:
 
 
 def _model_of(objects: Sequence[object]) -> torch.nn.Module:
-    """The module among these that is no part of another, or all such modules in one."""
+    """Returns the module that is not part of another one; several such modules in one `ModuleDict`."""
     modules = [found for found in objects if isinstance(found, torch.nn.Module)]
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     outer = [module for module in modules if id(module) not in parts]
@@ -382,5 +383,7 @@ def _model_of(objects: Sequence[object]) -> torch.nn.Module:
 def _failure(error: Exception) -> str:
     where = place_of(error)
     if "convert all Tensors to FakeTensors" in str(error):
-        return f"the step uses a tensor that is none of its arguments{where}; give it, or its module, as an argument"
+        return (
+            f"the step uses a tensor that is not one of its arguments{where}; pass it, or its module, as an argument"
+        )
     return f"the step cannot be run on tensors without data ({line_of(error)}{where})"

@@ -1,4 +1,4 @@
-"""A step's loss on tensors without data, with the model's forward as one operator, whose memory its graphs count."""
+"""Simulates a step's loss on fake tensors. The model's forward is one operator: its graphs count its memory."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ from optimum_memopt.engines.shared.forward_patch import TrainingForward
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
 
-# Batches of different sizes whose losses are kept.
+# Maximum number of batch sizes whose losses are cached.
 _MOST_LOSSES = 64
 _FORWARD, _LOSS, _BACKWARD = "forward", "loss", "backward"
 
@@ -36,7 +36,7 @@ def eager_loss(
     step: LossStep,
     inputs: Mapping[str, object],
 ) -> EagerLoss:
-    """Returns the loss of a step, simulated for the batch of its first forward; arguments as of `LossSimulation`."""
+    """Returns the loss of a step, simulated for the batch of its first forward; arguments as in `LossSimulation`."""
     if step.unknown:
         return EagerLoss(step.name, unknown=step.unknown)
     try:
@@ -44,19 +44,19 @@ def eager_loss(
         simulation({})
     except MemOptError as error:
         return EagerLoss(step.name, unknown=str(error))
-    # The loss is the user's own code, and so may be what is copied.
+    # The loss is user code, and the copied objects may be of user classes.
     except Exception as error:
         return EagerLoss(step.name, unknown=line_of(error))
     return EagerLoss(step.name, simulation)
 
 
 class LossSimulation:
-    """Runs a step's loss for each batch that is asked for, once.
+    """Simulates a step's loss once for each requested batch.
 
     Args:
-        patch: of the model's forward.
-        forward: plain PyTorch's, of positional arguments and those by keyword.
-        inputs: of the model's first forward.
+        patch: the patch of the model's forward.
+        forward: the forward of plain PyTorch; takes the tuple of positional arguments and the dict of keyword ones.
+        inputs: keyword arguments of the model's first forward.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LossSimulation:
         inputs: Mapping[str, object],
     ) -> None:
         self._model, self._patch, self._forward = weakref.ref(model), patch, forward
-        # Keeps no tensors with data.
+        # Drop the references to tensors with data.
         self._step, self._first = replace(step, inputs=None, arguments=((), {})), input_sizes(inputs)
         self._mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         given = step.inputs, step.arguments
@@ -76,7 +76,7 @@ class LossSimulation:
         self._of_sizes = functools.lru_cache(_MOST_LOSSES)(self._run)
 
     def __call__(self, sizes: Mapping[str, int]) -> LossEvents:
-        """The events with a batch; what `sizes` does not name is as large as in the first batch, or grows with it.
+        """Returns the events for a batch; a size that `sizes` does not name is the first batch's, or grows with it.
 
         Raises:
             MemOptError: the loss cannot be computed on tensors without data for the first batch.
@@ -87,11 +87,13 @@ class LossSimulation:
         except MemOptError as error:
             if not other:
                 raise
-            get_logger().debug(f"{self._step.name} for another batch is counted as growing with it: {error}")
+            get_logger().debug(
+                f"scaling the memory of {self._step.name} with the batch, since it cannot be simulated: {error}"
+            )
             return self._of_sizes(frozenset()).scaled(math.prod(self._growth(other).values()))
 
     def _growth(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """By dimension, `dim0`, how many times as large a batch is."""
+        """Returns by dimension, as `dim0`, the ratio of these sizes to the first batch's."""
         growth: dict[str, float] = {}
         for name, size in sizes.items():
             dim = name.rpartition("_")[2]
@@ -121,14 +123,14 @@ class LossSimulation:
                 raise MemOptError(f"it cannot be run on tensors without data: {line_with_place(error)}") from error
 
     def _resized(self, inputs: Any, sizes: Mapping[str, int]) -> Any:
-        """The step's inputs in a batch of these sizes."""
+        """Returns the step's inputs resized to a batch of these sizes."""
         growth = self._growth(sizes)
         grown = {(name.rpartition("_")[2], self._first[name]): size for name, size in sizes.items()}
 
         def size_of(name: str, dim: str, size: int) -> int:
             if (key := f"{name}_{dim}") in sizes:
                 return sizes[key]
-            # What the forward is given, too, grows only with a size that it was equal to.
+            # An argument that the forward also takes grows only along with a size that it was equal to.
             own = size if key in self._first else math.ceil(size * growth.get(dim, 1))
             return grown.get((dim, size), own)
 
@@ -147,8 +149,9 @@ class LossSimulation:
 
 @contextlib.contextmanager
 def _outside_of_autocast(device: str) -> Iterator[None]:
-    """Turns autocast off, and has the next context count as the outermost one, which frees its casts of parameters
-    where it ends. A simulated step begins so, though the forward that asks for it may run under autocast."""
+    """Turn autocast off, and make the next autocast context count as the outermost one, which frees its casts of
+    parameters on exit. A simulated step begins outside of autocast, though the forward that requests it may run under
+    autocast."""
     depth, is_on = torch.autocast_increment_nesting() - 1, torch.is_autocast_enabled(device)
     while torch.autocast_decrement_nesting():
         pass
@@ -162,22 +165,23 @@ def _outside_of_autocast(device: str) -> Iterator[None]:
 
 
 class _Mark(NamedTuple):
-    """A moment of a step: the model's forward of this number, or its backward, or the begin of that of the loss."""
+    """A moment of a step: the model's `call`-th forward, that forward's backward, or the start of the loss's
+    backward."""
 
     kind: str
     call: int = 0
 
 
 class _Run:
-    """One step on fake tensors."""
+    """A run of one step on fake tensors."""
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], mode: fake_tensors.FakeTensorMode) -> None:
         self.recorder = LiveRecorder(model, reads_floats=True)
         self._forward, self._mode = forward, mode
-        # Of modules, which are there before the step.
+        # Fake tensors of the modules, which exist before the step.
         self._fakes: list[torch.Tensor] = []
         self._calls = 0
-        # Bytes of what the last forward has returned, by number; and storages of the gradients of the last one.
+        # Bytes of the last forward's outputs by storage number; and names of the storages of their gradients.
         self._returned: dict[int, int] = {}
         self._given: tuple[str, ...] = ()
         self._is_behind = False
@@ -187,16 +191,16 @@ class _Run:
         return self._fakes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward as one operator."""
+        """Run the model's forward as one operator."""
         self._calls += 1
-        # What the caller still holds of an earlier one.
+        # Count the outputs of an earlier forward that the caller still holds.
         self.recorder.take_in(self._returned)
         self.recorder.mark(_Mark(_FORWARD, self._calls))
         with self.recorder.paused(), torch.no_grad():
             outputs, structure = dynamo.tree_flatten(self._forward(args, kwargs))
         places = [place for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
         with self.recorder.paused():
-            # Not a parameter, whose hooks would be called.
+            # Not a parameter: its hooks would be called.
             anchor = torch.empty(0, requires_grad=True)
         given = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
         made = _Forward.apply(self, [outputs[place] for place in places], anchor, *given)
@@ -207,9 +211,9 @@ class _Run:
         return dynamo.tree_unflatten(outputs, structure)
 
     def begin_backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The model's own backward begins; its graphs count its gradients from then on."""
+        """Mark the start of the model's own backward; from then on its graphs count the gradients."""
         if not self._is_behind:
-            raise MemOptError("it calls backward by itself")
+            raise MemOptError("it calls backward itself")
         if not self._given:
             self._given = self.recorder.names_of(gradients)
         self.recorder.mark(_Mark(_BACKWARD, self._calls))
@@ -231,7 +235,7 @@ class _Run:
         places = {mark: place for place, mark in reversed(run.marks)}
         begin = next((place for place, mark in run.marks if getattr(mark, "kind", "") == _BACKWARD), None)
         if begin is None:
-            raise MemOptError("no gradient comes from it to the model's outputs")
+            raise MemOptError("it passes no gradient to the model's outputs")
         first, last, loss_at = places[_Mark(_FORWARD, 1)], places[_Mark(_FORWARD, self._calls)], places[_Mark(_LOSS)]
         given = set(self._given)
         return LossEvents(
@@ -247,7 +251,7 @@ class _Run:
 
 
 class _Forward(torch.autograd.Function):
-    """The model's forward, without what is in it."""
+    """The model's forward as a single autograd function, without its operators."""
 
     @staticmethod
     def forward(
@@ -255,7 +259,7 @@ class _Forward(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         with run.recorder.paused():
-            # Not the tensors themselves, which the model may not save.
+            # Not the tensors themselves: the model may not save them.
             ctx.given = [torch.empty_like(each) for each in given]
             made = tuple(torch.empty_like(each) for each in likes)
         ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))

@@ -1,4 +1,4 @@
-"""Steps of a model with any micro-batch under the plans that the advice compares, from one trace for each loss."""
+"""Predicts steps with any micro-batch under the plans that `memopt advise` compares, from one trace for each loss."""
 
 import copy
 import itertools
@@ -75,38 +75,38 @@ from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import StepSpec
 
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
-# The same where what is saved may be in fp8, by the names of the exact ones.
+# The same plans with activations saved in fp8, by the names of the exact ones.
 _INEXACT = {_NO_PLAN: "no plan in fp8", _LEVEL_1: "level 1 in fp8", _BUDGET: "budget with fp8"}
-# Those that are chosen once, in the order of their choices.
+# Plans that do not depend on a budget, in the order of the graphs' choices.
 _FIXED = (_NO_PLAN, _LEVEL_1, _INEXACT[_NO_PLAN], _INEXACT[_LEVEL_1])
 _BUDGETS = {_BUDGET: _FIXED[:2], _INEXACT[_BUDGET]: _FIXED}
 _REMARK = "in fp8: the loss is exact, gradients are not (docs/compress.md)"
-# Plain PyTorch, by the name: without checkpointing, or with transformers' of every nth layer.
+# Plain PyTorch: names of techniques, and n if transformers checkpoints every nth layer (0: no checkpointing).
 _PLAIN = {
     "plain PyTorch": 0,
     "Trainer's checkpointing, every layer": 1,
     **{f"Trainer's checkpointing, every {every} layers": every for every in (2, 4)},
 }
-# Rows of the batch that is asked for what is the same with any.
+# Rows of the batch that answers questions with the same answer for any batch.
 _REFERENCE = 8
-# Rows of the batch that is traced, for each loss: with many a chunked loss pays. The second where the first is the
-# size of something else, which torch would give the same symbol.
+# Rows of the traced batch, for each loss: a chunked loss pays with many rows. The second number is used if the first
+# one is also another size of the batch, which torch would give the same symbol.
 _ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
 _FEW = _ROWS[PLAIN][0]
-# Rows of the batches that are run without a compiler.
+# Rows of the two batches that are run in plain PyTorch.
 _TWO_BATCHES = (2, 6)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A step with one batch, under a plan of the package; `times` are of the nodes of its problem."""
+    """A step of the compile engine with one batch; `times` are those of the nodes of its problem."""
 
     step: StepModel
     times: OperatorTimes
 
     @property
     def forward(self) -> TapeProblem:
-        """With conversions where plans may compress."""
+        """Returns the forward's problem, with conversions if plans may compress."""
         return self.step.problem if self.step.compression is None else self.step.compression.forward
 
     @property
@@ -115,16 +115,16 @@ class _Batch:
 
 
 class ForwardSteps:
-    """Steps of one traced forward.
+    """Predicts the steps of one traced forward.
 
     Args:
-        forward: with the loss as the model computes it, or in chunks; each graph has torch's own choice and that of
-            level 1, and with conversions both in fp8.
-        step: around them, with a batch of one row.
-        tokens: of a row; 0: as many as were traced.
-        times: of each graph and of its conversions, for a batch of n rows.
+        forward: computes the loss as the model does, or in chunks; each graph has torch's own choice and that of level
+            1, and with conversions both in fp8.
+        step: context of the graphs, with a batch of one row.
+        tokens: tokens of a row; 0: as many as were traced.
+        times: returns the times of each graph and of its conversions, for a batch of n rows.
         plain: see `_plain_steps`.
-        releases: own plans release gradients in the backward, and never accumulate.
+        releases: the engine's plans release gradients in the backward, and never accumulate them.
     """
 
     def __init__(
@@ -143,33 +143,33 @@ class ForwardSteps:
         self._within_budget = cache(self._solve)
 
     def within(self, budget: int) -> "ForwardSteps":
-        """The same graphs with another budget, in bytes."""
+        """Returns the same graphs with another budget, in bytes."""
         return self._around(replace(self._context, limit=budget))
 
     def with_optimizer(self, optimizer: OptimizerMemory) -> "ForwardSteps":
-        """The same graphs with the memory of another optimizer."""
+        """Returns the same graphs with the memory of another optimizer."""
         fixed = replace(self._context.fixed, optimizer=optimizer.states, step=optimizer.temporaries)
         return self._around(replace(self._context, fixed=fixed))
 
     def _around(self, step: StepContext) -> "ForwardSteps":
-        """The same graphs in another step, with what is known of them."""
+        """Returns the same graphs in another step context; shares the cached results that do not depend on it."""
         other = copy.copy(self)
         vars(other).update(_context=step, _within_budget=cache(partial(ForwardSteps._solve, other)))
         return other
 
     @property
     def layers(self) -> int:
-        """Number of layers in the forward."""
+        """Returns the number of layers in the forward."""
         return len(_layers_of(self._batch(_REFERENCE, False, False).problem))
 
     @property
     def costs(self) -> str:
-        """Where seconds are from."""
+        """Returns the source of the operator times."""
         return self._batch(_REFERENCE, False, False).times.source
 
     def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
-        """True where the peak is within the budget."""
-        # A budget's plan is never worse than these, and takes longer to find.
+        """True if the peak is within the budget."""
+        # A budget's plan is never worse than the fixed plans, and takes longer to find.
         fixed_plans = _BUDGETS.get(plan, (plan,))
         if any(
             self._is_within(name, self._activations(name, rows, accumulates), rows, accumulates)
@@ -183,7 +183,7 @@ class ForwardSteps:
         return is_within or (others and self._within_budget(plan, rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
-        """The peak with a micro-batch of one row, in bytes."""
+        """Returns the peak with a micro-batch of one row, in bytes."""
         if plan in _BUDGETS:
             activations = self._batch(1, accumulates, False).step.solver.lowest
             if plan != _BUDGET:
@@ -194,7 +194,7 @@ class ForwardSteps:
         return self._footprint(plan, 1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
-        """A step; level 1 where no plan fits the budget."""
+        """Predict a step; falls back to level 1 if no plan fits the budget."""
         batch = self._batch(rows, accumulates, plan in _INEXACT.values())
         solved = self._within_budget(plan, rows, accumulates) if plan in _BUDGETS else None
         if solved is not None:
@@ -224,7 +224,7 @@ class ForwardSteps:
         )
 
     def _plain_step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep | None:
-        """A step without an engine at the rates of a named device; None without one."""
+        """Predict a step of plain PyTorch at the rates of a named device; None if no device is named."""
         step, without = (self._plain(every, rows, accumulates) for every in (_PLAIN[plan], 0))
         if step.seconds is None or without.seconds is None:
             return None
@@ -258,7 +258,7 @@ class ForwardSteps:
         if self._is_within(_BUDGET, plain.peak, rows, accumulates):
             return solver.solver.plan(plain)
         allowed = self._footprint(_BUDGET, rows, accumulates, 0).activations_within(self._context.limit)
-        # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
+        # Skip the long search for recompute that might still fit: most candidate batches do not fit.
         if solver.lowest <= allowed:
             return solver.cheapest(allowed)
         if is_inexact and (compressing := solver.compressing(None, allowed)) is not None:
@@ -295,35 +295,35 @@ class ForwardSteps:
 
 
 def _bound_of(times: OperatorTimes, local: int) -> str:
-    """What bounds a node of a graph; conversions, behind its own, move bytes."""
+    """Returns what bounds a node of a graph; conversions, numbered after the graph's own nodes, move bytes."""
     if local < 0:
         return ""
     return times.bounds[local] if local < len(times.bounds) - 1 else BANDWIDTH
 
 
 class _GraphTimes(NamedTuple):
-    """Times of a graph's nodes, and seconds of the operators of its conversions."""
+    """The times of a graph's nodes, and the seconds of its conversions' operators."""
 
     operators: OperatorTimes
     conversions: tuple[float, ...]
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:
-    """Paths of the layers in the order in which the forward runs them."""
+    """Returns the paths of the layers in the order in which the forward runs them."""
     layers = zip(problem.layers, problem.is_forward, strict=True)
     return tuple(dict.fromkeys(layer for layer, is_forward in layers if layer and is_forward))
 
 
 def _checkpointed(problem: Problem, every: int) -> GraphSimulation:
-    """transformers' activation checkpointing of every nth layer (0: of none), in the order of this engine's recompute:
-    its operators take as long.
+    """Simulate transformers' activation checkpointing of every nth layer (0: of none), in the order of this engine's
+    recompute: its operators take as long.
 
-    The input of a layer that is checkpointed is saved; everything in it runs again, random draws too, whose state is
-    restored (`torch.utils.checkpoint`). The last layer is no exception. Which layers: `every_n_layers` of
-    `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
+    The input of a checkpointed layer is saved; everything in the layer runs again, including random draws, whose state
+    is restored (`torch.utils.checkpoint`). The last layer is no exception. The choice of layers is that of
+    `every_n_layers` in `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
     """
     chosen = set(_layers_of(problem)[::every] if every else ())
-    # What a run of a tape is given by another one is a view, and no draw.
+    # A kept node that is a view is an argument from another run of the tape, not a random draw.
     is_kept = zip(problem.is_kept, problem.is_view, problem.layers, strict=True)
     kept = tuple(is_one and (is_given or layer not in chosen) for is_one, is_given, layer in is_kept)
     runs_again = replace(problem, is_kept=kept)
@@ -333,15 +333,16 @@ def _checkpointed(problem: Problem, every: int) -> GraphSimulation:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPredictor:
-    """A `StepPredictor`.
+    """A `StepPredictor` for any micro-batch.
 
     Attributes:
-        tokens: of a row; 0 where rows have no tokens.
-        compares: there are other plans beside that of the budget, with either loss.
-        ranks: that share parameters, gradients and states; plain PyTorch is simulated on one device.
+        tokens: tokens of a row; 0 if rows have no tokens.
+        graphs: steps of the traced forwards, by whether the loss is chunked.
+        compares: offer other plans beside that of the budget, with either loss.
+        ranks: number of ranks that shard parameters, gradients and states; plain PyTorch is simulated on one device.
         releases: see `ForwardSteps`.
-        optimizers: memory of those that are known, that of the step first.
-        compresses: there are plans in fp8, too.
+        optimizers: memory of the known optimizers, that of the step first.
+        compresses: offer plans in fp8 too.
     """
 
     model: str
@@ -360,7 +361,7 @@ class MicroBatchPredictor:
     compresses: bool = False
 
     def within(self, budget: int) -> "MicroBatchPredictor":
-        """The same model with another budget, in bytes, from the same traces."""
+        """Returns the same model with another budget, in bytes, from the same traces."""
         graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
         return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
 
@@ -412,12 +413,12 @@ class MicroBatchPredictor:
 
 @dataclass(frozen=True)
 class _Case:
-    """Where and how a model trains.
+    """The settings of the predicted training.
 
     Attributes:
-        make: returns a fake mode, and a model and a batch of n rows, of its tensors.
-        target: the device that steps are predicted for; None: where the model lies.
-        values_at: `Workload.values` of a batch of n rows, which plain PyTorch reads.
+        make: returns a fake mode, and a model and a batch of n rows on its tensors.
+        target: the device that steps are predicted for; None: the model's device.
+        values_at: returns `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
     make: Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
@@ -435,14 +436,14 @@ class _Case:
 
 @one_at_a_time
 def of_workload(workload: Workload, budget: Budget, spec: StepSpec, compresses: bool = False) -> MicroBatchPredictor:
-    """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
+    """Returns the predictor of a model that is built from its config, on fake tensors only, for any batch size.
 
     Args:
         compresses: plans may save activations in fp8.
 
     Raises:
-        MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
-            for any batch.
+        MemOptError: the device or optimizer is unknown, sizes are bad, or the model cannot be traced without data, or
+            not for any batch.
     """
     planned = PlannedStep(workload, Selection(), spec)
     with planned_ranks(spec.fsdp, planned.here.type) as mesh:
@@ -473,15 +474,15 @@ def of_workload(workload: Workload, budget: Budget, spec: StepSpec, compresses: 
 def of_model(
     run: ModelOfRun, budget: Budget, spec: StepSpec, may_chunk: bool, compresses: bool = False
 ) -> MicroBatchPredictor:
-    """Steps of a model that is about to train, where it is; it is left as it is.
+    """Returns the predictor of a model that is about to train, on its device; the model is not changed.
 
     Args:
         spec: an optimizer whose memory is not known counts as AdamW.
-        may_chunk: nobody asked for the model's own loss or reads its logits.
+        may_chunk: the loss may be chunked: the model's own loss is not requested, and its logits are not read.
         compresses: see `of_workload`.
 
     Raises:
-        MemOptError: it cannot be traced without data, or not for any batch.
+        MemOptError: the model cannot be traced without data, or not for any batch.
     """
     compiled_by = spec.compiler or default_compiler(next(run.model.parameters()).device.type)[0]
     spec = spec if is_known(spec.optim) else replace(spec, optim=DEFAULT)
@@ -502,13 +503,13 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
     traced = [_captured(case, loss) for loss in losses]
     captured = [forward for _, forward in traced]
     if case.spec.fsdp > 1:
-        # FSDP2 knows the types that a parameter is gathered and reduced in once the model has run.
+        # FSDP2 sets the dtypes in which a parameter is gathered and reduced when the model first runs.
         model = traced[0][0]
     untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
     optimizer = PlannedOptimizer(case.spec.optim, is_on_cuda, embeddings_of(model))
     run = Run(optimizer, gradient_accumulation=True)
-    # On a CPU a process holds more once it has traced a model, as in training.
+    # On a CPU, tracing the model grows the process, as it does in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
     plain = _plain_steps(case)
@@ -539,11 +540,11 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class _PlainStep:
-    """A forward and its backward without an engine.
+    """A forward and its backward in plain PyTorch.
 
     Attributes:
-        peak: bytes over what was there before.
-        seconds: by what bounds them; None without the rates of a named device.
+        peak: peak in bytes over the memory held before.
+        seconds: seconds by what bounds them; None without the rates of a named device.
     """
 
     peak: int
@@ -551,10 +552,10 @@ class _PlainStep:
 
 
 def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
-    """Returns what tells a step of plain PyTorch: with Trainer's checkpointing of every nth layer (0: of none), for a
-    batch of n rows, without and with gradients of earlier micro-batches.
+    """Returns a function that predicts a step of plain PyTorch: with Trainer's checkpointing of every nth layer (0: of
+    none), for a batch of n rows, without or with gradients of earlier micro-batches.
 
-    Two batches are run; in another one each storage, and the work of each operator, has the size that follows.
+    Two batches are run; for any other batch, the size of each storage and the work of each operator are interpolated.
     """
 
     @cache
@@ -590,7 +591,7 @@ def _plain_steps(case: _Case) -> Callable[[int, int, bool], _PlainStep]:
         events, calls = between(every, rows, frozenset())
         seconds = None if case.target is None else seconds_by_bound(calls, case.target)
         if accumulates:
-            # What adds up gradients is not among the calls, but in `UpdateTimes`.
+            # The time of adding up gradients is not among the calls, but in `UpdateTimes`.
             events, _ = between(every, rows, alone.trained)
         return _PlainStep(events.peak(), seconds)
 
@@ -616,24 +617,24 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]
         raise
     except Exception as error:
         raise MemOptError(
-            f"{name} cannot be traced on fake tensors ({line_with_place(error)}), so that nothing can "
-            "be predicted for other batches"
+            f"{name} cannot be traced on fake tensors ({line_with_place(error)}), so nothing can be "
+            "predicted for other batches"
         ) from error
     if not forward.is_whole:
         count = len(forward.graphs)
         raise MemOptError(
-            f"what runs in the training forward of {name} beside its {count} graph{'s' * (count > 1)} is not known; "
-            "advice is for forwards whose graphs are all of them"
+            f"the training forward of {name} runs unknown code outside its {count} graph{'s' * (count > 1)}; "
+            "advice needs a forward that is traced completely"
         )
     if not forward.graphs[0].row_symbols:
-        raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
+        raise MemOptError(f"the graph of {name} is specialized to one batch size, so no other one can be predicted")
     return model, forward
 
 
 def _times(
     case: _Case, forward: CapturedForward, device: torch.device, step: StepContext
 ) -> Callable[[int], Sequence[_GraphTimes]]:
-    """The times of each graph for a batch of n rows, for the sizes of its first run."""
+    """Returns a function from a number of rows to the times of each graph, at the sizes of its first run."""
 
     @cache
     def first_sizes(rows: int) -> Mapping[int, SymbolValues]:
@@ -642,7 +643,8 @@ def _times(
         return {call.graph: sizes for call, sizes in calls}
 
     def peak(rows: int) -> int:
-        """A step without a plan; the graph is run on parameters of its own, before there is an optimizer."""
+        """Returns the peak of a step without a plan; the graph is measured on parameters of its own, before there is
+        an optimizer."""
         fixed, problem = step.fixed, forward.problem(forward.sizes_of(rows, case.tokens))
         return replace(
             fixed,
@@ -652,7 +654,7 @@ def _times(
             optimizer=max(fixed.optimizer, fixed.parameters),
         ).peak
 
-    # A budget may be more than there is.
+    # A budget may exceed the available memory.
     most = step.limit if case.target is not None else min(step.limit, capacity(device).available)
     fused = case.compiler == "inductor"
 

@@ -1,4 +1,4 @@
-"""The forwards of a model whose backward is still to come, and what they hold meanwhile."""
+"""Tracks the forwards of a model whose backward has not run yet, and the bytes that they hold."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ import torch
 from optimum_memopt.engines.api.run import ALONE, OtherForwards
 from optimum_memopt.engines.compile.torch_compat import dynamo
 
-# Of a batch, by the plan table's names.
+# Sizes of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
-# Shares are rounded up to multiples of it, so that changing lengths do not cause a new plan in each step.
+# Shares are rounded up to multiples of this, so that changing lengths do not cause a new plan at each step.
 _STEP = 0.125
 
 
@@ -23,9 +23,9 @@ class Forward:
     """One training forward of a step.
 
     Attributes:
-        saved_before: bytes that earlier forwards have saved and still hold when it runs.
-        is_followed: another forward ran before its backward. That one's backward comes first, so that the gradients
-            of all parameters are there when its own begins.
+        saved_before: bytes of saved activations that earlier forwards still hold when it runs.
+        is_followed: another forward ran before its backward. The later forward's backward runs first, so the gradients
+            of all parameters exist when its own begins.
     """
 
     sizes: BatchSizes
@@ -33,7 +33,7 @@ class Forward:
     is_followed: bool = False
 
     def covers(self, other: "Forward") -> bool:
-        """True where it needs at least the memory of `other`, which grows with every size."""
+        """True if it needs at least the memory of `other`; memory grows with every size."""
         return (
             self.sizes.keys() == other.sizes.keys()
             and all(self.sizes[name] >= size for name, size in other.sizes.items())
@@ -51,7 +51,7 @@ def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]
 
 
 class PlanBytes(Protocol):
-    """The bytes of steps under one plan: see `StepMemoryPredictor`."""
+    """Predicts the bytes of steps under one plan, see `StepMemoryPredictor`."""
 
     largest_shapes: tuple[Forward, ...]
 
@@ -60,11 +60,11 @@ class PlanBytes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingForward:
-    """A forward whose backward is still to come.
+    """A forward whose backward has not run yet.
 
     Attributes:
-        predictor: of the plan that it has run under.
-        elements: of its largest input.
+        predictor: predictor of the plan that the forward ran under.
+        elements: number of elements of its largest input.
     """
 
     predictor: PlanBytes
@@ -73,11 +73,11 @@ class PendingForward:
 
 
 class Pending:
-    """The forwards of one model whose backward is still to come, under any plan, oldest first: several where a step
-    runs several before one backward, as contrastive losses do.
+    """The pending forwards of one model under any plan, oldest first: several if a step runs several forwards before
+    one backward, as contrastive losses do.
 
     Attributes:
-        most: see `Run.others`; as far as they were counted.
+        most: the highest shares counted so far, see `Run.others`.
     """
 
     def __init__(self) -> None:
@@ -88,16 +88,16 @@ class Pending:
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[PendingForward]:
-        # A copy, since the garbage collector may drop a graph at any time.
+        # A copy, since the garbage collector may free an autograd graph, and remove its forward, at any time.
         return iter(tuple(self._forwards.values()))
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that they hold."""
+        """Returns the bytes that the pending forwards hold."""
         return sum(noted.predictor.saved(noted.forward.sizes) for noted in self)
 
     def saved_in_steps(self, plan: PlanBytes) -> int:
-        """Bytes that they will hold in steps to come: under this plan, where theirs has been replaced."""
+        """Returns the bytes that they will hold in later steps: under `plan`, if their own has been replaced."""
         noted = tuple(self._forwards.items())
         return sum(
             (plan if number in self._replaced else each.predictor).saved(each.forward.sizes) for number, each in noted
@@ -108,30 +108,30 @@ class Pending:
         self._replaced = frozenset(self._forwards)
 
     def count(self, inputs: Mapping[str, object]) -> bool:
-        """Count them beside another forward, which is given these inputs; true where they are more than ever."""
+        """Count the pending forwards as another one with these inputs runs; True if they hold more than ever."""
         if not self._forwards:
             return False
         elements = [*(noted.elements for noted in self), elements_of(inputs)]
         largest, before = max(elements), self.most
-        # Without the share of the largest forward, which is assumed to be the running one.
+        # Without the largest forward's share: it is assumed to be the running one.
         earlier, between = (_rounded(max(0.0, sum(held) / largest - 1)) for held in (elements, elements[:-1]))
         self.most = OtherForwards(max(before.earlier, earlier), max(before.between, between))
         return self.most != before
 
     def add(self, forward: PendingForward, outputs: Any) -> None:
-        """Count a forward until its backward runs, or nothing refers to its autograd graph any more."""
+        """Add a forward until its backward runs, or its autograd graph is freed."""
         tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
             number = next(self._numbers)
             self._forwards[number] = forward
             release = _Release(self._forwards, number)
             for node in nodes:
-                # Not behind it: for such a hook autograd holds what the backward is given until it is done.
+                # Not a post-hook: for those, autograd keeps the backward's incoming gradients alive until it ends.
                 node.register_prehook(release)
 
 
 class _Release:
-    """Hook of autograd nodes. Nothing else refers to it, so it is deleted with the last of them."""
+    """A pre-hook of autograd nodes. Only the nodes refer to it, so it is deleted with the last of them."""
 
     def __init__(self, forwards: dict[int, Any], number: int) -> None:
         self._release = weakref.finalize(self, forwards.pop, number, None)
@@ -146,5 +146,5 @@ def _rounded(share: float) -> float:
 
 
 def elements_of(inputs: Mapping[str, object]) -> int:
-    """Returns the elements of the largest input, which grow as a batch's tokens or pixels."""
+    """Returns the number of elements of the largest input, which grows with a batch's tokens or pixels."""
     return max((value.numel() for value in inputs.values() if isinstance(value, torch.Tensor)), default=1)

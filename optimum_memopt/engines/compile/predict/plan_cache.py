@@ -1,7 +1,7 @@
-"""Plans of budgets, kept for the next start of the same run: from a checkpoint, for another seed.
+"""Caches plans of budgets for the next start of the same run: from a checkpoint, or with another seed.
 
-An entry is a plan file. Nothing rests on its key: a plan for another graph is told by its signatures, and where its
-step is over the budget in this process, another one is solved for.
+An entry is a plan file. Correctness does not depend on its key: signatures identify a plan for another graph, and a
+plan whose step is over the budget in this process is solved again.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ from optimum_memopt.sizes import AUTO, Budget
 
 # The environment variable that switches the cache off.
 SWITCH = "OPTIMUM_MEMOPT_PLAN_CACHE"
-# The field of `PlanFile.solved_for` with the bytes that the process held beside the step, by the plan's prediction.
+# The field of `PlanFile.solved_for` with the bytes that the plan's prediction assumed the process to hold beside the
+# step.
 _CONSTANT = "constant_bytes"
 
 
@@ -36,7 +37,7 @@ class CachedPlan:
     """A plan of an earlier start.
 
     Attributes:
-        constant: bytes that the process held beside the step then.
+        constant: bytes that the earlier process held beside the step.
     """
 
     file: PlanFile
@@ -44,7 +45,7 @@ class CachedPlan:
 
     @classmethod
     def read(cls, path: Path) -> "CachedPlan | None":
-        """The entry at a path; None where there is none, or a damaged one."""
+        """Returns the entry at a path; None if it is missing or damaged."""
         if (content := entry_bytes(path, LARGEST_FILE)) is None:
             return None
         try:
@@ -56,14 +57,14 @@ class CachedPlan:
         return cls(file, constant) if type(constant) is int else None
 
     def write(self, path: Path) -> None:
-        """Keep it for the next start, where the folder can be written to."""
+        """Write the entry for the next start, if the folder is writable."""
         kept = replace(self.file, solved_for={**self.file.solved_for, _CONSTANT: self.constant})
         written_whole(path, kept.to_json())
 
 
 @dataclass(eq=False)
 class EarlierPlan:
-    """The plan of an earlier start, and its choices for the graphs of this one so far."""
+    """The plan of an earlier start, and its choices for this start's graphs so far."""
 
     cached: CachedPlan
     _nodes: dict[tuple[str, str, int], SavedNodes] = field(default_factory=dict)
@@ -74,11 +75,12 @@ class EarlierPlan:
 
     @property
     def solved(self) -> SolvedForward:
-        """The plan, by this start's graphs."""
+        """Returns the plan, keyed by this start's graphs."""
         return SolvedForward(self.cached.file.why, self._nodes)
 
     def choice(self, graph: AnalyzedGraph, choices: Sequence[Choice]) -> Choice | None:
-        """The choice for a graph, after those for earlier runs; None: the plan was made for another graph."""
+        """Returns the choice for a graph, given the choices for earlier runs; None if the plan is for another
+        graph."""
         choice = FromPlanFile(self.cached.file).choose(graph, choices)
         if choice.mismatch:
             return None
@@ -94,12 +96,12 @@ def entry_path(
     run: Run,
     options: str,
 ) -> Path | None:
-    """The path of a run's plan; None where the cache is switched off, or the budget is what is free at its start,
-    which changes.
+    """Returns the path of a run's plan; None if the cache is switched off, or the budget is `auto`: the free memory at
+    the start, which changes.
 
     Args:
-        inputs: of the forward.
-        options: all others that a plan depends on.
+        inputs: keyword arguments of the forward.
+        options: all other options that a plan depends on.
     """
     if budget.text == AUTO or os.environ.get(SWITCH) == "0":
         return None

@@ -1,4 +1,4 @@
-"""A training step that is traced on fake tensors, for a device that may not be here."""
+"""Traces a training step on fake tensors, for a device that need not be present."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +45,10 @@ from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A model after one training forward on fake tensors.
+    """The result of one training forward on fake tensors.
 
     Attributes:
-        model: must be kept as long as its steps are predicted.
+        model: the traced model; must stay alive while its steps are predicted.
     """
 
     model: torch.nn.Module
@@ -59,10 +59,10 @@ class TracedStep:
 
     @property
     def predicted(self) -> StepMemoryPredictor:
-        """The predictor.
+        """Returns the predictor of the step.
 
         Raises:
-            MemOptError: nothing is predicted.
+            MemOptError: the step cannot be predicted.
         """
         if self.shown.predictor is None:
             raise MemOptError("; ".join(self.shown.table.header))
@@ -70,14 +70,14 @@ class TracedStep:
 
 
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-    """The model and its batch, whose tensors are fake where the caller is in their mode."""
-    # Some models draw initial values in a loop until they are in range, which fake tensors never are.
+    """Returns the workload's model and batch; their tensors are fake if a fake mode is active."""
+    # Some models redraw initial values until they are in range, which values of fake tensors never are.
     with here, no_init_weights(), fake_tensors.known_steps():
         return workload.build()
 
 
 def planned_device(name: str | None) -> PlannedDevice:
-    """The device that is planned for; None: this machine's. Raises MemOptError for an unknown device."""
+    """Returns the device of this name, or this machine's for None. Raises MemOptError for an unknown device."""
     if name is not None:
         target = device_of(name)
         return PlannedDevice(target.name, capacity_of(target.memory), target.lacks)
@@ -88,7 +88,7 @@ def planned_device(name: str | None) -> PlannedDevice:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step that is planned for.
+    """A step to plan, with its device and its settings.
 
     Raises:
         MemOptError: an unknown device or optimizer, or a step whose gradients cannot be released.
@@ -109,12 +109,12 @@ class PlannedStep:
                 ranks=f"fsdp {ranks}" if ranks > 1 else "",
             )
         if self.target is None and self.here.type == "cpu":
-            # A CPU's process that trains holds what Trainer imports, too: datasets, PEFT and bitsandbytes, 270 MiB.
+            # A process that trains on a CPU also holds Trainer's imports: datasets, PEFT and bitsandbytes, 270 MiB.
             importlib.import_module("transformers.trainer")
 
     @cached_property
     def target(self) -> Device | None:
-        """The device that is planned for; None: this machine's."""
+        """Returns the device that is planned for; None for this machine's."""
         return None if self.spec.device is None else device_of(self.spec.device)
 
     @property
@@ -137,12 +137,13 @@ class PlannedStep:
 
     @property
     def cast_to(self) -> torch.dtype | None:
-        """The type that autocast casts to; on several ranks accelerate gathers half precision in its place."""
+        """Returns the dtype that autocast casts to; on several ranks None: accelerate gathers half precision
+        instead."""
         return self.autocast_dtype if self.spec.fsdp == 1 else None
 
     @property
     def held_outputs(self) -> HeldOutputs:
-        """The outputs that `keep_outputs` holds; under autocast accelerate's float32 copies."""
+        """Returns the outputs that `keep_outputs` holds; under autocast these are accelerate's float32 copies."""
         if not self.spec.keep_outputs:
             return NOTHING_HELD
         return HeldOutputs(HeldUntil.NEXT_FORWARD, IN_FLOAT32 if self.cast_to is not None else 0.0)
@@ -152,11 +153,11 @@ class PlannedStep:
         return planned_device(self.spec.device).memory
 
     def costs_of(self, graph: AnalyzedGraph) -> Costs:
-        """Costs of a graph's operators on the device."""
+        """Returns the costs of a graph's operators on the device."""
         return costs_of(graph, self.here, self.compiled_by == "inductor", self.target)
 
     def context(self, traced: TracedStep, budget: Budget) -> StepContext:
-        """The step around the graphs of one that was traced."""
+        """Returns the step context of a traced step."""
         untrained = traced.forward.untrained
         return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
 
@@ -167,17 +168,17 @@ class PlannedStep:
         compared: Sequence[Producer] = (),
         compresses: bool = False,
     ) -> TracedStep:
-        """Run one training forward under what is selected.
+        """Trace one training forward under the selection.
 
         Args:
-            compared: producers whose choices are noted, too, after the selection's.
-            compresses: plans of budgets may compress, as the selection's does where it is one.
+            compared: producers whose choices are recorded after the selection's.
+            compresses: plans of budgets may compress, as they may if the selection itself compresses.
 
         Raises:
-            MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
+            MemOptError: no plan fits the budget, the plan is invalid, or the model cannot be traced.
         """
-        # What a workload draws is none of the caller's random numbers.
-        # Real ones: torch computes with them.
+        # The workload's random draws must not advance the caller's generators.
+        # Its values are read outside of the fake mode: torch computes with real ones.
         forked, file, known = preserved_generators(), self.selection.plan, self.workload.values
         with (
             forked,
@@ -228,11 +229,11 @@ class PlannedStep:
         return traced
 
     def _selection_for(self, model: torch.nn.Module) -> Selection:
-        """The selection; level 1 where it is empty and the model checkpoints its activations."""
+        """Returns the selection, or level 1 if it is empty and the model checkpoints its activations."""
         plain = Selection(strict=self.selection.strict, compress=self.selection.compress)
         if self.selection != plain or not Checkpointing(model).is_on:
             return self.selection
-        get_logger().info(f"activation checkpointing of {type(model).__name__} counts as level 1")
+        get_logger().info(f"treating activation checkpointing of {type(model).__name__} as level 1")
         return replace(plain, level=1)
 
     @property

@@ -1,4 +1,4 @@
-"""Chooses plans for a forward's graphs, and plans again until the compiled step fits the budget."""
+"""Chooses plans for a forward's graphs, and re-plans until the compiled step fits the budget."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,23 +38,24 @@ from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import gib_text
 
-# Of one batch's plan, until what was compiled is within the budget too.
+# Maximum number of compilations of one batch's plan until the compiled step is within the budget too.
 _MOST_COMPILES = 3
-# The share of a budget that a process may hold less than the one that a plan was solved in.
+# Share of the budget by which this process may hold less than the process that the plan was solved in.
 _LESS_HELD = 0.02
 
 
 @dataclass(frozen=True)
 class PlannerSpec:
-    """The subject of a planner.
+    """The settings of a planner.
 
     Attributes:
-        fused: a compiler fuses what is bound by memory.
-        target: the device that steps are planned for; None: where the model lies.
-        options: all others that a plan depends on, for the cache of plans; empty: none is looked for.
-        is_sharded: ranks gather parameters together, so that all run a forward again, or none does.
-        drafts: a forward that runs to show its graphs is not compiled.
-        loss: that of the step, computed outside of the forward, which is given these inputs; None: there is none.
+        fused: whether the compiler fuses memory-bound operators.
+        target: the device that steps are planned for; None: the model's device.
+        options: all other options that a plan depends on, for the key of the plan cache; empty: no cache.
+        is_sharded: ranks gather parameters together, so either all of them re-run a forward or none does.
+        drafts: the forward that reveals the graphs runs them as drafts, uncompiled.
+        loss: returns the step's loss that is computed outside of the forward with these inputs; None if there is
+            none.
     """
 
     producer: Producer
@@ -76,11 +77,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Attempt(Generic[_T]):
-    """A forward that has run under a plan.
+    """The result of a forward that has run under a plan.
 
     Attributes:
-        predictor: of its steps; None where nothing is predicted.
-        plan_file: None where there is no plan.
+        predictor: predicts the forward's steps; None if they cannot be predicted.
+        plan_file: None if there is no plan.
     """
 
     outputs: _T
@@ -89,18 +90,18 @@ class Attempt(Generic[_T]):
 
 
 class Planner:
-    """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
+    """Plans one model's steps for every batch up to the largest; under a budget, re-plans until the step is within it.
 
-    A forward of one graph is solved when that is partitioned. torch compiles and runs each of several graphs before it
-    traces the next one, so that the first forward runs with little saved, and shows all of them. A plan of an earlier
-    start, where there is one, comes before both, and stays if its step is within the budget.
+    A forward of one graph is solved when the graph is partitioned. torch compiles and runs each of several graphs
+    before it traces the next one, so the first forward runs with little saved to reveal all of them. A cached plan of
+    an earlier start is tried before either, and stays if its step is within the budget.
 
     Attributes:
-        limit: the bytes of its steps.
-        solved: None without a budget, and until all graphs are known.
-        siblings: planners for batches of other kinds.
+        limit: the limit on the bytes of the steps.
+        solved: the plan in force; None without a budget, and until all graphs are known.
+        siblings: returns the planners for batches of other kinds.
         has_foreign: since it was last set to False, a graph has run that the plan in force was not solved for.
-        has_unplanned: the same of one that no sibling's plan was solved for either.
+        has_unplanned: as `has_foreign`, but for a graph that no sibling's plan was solved for either.
         loss: see `PlannerSpec`; None before the first forward.
     """
 
@@ -110,22 +111,22 @@ class Planner:
         self.loss: EagerLoss | None = None
         self.solved: SolvedForward | None = None
         self._batch = TracedBatch()
-        # By their digests.
+        # Keyed by graph digest.
         self._analyzed: dict[str, AnalyzedGraph] = {}
         self._forward: CapturedForward | None = None
-        # The plan that was replaced when the forward ran other graphs than it was solved for. Torch may run its graphs
-        # again, by code that it has compiled for them.
+        # The plan that was replaced when the forward ran other graphs than it was solved for. torch may still run its
+        # graphs from compiled code.
         self._former: SolvedForward | None = None
         self.siblings: Callable[[], Iterable[Planner]] = tuple
         self.has_foreign = self.has_unplanned = False
-        # Whose steps are within the budget, as the plan has it.
+        # Keys of the forwards whose steps are within the budget.
         self._covered: set[RunKeys] = set()
         self._drafts, self._has_drafts = spec.drafts, False
-        # While all graphs are those that it was made for.
+        # The cached plan; None as soon as a graph differs from those that it was made for.
         self._earlier: EarlierPlan | None = None
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner":
-        """A planner within the same bytes."""
+        """Returns a planner with the same limit for batches of another kind."""
         planner = Planner(self._model, spec)
         planner.limit = self.limit.for_another(largest)
         return planner
@@ -140,23 +141,23 @@ class Planner:
 
     @property
     def run(self) -> Run:
-        """The run as it is now."""
+        """Returns the current state of the run."""
         return self._spec.run()
 
     @property
     def solves(self) -> bool:
-        """True where the plan has to be within a budget."""
+        """True if there is a budget to meet."""
         return self._spec.producer.bound is not None
 
     def plan(
         self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None], inputs: Mapping[str, object] | None = None
     ) -> _T:
-        """The forward's outputs, planned until all graphs of the forward are known, and its step is within the budget.
+        """Run the forward until all of its graphs are known and its step is within the budget; returns its outputs.
 
         Args:
-            attempt: runs the forward, whose graphs ask `choose`.
-            again: called before another attempt, for the state before the first.
-            inputs: of the forward, for the cache of plans.
+            attempt: runs the forward; each of its graphs calls `choose`.
+            again: called before every further attempt; restores the state before the first.
+            inputs: keyword arguments of the forward, for the key of the plan cache.
 
         Raises:
             DoesNotFitError: no plan fits.
@@ -173,7 +174,7 @@ class Planner:
             self.cover(runs_of(first.graphs, first.tape))
             return planned.outputs
         if self.solved is None and first is not None:
-            # It holds what the forward has saved.
+            # The attempt holds the forward's saved activations.
             del planned
             again()
             self._forward = self._captured(first)
@@ -182,18 +183,18 @@ class Planner:
             else:
                 self._solve_again()
             planned = attempt()
-        # Only the list holds it: its saved activations are freed before another plan is solved for.
+        # Only the list refers to the attempt, so its saved activations are freed before the next solve.
         ran = [planned]
         del planned
         return self._plan_within(ran, attempt, again, entry)
 
     def _attempt_first(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> Attempt[_T]:
-        """The first attempt. It runs graphs as drafts, and again without where one fails, as for want of memory, or
-        nothing is predicted from them."""
+        """Run the first attempt with graphs as drafts, and again without drafts if one fails, as for lack of memory,
+        or if nothing can be predicted from them."""
         try:
             planned = attempt()
         except DraftFailedError as error:
-            # It holds what the graphs that have run saved for the backward.
+            # The frames hold the saved activations of the graphs that have run.
             forget_frames(error)
         else:
             if planned.predictor is not None or not self._has_drafts:
@@ -204,8 +205,8 @@ class Planner:
         return attempt()
 
     def _plan_by_rule(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None]) -> _T:
-        """The forward's outputs without a budget; it runs again where a row's name means more once all graphs are
-        known."""
+        """Returns the forward's outputs without a budget; re-runs the forward if a row name matches more candidates
+        once all graphs are known."""
         planned = attempt()
         if any(self._of_ranks(planned.predictor is not None and self._know(planned.predictor.graphs))):
             del planned
@@ -214,9 +215,10 @@ class Planner:
         return planned.outputs
 
     def _prepare(self, inputs: Mapping[str, object]) -> Path | None:
-        """Look for the run's largest batch and for a plan of an earlier start; returns where this start's is kept."""
+        """Look up the run's largest batch and a cached plan of an earlier start; returns the path to cache this
+        start's plan at."""
         if self.limit.largest is None:
-            # Not while a model is traced, where no tensor can be read.
+            # Not during tracing, when tensors cannot be read.
             largest = self.run.largest_batch()
             self.limit.largest = largest and shaped_as(largest, input_sizes(inputs))
         self._warn_of_loss()
@@ -230,10 +232,10 @@ class Planner:
     def _plan_within(
         self, ran: list[Attempt[_T]], attempt: Callable[[], Attempt[_T]], again: Callable[[], None], entry: Path | None
     ) -> _T:
-        """The outputs of the first attempt whose compiled step is within the limit; of the last one where none is.
+        """Returns the outputs of the first attempt whose compiled step is within the limit, else of the last attempt.
 
         Args:
-            ran: the first attempt; emptied.
+            ran: holds the first attempt; emptied.
         """
         number, planned = 1, ran.pop()
         while (predictor := planned.predictor) is not None:
@@ -241,7 +243,7 @@ class Planner:
             with best_effort("the predicted peak"):
                 line = self.limit.exceeded(predictor)
                 line = line and f"{line}{self._why_larger}"
-            # torch may trace other graphs in the second run, where it knows what the first has compared (LongT5).
+            # torch may trace other graphs in the second run, using what the first run compared (LongT5).
             if not any(self._of_ranks(line or self.has_unplanned)):
                 if entry is not None and planned.plan_file is not None:
                     CachedPlan(planned.plan_file, self.limit.constant).write(entry)
@@ -251,12 +253,12 @@ class Planner:
                     get_logger().warning(f"NOT within the budget: {line}")
                 break
             if line:
-                # More where that was not enough: blocks of the allocator have sizes of their own.
+                # Widen further if that was not enough: the allocator rounds tensors up to block sizes.
                 unused = self.solved.unused if self.solved is not None else 0
                 self.limit.widen_margin(unused + number * self.limit.excess(predictor))
                 get_logger().info(f"{line}: solving again with a margin of that size")
             if self.has_foreign:
-                get_logger().info("the forward ran other graphs than the plan was solved for: solving again for them")
+                get_logger().info("the forward ran different graphs than the plan was solved for: solving again")
                 self._former, self._forward = self.solved, self._captured(predictor)
             del planned, predictor
             again()
@@ -269,7 +271,8 @@ class Planner:
         return planned.outputs
 
     def _solved_by_sibling(self, predictor: StepMemoryPredictor) -> SolvedForward | None:
-        """The plan of another kind of batches that runs the same graphs; None: there is none, or for smaller ones."""
+        """Returns the plan of another kind of batch that runs the same graphs; None if there is none, or only for
+        smaller batches."""
         runs, sizes = runs_of(predictor.graphs, predictor.tape), self.limit.largest_sizes(predictor)
         if self.is_sharded:
             return None
@@ -277,16 +280,16 @@ class Planner:
         return next((each.solved for each in siblings if each.limit.is_solved_for(sizes)), None)
 
     def cover(self, runs: RunKeys) -> None:
-        """Take a forward with these runs to be within the budget."""
+        """Record that a forward with these runs is within the budget."""
         self._covered.add(runs)
 
     def covers(self, runs: RunKeys) -> bool:
-        """True where a forward with these runs is known to be within the budget: it is one that was checked, or a part
-        of one."""
+        """True if a forward with these runs is known to be within the budget: it was checked, or is a part of one that
+        was."""
         return runs in self._covered or any(runs < each for each in self._covered)
 
     def note_outputs(self, outputs: Any) -> None:
-        """Note the outputs of the first forward, from which a training loop may compute its loss."""
+        """Record whether the training loop computes an unpredicted loss from the outputs of the first forward."""
         run = self._spec.run()
         is_counted = run.has_trainer or run.held_outputs.loss > 0
         if self.loss is None and not is_counted and not _has_loss(outputs):
@@ -297,51 +300,57 @@ class Planner:
         if self.solves and self.loss is not None and self.loss.unknown:
             name = type(self._model).__name__
             get_logger().warning(
-                f"--memory_opt_budget bounds the forward and backward of {name} alone; {self.loss.caveat}"
+                f"--memory_opt_budget bounds only the forward and backward of {name}; {self.loss.caveat}"
             )
 
     def has_room(self, predictor: StepMemoryPredictor) -> bool:
-        """True where the step that the plan was solved for is within the budget by this predictor, on all ranks."""
+        """True if this predictor puts the step that the plan was solved for within the budget, on all ranks."""
         return all(self._of_ranks(self.limit.excess(predictor) <= 0))
 
     def has_room_for_less(self, predictor: StepMemoryPredictor) -> bool:
-        """True where the plan recomputes or offloads, and by this predictor leaves clearly more of the budget than it
-        did when it was solved."""
+        """True if the plan recomputes or offloads, and this predictor leaves clearly more of the budget unused than
+        when the plan was solved."""
         if self.solved is None or self.limit.bytes is None:
             return False
         is_cheapest = all(saved.is_by_torch for saved in self.solved.saved.values())
         return not is_cheapest and -self.limit.excess(predictor) - self.solved.unused > _LESS_HELD * self.limit.bytes
 
     def _is_within_by_earlier(self, predictor: StepMemoryPredictor) -> bool:
-        """True where the forward ran under the plan of an earlier start, which then is this one's."""
+        """True if the forward ran under the cached plan of an earlier start and fits; adopts that plan."""
         if (earlier := self._earlier) is None:
             return False
         line, why, grown = "its step is not predicted", "", self.limit.constant - earlier.cached.constant
         with best_effort("the predicted peak"):
             line = self.limit.exceeded(predictor, "its step")
             if line and 0 < self.limit.excess(predictor) <= grown:
-                why = f", since the process holds {gib_text(grown)} more than then"
+                why = f", since the process now holds {gib_text(grown)} more"
         if line:
-            get_logger().info(f"the plan of an earlier start does not fit: {line}{why}; solving for another one")
+            get_logger().info(f"the cached plan of an earlier run does not fit: {line}{why}; solving for a new one")
             self._earlier = None
         else:
-            get_logger().info("within the budget under the plan of an earlier start")
+            get_logger().info("within the budget under the cached plan of an earlier run")
             self.solved = earlier.solved
         return not line
 
     def _of_ranks(self, own: _T) -> list[_T]:
-        """The values of all ranks that gather parameters together; of this one alone where they do not."""
+        """Returns the values of all ranks if they gather parameters together, else only this rank's."""
         return of_all_ranks(own) if self.is_sharded else [own]
 
     def _solve_again(self) -> None:
-        """Solve for all graphs. Where plans of ranks differ, all have the segments of the one with most: a layer that
-        runs again is gathered by all ranks, or by none. Raises MemOptError, on all of them."""
+        """Solve for all graphs.
+
+        If the ranks' segments differ, all ranks take the longest ones: either all ranks gather a layer that runs
+        again, or none does.
+
+        Raises:
+            MemOptError: on all ranks, if one of them cannot solve.
+        """
         segments = self._solve_on_ranks(())
         if len(set(segments)) > 1:
             self._solve_on_ranks(max(segments, key=len))
 
     def _solve_on_ranks(self, segments: tuple[Link, ...]) -> list[tuple[Link, ...]]:
-        """Solve with these segments; returns those of each rank that gathers parameters together."""
+        """Solve with these segments; returns the segments of each rank that gathers parameters together."""
         failed: MemOptError | None = None
         assert self._forward is not None
         try:
@@ -356,10 +365,10 @@ class Planner:
         return [links for _, links in ranks]
 
     def choose(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
-        """The choice for a graph.
+        """Returns the choice for a graph.
 
         Raises:
-            DoesNotFitError: nothing fits the budget.
+            DoesNotFitError: no plan fits the budget.
         """
         if not self.solves:
             return self.producer.choose(graph, state.choices)
@@ -383,8 +392,8 @@ class Planner:
         return choice
 
     def _choice_of_another_run(self, graph: AnalyzedGraph) -> Choice | None:
-        """The choice for the same graph in another layer, in the former plan, or in batches of another kind; None
-        where there is none."""
+        """Returns the choice for the same graph in another layer, in the former plan, or in a sibling's plan; None if
+        there is none."""
         for solved in (self.solved, self._former, *(each.solved for each in self.siblings())):
             runs = {} if solved is None else solved.saved
             same = {key: saved for key, saved in runs.items() if key[0] == graph.digest}
@@ -394,8 +403,9 @@ class Planner:
         return None
 
     def _in_segments(self, graph: AnalyzedGraph, choice: Choice) -> Choice:
-        """The choice for a graph outside the solved plan, such as that of a batch of one row, or the first with
-        padding: in the segments of the solved graph of its layer, which other ranks run, and gather parameters for."""
+        """Returns the choice for a graph outside the solved plan, such as that of a batch of one row or the first with
+        padding, moved into the segments of its layer's solved graph: other ranks run those, and gather parameters for
+        them."""
         if self.solved is None or not self.solved.segments:
             return choice
         choice = replace(choice, is_for_all_runs=False)
@@ -408,7 +418,7 @@ class Planner:
         return choice
 
     def _choice_of_earlier(self, graph: AnalyzedGraph, state: ForwardProgress) -> Choice | None:
-        """The choice of an earlier start's plan; None where there is none, or it is one for another graph."""
+        """Returns the choice of the cached plan; None if there is none, or it is for another graph."""
         if (earlier := self._earlier) is None:
             return None
         is_first = not earlier.has_choices
@@ -419,13 +429,14 @@ class Planner:
         return choice
 
     def _is_about_as_large(self, cached: CachedPlan) -> bool:
-        """True where the process holds little less than an earlier one, which it may grow to; else there is room for a
-        cheaper plan."""
+        """True if this process holds at most little less than the earlier one, and may grow to the same size; else
+        there is room for a cheaper plan."""
         step = self.step()
         return cached.constant - self.limit.constant <= step.room + _LESS_HELD * step.limit
 
     def _know(self, graphs: Sequence[PartitionedGraph]) -> bool:
-        """Note all graphs of a forward; true where names of rows mean others in one of them than was chosen for it."""
+        """Record all graphs of a forward; True if row names now match other candidates in one of them than were chosen
+        for it."""
         if len(graphs) == 1:
             return False
         producer = self.producer.knowing([candidate for graph in graphs for candidate in graph.candidates])
@@ -449,14 +460,14 @@ class Planner:
         return replace(captured, sizes=graph.size_hints, analyzed=graph)
 
     def _captured_alone(self, graph: AnalyzedGraph) -> CapturedForward:
-        """A forward that is one graph."""
+        """Returns the captured forward that consists of one graph."""
         captured, held = (self._captured_graph(graph),), self.run.held_outputs
         if self.loss is None and held == NOTHING_HELD:
             return CapturedForward(captured)
         return CapturedForward(captured, Tape.of_one(graph.joint.num_fwd_outputs, self.loss, held))
 
     def _captured(self, predictor: StepMemoryPredictor) -> CapturedForward:
-        """The forward whose graphs ran."""
+        """Returns the captured forward with all graphs that ran."""
         self._batch = replace(self._batch, untrained=predictor.untrained, trained=predictor.trained)
         captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
         graphs = tuple(replace(captured[graph.digest], partitioned=graph) for graph in predictor.graphs)
@@ -478,26 +489,26 @@ class Planner:
         return self.solved
 
     def step(self, growth: float = 1.0) -> StepContext:
-        """The step around the graphs, with a batch that has grown so much."""
-        # The process may still grow to what it held when an earlier start's plan was solved for.
+        """Returns the step context, with the batch scaled by `growth`."""
+        # The process may still grow to the size at which the cached plan was solved.
         constant = 0 if self._earlier is None else self._earlier.cached.constant
         return self.limit.context(replace(self._batch, loss=self.loss), growth, constant)
 
     @property
     def _why_larger(self) -> str:
-        """Why what was compiled may take more than the budget; empty where it may not."""
+        """Returns why the compiled step may take more than the budget; empty if it may not."""
         if self.limit.is_nearest:
-            return "; with the other forwards of its step no plan takes less"
-        reasons = ["a compiler orders operators by itself"] if self._spec.fused else []
-        reasons += ["CUDA's allocator gives tensors larger blocks"] if self.limit.is_on_cuda else []
+            return "; no plan takes less with the other forwards of its step"
+        reasons = ["a compiler reorders operators"] if self._spec.fused else []
+        reasons += ["CUDA's allocator rounds tensors up to larger blocks"] if self.limit.is_on_cuda else []
         return f", since {', and '.join(reasons)}" if reasons else ""
 
 
 def runs_of(graphs: Sequence[PartitionedGraph], tape: Tape) -> RunKeys:
-    """The keys of a tape's runs."""
+    """Returns the keys of a tape's runs."""
     return frozenset(tape.run_keys([graph.digest for graph in graphs]))
 
 
 def _has_loss(outputs: Any) -> bool:
-    """True where a scalar with a gradient is among the outputs."""
+    """True if the outputs contain a scalar that requires a gradient."""
     return any(tensor.requires_grad and not tensor.dim() for tensor in tensors_in(outputs))

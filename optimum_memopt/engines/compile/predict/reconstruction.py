@@ -1,4 +1,4 @@
-"""A step that ran out of memory, run again on tensors without data: in plain PyTorch, or as the engine's graphs; and
+"""Re-runs a step that ran out of memory on tensors without data, in plain PyTorch or as the engine's graphs, and lists
 the tensors that it held."""
 
 import copy
@@ -34,7 +34,8 @@ from optimum_memopt.logs import only_warnings
 
 @dataclass(frozen=True)
 class Point:
-    """An operator of a step, by the index of its event: bytes of all graphs before it allocates, and while it runs."""
+    """An operator of a step by its event's index, with the bytes of all graphs before it allocates and while it
+    runs."""
 
     index: int
     before: int
@@ -46,15 +47,16 @@ class Reconstruction:
     """The step that failed, as it would have run with enough memory.
 
     Attributes:
-        step: its events.
-        modules: paths of modules, by operator.
-        activations: bytes of a forward and its backward with one of n parts of the rows of the run's largest batch.
-        rows: sizes that these rows are.
+        step: events of the step.
+        modules: module paths by operator.
+        activations: returns the peak in bytes of a forward and its backward with 1/n of the rows of the run's largest
+            batch, given n.
+        rows: the sizes of that batch that count rows.
         untrained: names of parameters that require a gradient and get none.
-        is_exact: the events are all that the step holds.
-        begin: place of the step's first event in its recording.
-        forward: of the engine; None for plain PyTorch.
-        shows_layers: each operator is of the layer that it names.
+        is_exact: the events cover everything that the step holds.
+        begin: index of the step's first event in its recording.
+        forward: the engine's forward; None for plain PyTorch.
+        shows_layers: each operator belongs to the layer that it names.
     """
 
     step: StepEvents
@@ -72,7 +74,7 @@ class Reconstruction:
         return self.forward is not None and self.forward.chunks_loss
 
     def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
-        """Where the allocation failed."""
+        """Returns where the allocation failed, and the operator's point."""
         points = self._points(place.phase == BACKWARD)
         named = [point for point in points if place.node and self._node(point) == place.node]
         if not named and place.module:
@@ -82,7 +84,7 @@ class Reconstruction:
         return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
 
     def parts(self, point: Point) -> list[Part]:
-        """The storages that the graphs hold just before an operator allocates, by category."""
+        """Returns the storages that the graphs hold just before an operator allocates, by category."""
         held = held_before(self.step.events[: point.index]).values()
         found = groups(storage if self.shows_layers else storage._replace(layer="", module="") for storage in held)
         found.sort(key=lambda group: -group.bytes)
@@ -90,7 +92,7 @@ class Reconstruction:
         return [Part(category, sum(each.bytes for each in own), own) for category, own in of.items() if own]
 
     def _layer(self, layer: str) -> str:
-        """Empty where a graph runs for several layers, whose operators have the first one's path."""
+        """Returns the layer; empty if graphs run for several layers, since their operators name only the first one."""
         return layer if self.shows_layers else ""
 
     def _node(self, point: Point) -> str:
@@ -106,11 +108,11 @@ class Reconstruction:
 
 
 def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
-    """The engine's run."""
+    """Returns the reconstruction of a forward that the engine ran."""
     largest = failed.run.largest_batch()
 
     def activations(times: int) -> int:
-        # Of several micro-batches all but the first have gradients before them.
+        # All micro-batches but the first find gradients of earlier ones.
         frees = times > 1 or failed.run.gradient_accumulation or failed.run.releases_gradients
         return forward.events(forward.sizes_for(times, largest), frees).peak()
 
@@ -121,7 +123,7 @@ def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
         cache(activations),
         forward.rows_with(largest),
         forward.untrained,
-        # What a caller computes from the logits, and what runs between graphs, is in none of them.
+        # The graphs contain neither what a caller computes from the logits nor what runs between graphs.
         forward.is_whole and not failed.call.reader,
         forward=forward,
         shows_layers=all(call.layer or tape.runs[call.graph] == 1 for call in tape.calls),
@@ -129,7 +131,7 @@ def of_forward(forward: CapturedForward, failed: FailedStep) -> Reconstruction:
 
 
 def of_plain_pytorch(failed: FailedStep) -> Reconstruction:
-    """The run without an engine, activation checkpointing included.
+    """Returns the reconstruction of a run without an engine, including activation checkpointing.
 
     Raises:
         MemOptError: the model reads values of its tensors.
@@ -161,11 +163,11 @@ def live_run(
     accumulated: Collection[str] | None = None,
     inspect_at: int = -1,
 ) -> LiveRun:
-    """A forward and backward of plain PyTorch.
+    """Run a forward and backward of plain PyTorch on tensors without data.
 
     Args:
-        largest: a batch whose sizes count where they are larger.
-        times: n: with an n-th of the rows.
+        largest: raises the failed batch's sizes to those of this batch.
+        times: divides the number of rows.
         accumulated: names of the parameters that have gradients of earlier micro-batches; None: as in the step that
             failed.
         inspect_at: see `LiveRecorder`.
@@ -188,7 +190,7 @@ def live_run(
 
 
 def _sizes(failed: FailedStep, largest: LargestBatch | None) -> dict[str, int]:
-    """Sizes of the batch by name, as `input_ids_dim0`, raised to those of the largest."""
+    """Returns the sizes of the batch by name, as `input_ids_dim0`, raised to those of the largest batch."""
     sizes = {f"{name}_dim{dim}": s for name, like in failed.call.tensors.items() for dim, s in enumerate(like.shape)}
     return larger_sizes(sizes, {name: name for name in sizes}, largest)
 
@@ -204,11 +206,11 @@ def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) 
 
 
 def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> CapturedForward:
-    """The failed forward, traced on a copy of the model whose tensors have no data."""
+    """Trace the failed forward on a copy of the model whose tensors have no data."""
     mode, fake = fake_tensors.fake_model(failed.model)
     device, autocast = next(failed.model.parameters()).device, failed.autocast
     compiler, _ = default_compiler(device.type)
-    # What a plan lacks in this graph is no mistake of the user's here.
+    # Not strict: a plan that does not match this graph is not the user's mistake here.
     spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit)
 
     def costs(graph: AnalyzedGraph) -> Costs:
@@ -222,14 +224,15 @@ def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str 
     ):
         args, inputs = without_data(failed.call.args), without_data(failed.call.kwargs)
         forward = Capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader).run(costs)
-    # Else what passes between graphs is not known, and nor is what was held.
+    # Unless the backward has an output for each input, the tensors passed between graphs are unknown, and so is what
+    # was held.
     joints = [graph.analyzed.joint for graph in forward.graphs]
     assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
     return forward
 
 
 def without_data(given: Any) -> Any:
-    """With tensors of the current mode for `TensorLike`, in containers too."""
+    """Returns the value with each `TensorLike` replaced by a tensor of the current mode, in containers too."""
     if isinstance(given, TensorLike):
         made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
         if given.is_true:
@@ -239,15 +242,15 @@ def without_data(given: Any) -> Any:
         return {key: without_data(value) for key, value in given.items()}
     if isinstance(given, tuple | list) and type(given) in (tuple, list):
         return type(given)(map(without_data, given))
-    # A cache or another object that a forward writes to is not the failed step's.
+    # Copy a cache or another object that a forward writes to: the failed step's own must not change.
     return given if isinstance(given, Collection | int | float | bool | None) else copy.copy(given)
 
 
 def _likeliest(points: Sequence[Point], held: int, requested: int | None) -> Point:
     wanted = held + (requested or 1)
-    # The step did not get further than to the first operator with which this much is held.
+    # The step cannot have passed the first operator at which this much is held.
     reached = next((point for point in points if point.during >= wanted), None)
-    # Messages round to hundredths of their unit.
+    # Error messages round to hundredths of their unit.
     as_large = [p for p in points if requested and abs(p.during - p.before - requested) <= 0.01 * requested]
     likely = [*as_large, reached or max(points, key=lambda point: point.during)]
     return min(likely, key=lambda point: abs(point.before - held))

@@ -1,4 +1,4 @@
-"""The bytes that steps may take, and predicted peaks that are compared with them."""
+"""Limits the bytes of training steps, and compares predicted peaks with the limit."""
 
 import functools
 import math
@@ -20,22 +20,23 @@ from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.sizes import Budget, gib_text
 
-# By how much CUDA's allocator may exceed the predicted blocks: 0.1% in steps like those before, 0.3% in one that
-# begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to 4 GiB.
+# Share by which CUDA's allocator may exceed the predicted blocks: 0.1% in steps like the preceding ones, 0.3% in a
+# step that begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to
+# 4 GiB.
 _BLOCKS = 3e-3
-# Of one plan, until its tensors are within the limit in these blocks.
+# Maximum number of re-solves of one plan until its tensors are within the limit in these blocks.
 _MOST_SOLVES = 4
 
 
 @dataclass(frozen=True)
 class TracedBatch:
-    """The batch that a forward was traced with, and what follows from it for the step around the graphs.
+    """The batch that a forward was traced with, and the facts about the step that follow from it.
 
     Attributes:
-        inputs: the forward's.
+        inputs: keyword arguments of the forward.
         untrained: names of parameters that get no gradient.
-        trained: names of those that get one.
-        loss: computed outside of the forward; None: there is none.
+        trained: names of parameters that get one.
+        loss: the loss that is computed outside of the forward; None if there is none.
     """
 
     inputs: Mapping[str, object] = field(default_factory=dict)
@@ -45,22 +46,22 @@ class TracedBatch:
 
 
 class StepLimit:
-    """The bytes that one model's steps may take, and whether the steps of its batches do.
+    """The limit on the bytes of one model's steps; checks predicted steps against it.
 
-    The limit is that of the first time it is needed: what is available shrinks while training runs. Plans are solved
-    within it less the margin, which grows where what was compiled takes more than the solver knows.
+    The limit is fixed when it is first needed: available memory shrinks while training runs. Plans are solved within
+    the limit less the margin, which grows if the compiled step takes more than the solver knows.
 
     Args:
-        budget: None: steps may take any number of bytes.
-        run: returns the run as it is now.
+        budget: None: unlimited.
+        run: returns the current state of the run.
         target: see `PlannerSpec`.
 
     Attributes:
-        largest: the run's largest batch; None where it is not known.
+        largest: the run's largest batch; None if it is not known.
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
-        constant: what the process held when the last plan was made.
+        constant: bytes that the process held beside the step when the last context was made.
         bytes: the limit; None until a context was made.
-        is_nearest: no plan is within the limit with all forwards before one backward, of which each fits alone.
+        is_nearest: no plan fits all forwards before one backward into the limit, though each forward fits alone.
     """
 
     def __init__(
@@ -74,24 +75,24 @@ class StepLimit:
         self.is_nearest = False
         self._margin = 0
         self._resident: int | None = None
-        # Before the run's first plan was made.
+        # `constant` before the run's first plan was made.
         self._first_constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
-        # Something else is held than when the plan was solved for.
+        # Memory held beside the step may have changed since the plan was solved.
         self._is_stale = False
 
     def for_another(self, largest: LargestBatch | None) -> "StepLimit":
-        """The same bytes for batches of another kind."""
+        """Returns the same limit for batches of another kind."""
         limit = StepLimit(self._model, self._budget, self._run, self._target)
         limit.largest, limit.bytes, limit._margin = largest, self.bytes, self._margin
         limit._first_constant = self._first_constant
         return limit
 
     def context(self, batch: TracedBatch, growth: float = 1.0, constant: int = 0) -> StepContext:
-        """The step around the graphs.
+        """Returns the step context: all that the step holds beside the graphs.
 
         Args:
-            growth: of the run's largest batch over the one that was traced.
+            growth: ratio of the run's largest batch to the traced one.
             constant: bytes that the process may grow to, beside the step.
         """
         assert self._budget is not None
@@ -99,7 +100,7 @@ class StepLimit:
             self._model, batch.inputs, self._budget, self._run(), self._target, batch.untrained, trained=batch.trained
         )
         if batch.loss is not None:
-            # Which is among the events of the step.
+            # The loss is already among the events of the step.
             beside = max(0, around.fixed.constant - batch.loss.events.resident)
             around = replace(around, fixed=replace(around.fixed, constant=beside))
         step = _without_second_room(around, self._first_constant)
@@ -115,7 +116,7 @@ class StepLimit:
         return replace(step, fixed=fixed, limit=self.bytes, largest=self.largest, margin=self._margin)
 
     def resident(self, held: int) -> int:
-        """Returns the process's bytes without optimizer states: when the plan was made, else derived from `held`."""
+        """Returns the process's bytes without optimizer states: as of the last plan, else derived from `held`."""
         if self._resident is not None:
             return self._resident
         if self._target is not None:
@@ -124,13 +125,14 @@ class StepLimit:
         return held - states_held(run.optimizer) - run.earlier_forwards
 
     def excess(self, predictor: StepMemoryPredictor) -> int:
-        """Bytes by which the step that the plan was solved for passes the limit; at most 0 where it does not."""
+        """Returns the bytes by which the step that the plan was solved for exceeds the limit; at most 0 if it does
+        not."""
         return self._excess(predictor, self.solved_for)
 
     def excess_of_plan(self, step: StepModel, solved: SolvedForward) -> int:
-        """Bytes by which a plan that is not compiled passes the limit, since its tensors lie in CUDA's blocks, and
-        other forwards of the step save as much; at most 0 where it does not, and where the solver counts all that
-        there is."""
+        """Returns the bytes by which a plan exceeds the limit before it is compiled, counting what the solver does
+        not: the allocator's blocks on CUDA, and other forwards of the step; at most 0 if it does not exceed the limit,
+        0 if the solver counts everything."""
         plans, fixed = tuple(solved.saved.values()), step.context.fixed
         counts_all = not self.is_on_cuda and step.context.others == ALONE
         if self.bytes is None or counts_all or any(each.is_by_torch or each.compressed for each in plans):
@@ -145,10 +147,10 @@ class StepLimit:
         return _with_blocks(max(around.peak, blocks.allocated)) - self.bytes
 
     def solve(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
-        """Returns a plan within the limit, in CUDA's blocks and with all forwards before one backward: leaves more
-        bytes free and solves again until it is.
+        """Returns a plan within the limit, counting CUDA's blocks and all forwards before one backward: leaves more
+        bytes free and re-solves until it fits.
 
-        Compiling a plan first, and rejecting it then, takes minutes.
+        Compiling a plan before rejecting it would take minutes.
         """
         return (self._solve_alone if step.context.others == ALONE else self._solve_among_others)(step, solve)
 
@@ -167,90 +169,90 @@ class StepLimit:
         for number in range(2 * _MOST_SOLVES):
             if (excess := self._excess_of_solved(step, solved, self._margin)) <= 0:
                 break
-            # What one forward saves less, the others save less, too; not all of a plan's peak is saved.
+            # Saving less in one forward saves less in the others too; not all of a plan's peak is saved activations.
             share = 1 + step.context.others.earlier if number < _MOST_SOLVES else 1
             aside += solved.unused + math.ceil(excess / share)
             step = step.around(replace(step.context, margin=self._margin, aside=aside))
             try:
                 solved = solve(step)
             except DoesNotFitError:
-                # It is as near as plans come. That the largest forward runs last is assumed, and may not be so.
+                # No plan comes nearer. It may still fit: the largest forward is only assumed to run last.
                 self.is_nearest = True
                 break
         return solved
 
     def _excess_of_solved(self, step: StepModel, solved: SolvedForward, margin: int = 0) -> int:
-        """See `excess_of_plan`, within a limit less a margin; 0 where it is not known."""
+        """Returns `excess_of_plan` relative to the limit less the margin; 0 if it is not known."""
         excess = 0
-        with best_effort("what a plan takes in CUDA's blocks"):
+        with best_effort("a plan's peak in CUDA's blocks"):
             excess = self.excess_of_plan(step, solved) + margin
         return excess
 
-    def exceeded(self, predictor: StepMemoryPredictor, what: str = "what was compiled") -> str:
-        """A line where what was made of a plan passes the limit all the same; empty where it does not. Notes the sizes
-        as those that the plan was solved for."""
+    def exceeded(self, predictor: StepMemoryPredictor, what: str = "the compiled step") -> str:
+        """Returns a line if the compiled step exceeds the limit, else an empty string. Sets `solved_for` to the sizes
+        of the largest batch."""
         self.solved_for = self.largest_sizes(predictor)
         return self._line(predictor, self.solved_for, what)
 
     def exceeded_by_runs(self, predictor: StepMemoryPredictor) -> str:
-        """A line about a forward that the plan was not made for; empty where the largest such step is within the
-        limit."""
+        """Returns a line if the largest step of a forward that the plan was not made for exceeds the limit, else an
+        empty string."""
         return self._line(predictor, self.largest_sizes(predictor), "it")
 
     def exceeded_by_batch(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
-        """A line about a batch whose step would pass the limit; empty where it does not."""
+        """Returns a line if a batch's step would exceed the limit, else an empty string."""
         sizes = predictor.sizes_of(inputs)
         if self.bytes is None or self.is_solved_for(sizes):
             return ""
         if (run := self._run()).others != ALONE:
-            # They count beside the largest forward of a step.
+            # Other forwards are counted in addition to the step's largest.
             sizes = {name: max(size, self.solved_for.get(name, 0)) for name, size in sizes.items()}
         if (excess := self._excess(predictor, sizes)) <= 0:
             self._is_stale &= self._excess(predictor, self.largest_sizes(predictor)) > 0
             return ""
         shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
-        among = ", among several forwards before one backward," if run.others != ALONE else ""
-        alone = "; those before it in this step were planned for alone" if run.earlier_forwards and among else ""
+        among = ", one of several forwards before one backward," if run.others != ALONE else ""
+        alone = "; earlier forwards of this step were planned as if alone" if run.earlier_forwards and among else ""
         return (
             f"a batch with {shown}{among} would take {gib_text(self.bytes + excess)}, over the budget of "
             f"{gib_text(self.bytes)}: solving again for it{alone}"
         )
 
     def exceeded_by_several(self, predictor: StepMemoryPredictor) -> str:
-        """Returns a line if the forwards before one backward took more than the limit together, as where the first was
-        planned for alone; empty if they did not."""
+        """Returns a line if the forwards before one backward together exceeded the limit, as after a plan for the
+        first one alone; else an empty string."""
         run = self._run()
         peak = predictor.peak(run.optimizer, run.gradient_accumulation)
         if self.bytes is None or peak <= self.bytes:
             return ""
         return (
             f"several forwards before one backward take {gib_text(peak)} in this step, {gib_text(peak - self.bytes)} "
-            "over it"
+            "over the budget"
         )
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
-        """True where a batch's step is within the limit."""
+        """True if a batch's step is within the limit."""
         return self._excess(predictor, predictor.sizes_of(inputs)) <= 0
 
     def is_solved_for(self, sizes: Mapping[str, int]) -> bool:
-        """True where the plan in force was solved for a batch of these sizes."""
+        """True if the plan in force was solved for a batch of at least these sizes."""
         return not self._is_stale and all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
 
     def expect_more(self) -> None:
-        """Check the plan anew: batches of another kind may have added to what the optimizer holds."""
+        """Have the plan checked again: batches of another kind may have added optimizer states."""
         self._is_stale = True
         self._peaks.clear()
 
     def widen_margin(self, size: int) -> None:
-        """Solve within so many bytes less from now on."""
+        """Leave `size` more bytes free from now on."""
         self._margin += size
 
     def sizes_with_largest(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
-        """Sizes by the plan table's names, raised to those of the run's largest batch."""
+        """Returns sizes by the plan table's names, raised to those of the run's largest batch."""
         return larger_sizes(sizes, {name: name for name in sizes}, self.largest)
 
     def largest_sizes(self, predictor: StepMemoryPredictor) -> Mapping[str, int]:
-        """The sizes of the largest batch, by the plan table's names."""
+        """Returns the sizes of the largest batch, by the plan table's names."""
         return self.sizes_with_largest(predictor.first)
 
     @property
@@ -264,7 +266,7 @@ class StepLimit:
         return f"{what} takes {gib_text(self.bytes + excess)}, {gib_text(excess)} over the budget"
 
     def _excess(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
-        """Bytes over the limit; 0 where there is none."""
+        """Returns the bytes by which a step exceeds the limit; 0 without a limit."""
         if self.bytes is None:
             return 0
         key = predictor, frozenset(sizes.items())
@@ -276,7 +278,7 @@ class StepLimit:
 
 
 def _with_blocks(peak: int) -> int:
-    """The peak on CUDA, at the most."""
+    """Returns the upper bound of a peak on CUDA."""
     return math.ceil(peak * (1 + _BLOCKS))
 
 
@@ -289,7 +291,7 @@ def bounded_bytes(
     *,
     batch_size: int | None = None,
 ) -> int:
-    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks.
+    """Returns the bytes that a budget bounds: a step's peak, on CUDA that of the allocator's blocks.
 
     Args:
         others: see `Run`; further arguments as in `footprint`.
@@ -305,15 +307,15 @@ def bounded_bytes(
 
 
 def _without_second_room(step: StepContext, first: int | None) -> StepContext:
-    """Does not reserve growth headroom twice.
+    """Returns the context without reserving growth headroom twice.
 
-    Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With room
-    once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9. Once it
-    has grown by more, as by what a data set keeps, half of the room at most is left again: a plan for a later batch
-    takes 10 to 17 MiB, and a whole room refused batches in the middle of a run that fit.
+    Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With another
+    full headroom on top, no step of a RoBERTa of 4 layers of 256 used the last 26 MiB of 732; now it is 9. Once the
+    process has grown beyond the headroom, as by what a data set keeps, at most half of it is reserved again: a plan
+    for a later batch takes 10 to 17 MiB, and a full headroom rejected batches in the middle of a run that fit.
 
     Args:
-        first: `constant` before the first plan was made; None: this is the first time.
+        first: `constant` before the first plan was made; None: no plan was made yet.
     """
     grown = step.fixed.constant - first if first is not None else 0
     if first is None or grown <= 0:

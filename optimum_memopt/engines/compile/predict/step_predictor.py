@@ -1,4 +1,4 @@
-"""Predictions of a model's training steps, and why one is not exact, in words."""
+"""Predicts the memory of a model's training steps, and says in words why a prediction is not exact."""
 
 import copy
 import math
@@ -44,12 +44,13 @@ from optimum_memopt.engines.compile.predict.pending import (
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 
-# Batches of different sizes whose tapes are kept.
+# Maximum number of batch sizes whose tapes are kept.
 _MOST_TAPES = 256
 
 
 def _trained(graph: PartitionedGraph, layers: Collection[str]) -> Iterator[str]:
-    """Names of parameters that a graph has gradients of, which are named after the layer that it was traced for."""
+    """Yields the names of the parameters that a graph computes gradients of, in each of its layers; in the graph they
+    are named after the layer that it was traced for."""
     for name in with_gradient([graph.gradients]):
         first = next((layer for layer in layers if layer and name.startswith(f"{layer}.")), "")
         yield from (f"{layer}{name.removeprefix(first)}" for layer in (layers if first else ("",)))
@@ -59,17 +60,17 @@ class StepMemoryPredictor:
     """Predicts a model's training step for any batch, from the graphs of its first one.
 
     Args:
-        graphs: of one training forward, in order, right after it, each with a prediction.
-        inputs: the forward's keyword arguments in the first batch.
-        resident: what the process held when the last graph was partitioned, in bytes.
-        runs_before: of the tape's, how many had run by then; -1: the forward was over.
-        names: of the graphs' symbols, as in the plan table.
-        tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
-        pending: forwards of other predictors of the model, too.
-        constant: of another predictor of the model; None: by what is resident.
+        graphs: the graphs of one training forward, in order, right after it, each with a prediction.
+        inputs: keyword arguments of the forward in the first batch.
+        resident: bytes that the process held when the last graph was partitioned.
+        runs_before: number of the tape's runs that had run by then; -1: the forward had ended.
+        names: names of the graphs' symbols, as in the plan table.
+        tape: the runs of the graphs; None: each graph runs once, and none reads an output of another.
+        pending: pending forwards of all predictors of the model.
+        constant: constant bytes of another predictor of the model; None: derived from `resident`.
 
     Attributes:
-        graphs: those of the tape's calls.
+        graphs: the graphs that the tape's calls index.
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
     """
 
@@ -89,13 +90,13 @@ class StepMemoryPredictor:
     ) -> None:
         self.run, self._names = run or Run(), names
         self._programs_caveat = ""
-        # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
+        # Callers ask for a step's tensors, then for its blocks; evaluating inductor's programs takes up to a second.
         self._last: dict[object, StepEvents] = {}
         self._model = weakref.ref(model)
         self.graphs = tuple(graph for graph in graphs if graph.timeline is not None and graph.prediction)
         self._schedules = [graph.timeline for graph in self.graphs if graph.timeline is not None]
         self.tape = tape or Tape(tuple(map(Call, range(len(self.graphs)))))
-        # Of batches that have run: in several graphs not all sizes follow from those of the first.
+        # Tapes of batches that have run: with several graphs, not all sizes follow from those of the first batch.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self._saved: dict[frozenset[tuple[str, int]], int] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
@@ -116,7 +117,7 @@ class StepMemoryPredictor:
         self._constant = constant
 
     def _left(self, runs: int) -> int:
-        """Bytes that the first runs of the forward leave; -1: it has ended."""
+        """Returns the bytes that the first `runs` runs of the forward leave allocated; -1: the forward has ended."""
         sharding, loss = self.tape.sharding, self.tape.loss
         if runs <= 0 and loss is None and not (sharding.is_sharded and (runs == 0 or sharding.stays_gathered)):
             return 0
@@ -125,43 +126,43 @@ class StepMemoryPredictor:
 
     @property
     def caveat(self) -> str:
-        """Why the activations are not exact, empty where they are."""
+        """Returns why the predicted activations are not exact; empty if they are."""
         graphs, count, runs = self.graphs, len(self.graphs), len(self.tape.calls)
         reasons = [self._programs_caveat, self.tape.loss.caveat if self.tape.loss is not None else ""]
         is_told = self.tape.sharding.tells_outside
         if not is_told and not all(graph.is_all_of_forward for graph in graphs):
             in_runs = f" in {runs} runs" if runs > count else ""
             shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
-            reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")
+            reasons.append(f"not exact: {shown}{in_runs}, and code outside of {them} is not counted")
         if not is_told and is_sharded_by_deepspeed(self._living_model()):
             why = f", since {self.tape.sharding.unknown}" if self.tape.sharding.unknown else ""
             reasons.append(f"without the parameters that DeepSpeed gathers{why}")
-        # Sizes that the graphs may not be for where they are others.
+        # Sizes that the graphs are specialized to.
         named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
         if bound := [f"{name}={size}" for name, size in self.first.items() if name in named]:
-            reasons.append(f"only for {', '.join(bound)}, since others may be traced again")
+            reasons.append(f"only for {', '.join(bound)}, since other sizes may be retraced")
         kernels = ["convolutions"] if any(graph.has_convolutions for graph in graphs) else []
         kernels += ["cuDNN's attention"] if any("cuDNN" in graph.attention for graph in graphs) else []
         if kernels:
             reasons.append(f"without the workspaces of {' and '.join(kernels)}")
         if any(graph.has_half_products for graph in graphs):
-            reasons.append("without what oneDNN keeps for each shape in half precision")
+            reasons.append("without the memory that oneDNN keeps for each shape in half precision")
         if any(graph.chunks_loss for graph in graphs):
             reasons.append("as if every token had a label")
         return "; ".join(filter(None, reasons))
 
     def sizes_of(self, inputs: Mapping[str, object]) -> BatchSizes:
-        """Sizes of a batch by the plan table's names; those that its keyword arguments lack are of the first batch."""
+        """Returns the sizes of a batch by the plan table's names; sizes that `inputs` lacks are the first batch's."""
         canonical = self._names.canonical
         return {**self.first, **{canonical[n]: size for n, size in input_sizes(inputs).items() if n in canonical}}
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
     ) -> bool:
-        """Count a training forward among those of the run.
+        """Record a training forward of the run.
 
         Args:
-            outputs: what it returned; its backward has run once their autograd graph has.
+            outputs: what the forward returned; it is pending until their autograd graph has run.
 
         Returns:
             True if earlier forwards of the same backward hold more than in any step before.
@@ -188,7 +189,7 @@ class StepMemoryPredictor:
     def with_graphs(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object]
     ) -> "StepMemoryPredictor | None":
-        """Predicts from other graphs of the same model; None where they cannot be predicted."""
+        """Returns a predictor for other graphs of the same model; None if they cannot be predicted."""
         model = self._model()
         if model is None or not all(graph.prediction for graph in graphs):
             return None
@@ -199,24 +200,25 @@ class StepMemoryPredictor:
         )
 
     def with_tapes(self, **changes: Any) -> "StepMemoryPredictor":
-        """Predicts the same graphs on tapes with other attributes: `sharding`, or `held_outputs`."""
+        """Returns a predictor for the same graphs on tapes with other attributes: `sharding`, or `held_outputs`."""
         other = copy.copy(self)
         tapes = {sizes: replace(tape, **changes) for sizes, tape in self._tapes.items()}
         vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={}, _saved={})
         return other
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
-        """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
+        """Returns the bytes that a forward saves for its backward, by the graphs' own events; `sizes` as in
+        `footprint`."""
         wanted = self._all_sizes(sizes)
         key = frozenset(wanted.items())
         if key not in self._saved:
             tape, runs = self._runs(wanted, compiled=False)
-            # Of several forwards before one backward this is asked in every step.
+            # With several forwards before one backward, every step reads this.
             self._saved = {**self._saved, key: compose(tape.without_caller(), runs).saved_bytes}
         return self._saved[key]
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, frees_gradients: bool = False) -> int:
-        """The peak of a forward and its backward, in bytes; see `compose`."""
+        """Returns the peak of a forward and its backward, in bytes; see `compose`."""
         return self._step(self._all_sizes(sizes), frees_gradients).peak(gradients)
 
     def footprint(
@@ -230,12 +232,12 @@ class StepMemoryPredictor:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Footprint:
-        """The memory of a training step, without running or tracing anything.
+        """Returns the memory of a training step, without running or tracing anything.
 
         Args:
-            sizes: by the plan table's names; those left out, and None, are of the first batch.
-            optimizer: None: that of `run`. None there, and one that has not stepped yet, count as AdamW with two
-                states for each parameter.
+            sizes: batch sizes by the plan table's names; missing sizes, and None, mean the first batch's.
+            optimizer: None: the optimizer of `run`. If that is None or has not stepped yet, it counts as AdamW with
+                two states for each parameter.
             gradient_accumulation: gradients of earlier micro-batches are in memory; None: as in `run`.
             saved_before: bytes that earlier forwards hold for the same backward, see `saved`.
             is_followed: another forward runs before the backward, see `Forward`.
@@ -255,7 +257,7 @@ class StepMemoryPredictor:
             model,
             optimizer or self.run.optimizer,
             accumulates,
-            # Autograd accumulates its gradients into those of later forwards.
+            # Autograd accumulates this forward's gradients into those of later forwards.
             activations=self.activations(wanted, weights * is_followed, accumulates or releases or is_followed),
             batch=round(self._batch * growth),
             constant=self._constant + self.tape.held_outputs.more,
@@ -267,11 +269,11 @@ class StepMemoryPredictor:
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
-        """The highest of all steps so far, in bytes; see `footprint`."""
+        """Returns the highest peak of all steps so far, in bytes; see `footprint`."""
         return self._highest(optimizer, gradient_accumulation)[1].peak
 
     def timeline(self, optimizer: Optimizer | None = None, gradient_accumulation: bool | None = None) -> StepTimeline:
-        """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
+        """Returns the step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
         step = self._step(sizes, around.frees_gradients or forward.is_followed)
@@ -298,9 +300,10 @@ class StepMemoryPredictor:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> AllocatorPeak | None:
-        """The peak of torch's allocator on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
+        """Returns the peak of torch's allocator on CUDA for the step of `footprint`, whose tensors lie in larger
+        blocks; None on other devices.
 
-        None elsewhere. Arguments as in `footprint`.
+        Arguments as in `footprint`.
         """
         wanted = self._all_sizes(sizes, batch_size, seq_len)
         around = self.footprint(wanted, optimizer, gradient_accumulation, saved_before)
@@ -310,10 +313,10 @@ class StepMemoryPredictor:
     def blocks_of(
         self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None, later: StepEvents | None = None
     ) -> AllocatorPeak | None:
-        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere.
+        """Returns the peak of torch's allocator on CUDA for the events of a step; None on other devices.
 
         Args:
-            later: of a micro-batch whose gradients are added to others; None: as `step`, where there are any.
+            later: events of a micro-batch that accumulates gradients; None: as `step`, if gradients accumulate.
         """
         if not self._is_on_cuda:
             return None
@@ -333,12 +336,12 @@ class StepMemoryPredictor:
     def _step(self, sizes: BatchSizes, frees_gradients: bool = False) -> StepEvents:
         key = frozenset(sizes.items()), frees_gradients, tuple(graph.programs.both is None for graph in self.graphs)
         if key not in self._last:
-            # That of a first micro-batch, and of later ones.
+            # Keep two steps: that of a first micro-batch, and that of later ones.
             self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), frees_gradients)}
         return self._last[key]
 
     def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:
-        """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""
+        """Returns the tape for a batch, and the events of each call: from inductor's programs, if there are any."""
         tape = self._tapes.get(frozenset(sizes.items()), self.tape)
         canonical = self._names.canonical.items()
         tape = tape.at({name: sizes[shown] for name, shown in canonical if shown in sizes})
@@ -361,9 +364,9 @@ class StepMemoryPredictor:
         try:
             return program_events(*programs, events, values)
         except Exception as error:
-            # The form of inductor's programs is private and may change; training goes on without the prediction.
+            # The form of inductor's programs is private and may change; training continues without the prediction.
             name = type(error).__name__
-            self._programs_caveat = f"without inductor's fusions, whose program cannot be read ({name})"
+            self._programs_caveat = f"without inductor's fusions, since its program cannot be read ({name})"
             return events
 
     def _named(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
@@ -372,35 +375,37 @@ class StepMemoryPredictor:
 
 
 class Predictors:
-    """Those of one forward: torch traces it again where a guard fails, as for a length that is a constant of a graph,
-    and what was traced first says nothing of such a batch.
+    """The predictors of one forward, one for each set of graphs.
+
+    torch retraces the forward if a guard fails, as for a length that is a constant of a graph; the first graphs do not
+    predict such a batch.
     """
 
     def __init__(self, first: StepMemoryPredictor) -> None:
         self.first = first
         self._by_graphs: dict[frozenset[PartitionedGraph], StepMemoryPredictor] = {}
-        # Of batches that others than the first are for.
+        # Predictors of batches that the first one does not cover.
         self._by_sizes: dict[frozenset[tuple[str, int]], StepMemoryPredictor] = {}
 
     def __iter__(self) -> Iterator[StepMemoryPredictor]:
         return iter(dict.fromkeys((self.first, *self._by_graphs.values())))
 
     def hold_outputs(self, held: HeldOutputs) -> None:
-        """Predict as in a loop that holds these outputs."""
+        """Predict for a training loop that holds these outputs."""
         others = {each: each.with_tapes(held_outputs=held) for each in self}
         self.first = others[self.first]
         self._by_graphs = {graphs: others[each] for graphs, each in self._by_graphs.items()}
         self._by_sizes = {sizes: others[each] for sizes, each in self._by_sizes.items()}
 
     def of(self, inputs: Mapping[str, object]) -> StepMemoryPredictor:
-        """The one for a batch, as far as one of its sizes has run; else the first."""
+        """Returns the predictor of a batch of these sizes if one has run, else the first."""
         return self._by_sizes.get(frozenset(input_sizes(inputs).items()), self.first)
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
     ) -> bool:
-        """Adds a training forward to the run; arguments and result as of `StepMemoryPredictor.note_forward`."""
-        # How often a graph runs may differ at every step, as where layers are dropped.
+        """Record a training forward of the run; arguments and result as of `StepMemoryPredictor.note_forward`."""
+        # How often a graph runs may differ at every step, as with layer drop.
         key = frozenset(graphs)
         if key not in self._by_graphs:
             predictor = self.first.with_graphs(graphs, tape, inputs) if self._by_graphs and graphs else None

@@ -1,4 +1,4 @@
-"""The plan table with the lines above it, and the plan as a file."""
+"""Builds the plan table with its header lines, and the plan file."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,12 +43,12 @@ from optimum_memopt.sizes import gib_text
 def plan_line(
     model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], tape: Tape, target: Device | None = None
 ) -> str:
-    """A line about the model, its device, compiler and plan."""
+    """Returns the header line about the model, its device, compiler and plan."""
     device = next(model.parameters()).device.type if target is None else target.name
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
-    # Not what is sharded by itself, and in no list.
+    # Only layers of a list, not modules that are sharded on their own.
     layers = len({call.layer for call in tape.calls if call.layer.rpartition(".")[2].isdigit()})
-    runs = f" for {layers} layers, compiled once for equal ones" if layers else ""
+    runs = f" for {layers} layers, equal layers share one" if layers else ""
     counted = f"{len(graphs)} graphs" if len(graphs) > 1 else "1 graph"
     pieces = f", in {counted}{runs}" if layers or len(graphs) > 1 else ""
     name, ranks = tape.sharding.name, tape.sharding.ranks
@@ -60,14 +60,14 @@ def plan_line(
 
 
 def _why(graphs: Sequence[PartitionedGraph]) -> str:
-    """The reason of the graphs' choices; each of several may have one of its own."""
+    """Returns the reason for the graphs' choices, by graph if the reasons differ."""
     reasons = [graph.choice.why for graph in graphs]
     numbered = (f"graph {number}: {why}" for number, why in enumerate(reasons, 1))
     return reasons[0] if len(set(reasons)) == 1 else "; ".join(numbered)
 
 
 def host_lines(graphs: Sequence[PartitionedGraph], tape: Tape) -> list[str]:
-    """A line about offloaded bytes on the host; none where that is the device, too."""
+    """Returns a line about offloaded bytes on the host; none if the host is the device itself."""
     runs = [graphs[call.graph] for call in tape.calls]
     sizes = [size for graph in runs if graph.is_for_cuda for size in graph.offloaded_bytes]
     sizes += [size for call, graph in zip(tape.calls, runs, strict=True) for size in _offloaded_inputs(call, graph)]
@@ -76,7 +76,7 @@ def host_lines(graphs: Sequence[PartitionedGraph], tape: Tape) -> list[str]:
 
 
 def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
-    """The sizes of a run's offloaded arguments in the first batch, in bytes."""
+    """Returns the sizes of a run's offloaded arguments in the first batch, in bytes."""
     if graph.timeline is None or not call.offloaded:
         return []
     inputs = graph.timeline.at({**graph.sizes, **graph.timeline.values(call.sizes)}).inputs
@@ -84,25 +84,25 @@ def _offloaded_inputs(call: Call, graph: PartitionedGraph) -> list[int]:
 
 
 def collective_lines(tape: Tape) -> list[str]:
-    """A line about what a rank of several moves; none for a single one, and where that is not counted."""
+    """Returns a line about the bytes that each rank moves; none for a single rank, or if they are not counted."""
     moved = tape.moved
     if not any(moved):
         return []
     gathered, reduced = map(gib_text, moved)
     in_segments = any(tape.repeated)
-    recomputed = "in segments" if in_segments else "whatever is recomputed"
-    counted = "counts only for what is gathered a third time, on a GPU" if in_segments else "is not counted"
+    recomputed = "in segments" if in_segments else "regardless of recompute"
+    counted = "counts only for parameters gathered a third time, on a GPU" if in_segments else "is not counted"
     return [
-        f"Predicted for each of {tape.sharding.ranks} ranks: {gathered} all-gathered for a micro-batch, {reduced} "
-        f"reduce-scattered for an optimizer step, {recomputed}; their time {counted}"
+        f"Predicted for each of {tape.sharding.ranks} ranks: {gathered} all-gathered per micro-batch, {reduced} "
+        f"reduce-scattered per optimizer step, {recomputed}; their time {counted}"
     ]
 
 
 def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
-    """The kernels that torch has chosen: they decide what a layer saves for its backward."""
+    """Returns the attention kernels that torch has chosen: they decide what a layer saves for its backward."""
     fused = dict.fromkeys(kernel for graph in graphs for kernel in graph.attention)
     implementation = attention_implementation(getattr(model, "config", None)) or "eager"
-    # torch's own composition of products and a softmax has no operator that tells.
+    # torch composes its math kernel from products and a softmax, with no operator that identifies it.
     return " and ".join(fused) or ("math" if implementation == "sdpa" else implementation)
 
 
@@ -140,7 +140,7 @@ _AUTO = "AUTO: torch recomputes {count} by itself"
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph's share of a row, as often as it runs."""
+    """One graph's share of a row, counted once for each run of the graph."""
 
     graph: PartitionedGraph
     runs: int
@@ -170,10 +170,10 @@ class _Part:
 def to_table(
     graphs: Sequence[PartitionedGraph], tape: Tape, matched: Matched, names: SymbolNames, header: Sequence[str]
 ) -> PlanTable:
-    """Rows of all runs of graphs, those of one id and strategy together.
+    """Returns the plan table of all runs of the graphs, with one row for each id and strategy.
 
-    Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else;
-    compression where it is on.
+    Offload is listed if it is on, or if an activation cannot be recomputed and has no other option; compression only
+    if it is on.
     """
     rows: dict[str, list[_Part]] = {}
     for graph, runs in zip(graphs, tape.runs, strict=True):
@@ -194,7 +194,8 @@ def _named_symbols(graph: PartitionedGraph, names: SymbolNames) -> dict[sympy.Sy
 
 
 def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
-    """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
+    """Returns the row of the losses; none if no loss was requested and all logits are smaller than what a chunked loss
+    saves."""
     losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
     if not losses:
         return []
@@ -223,7 +224,7 @@ def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
 
 
 def _device_type(part: _Part) -> str:
-    """The type of the candidates' device, the accelerator's where any lies there."""
+    """Returns the type of the candidates' device: the accelerator's if any candidate is on it."""
     types = {candidate.device_type for candidate in part.candidates}
     return min(types, key=lambda device_type: device_type == "cpu")
 
@@ -241,7 +242,7 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
         for part in parts
         if saves and part.chosen and part.graph.prediction is not None
     }
-    # Of several graphs, what is true of all of them.
+    # With several graphs, keep only a note that applies to all of them.
     applied = notes if len(notes) == 1 else ()
     return PlanRow(
         config=row,
@@ -264,7 +265,7 @@ def plan_file_of(
     masks: KeptMasks,
     predicted: Footprint | None,
 ) -> PlanFile:
-    """The plan of a forward's graphs, those of equal layers in one entry."""
+    """Returns the plan file of a forward's graphs, with one entry for equal layers."""
     solved_for = {
         "model": type(model).__name__,
         "device": next(model.parameters()).device.type,
@@ -301,10 +302,10 @@ def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEn
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """A plan as it is shown.
+    """A plan as its table, its file and its predictions.
 
     Attributes:
-        predictor: of steps under it; None where nothing is predicted.
+        predictor: predicts steps under the plan; None if they cannot be predicted.
     """
 
     table: PlanTable
@@ -314,7 +315,7 @@ class ShownPlan:
 
 
 def _are_layers_frozen(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> bool:
-    """True where the model has layers that do not train, and graphs of a forward have no gradient of any other."""
+    """True if parameters in layers are frozen, and the graphs of a forward compute no gradient of any layer."""
     paths = [path for group in layer_groups(model) for path in group]
     in_layers = {
         name: parameter.requires_grad
@@ -338,17 +339,18 @@ def show(
     runs_before: int = 0,
     pending: Pending | None = None,
 ) -> ShownPlan:
-    """The plan of a forward's graphs.
+    """Returns the plan of a forward's graphs, ready to show.
 
     Args:
-        graphs: of its first training forward, in order, right after it.
-        resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
-        masks: that are made for the batch.
-        run: that is planned, or one that trains without its optimizer, which must not be kept.
-        pending: forwards of the model whose backward is still to come.
+        graphs: graphs of the first training forward, in order, right after it.
+        resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's
+            runs.
+        masks: attention masks that the forward makes for the batch.
+        run: the planned run, or the training run without its optimizer, which must not be kept alive.
+        pending: the model's forwards whose backward has not run yet.
 
     Raises:
-        ConfigError: the user asks for what none of the graphs has.
+        ConfigError: the user requests a row that none of the graphs has.
     """
     matched = matched_in(producer, [graphs[call.graph] for call in tape.calls], _are_layers_frozen(model, graphs))
     losses = [loss for graph in graphs for loss in graph.losses]

@@ -1,8 +1,8 @@
-"""Parameters that ranks share: what each rank gathers and reduces, and when.
+"""Sharded models: the parameters that each rank gathers, the gradients that it reduces, and when.
 
-model         which of these shards a model
-fsdp2         what FSDP2 holds around a forward's graphs
-zero3         what ZeRO 3 holds around a forward's graphs, with what runs outside of the layers
-gathering     what ZeRO 3 gathers and reduces
-leaf_layers   layers under ZeRO 3's hooks
+model         the sharding method of a model
+fsdp2         memory of FSDP2 around a forward's graphs
+zero3         memory of ZeRO 3 around a forward's graphs, and of operators outside of the layers
+gathering     ZeRO 3's gathers and reductions
+leaf_layers   layers as ZeRO 3 leaf modules
 """

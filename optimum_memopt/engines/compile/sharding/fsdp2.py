@@ -1,9 +1,9 @@
-"""The memory that FSDP2 takes around the graphs of a step: gathered parameters and buffers of its collectives.
+"""The memory of FSDP2 around the graphs of a step: gathered parameters and buffers of its collectives.
 
-As `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` (torch 2.13) allocates and frees. In a forward the flat
-result of an all-gather is held until the next one is copied out; in a backward the parameters of the module before are
-gathered meanwhile. The gradients of a group are held until its reduce-scatter has copied them, and the copy until the
-next group's.
+Allocates and frees as `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` (torch 2.13). In a forward, the flat
+result of an all-gather is held until the next one is copied out. In a backward, the parameters of the preceding module
+are gathered meanwhile. A group's gradients are held until its reduce-scatter has copied them, and the copy until the
+next group's copy is made.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,12 +30,12 @@ from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
 
 @dataclass(frozen=True)
 class Fsdp2Sharding(Sharding):
-    """A model as FSDP2 has sharded it.
+    """A model that FSDP2 has sharded.
 
     Attributes:
-        groups: all but that of the model itself.
-        root: the parameters that no module inside of the model gathers; None: there are none.
-        whole: names of the parameters that each rank holds, as FSDP2's `ignored_params`.
+        groups: all groups except that of the model itself.
+        root: the group of the parameters that no submodule gathers; None: there are none.
+        whole: names of unsharded parameters, FSDP2's `ignored_params`.
     """
 
     groups: tuple[ShardedGroup, ...] = ()
@@ -56,11 +56,11 @@ class Fsdp2Sharding(Sharding):
         return max((group.ranks for group in (*self.groups, *filter(None, [self.root]))), default=1)
 
     def of_module(self, path: str) -> ShardedGroup | None:
-        """The closed group that runs under the path."""
+        """Returns the group of the module at this path, unless the group is open; None if there is none."""
         return next((group for group in self.groups if not group.is_open and path in group.modules), None)
 
     def of_parameter(self, name: str) -> ShardedGroup | None:
-        """The group that gathers a parameter, by its name in the model; None: nobody does."""
+        """Returns the group that gathers a parameter, by its name in the model; None if no group does."""
         holders = [
             (len(module), group) for group in self.groups for module in group.modules if name.startswith(f"{module}.")
         ]
@@ -70,7 +70,7 @@ class Fsdp2Sharding(Sharding):
         step, count = _Step(), len(runs)
         owners = [self.of_module(run.layer) if run.layer else None for run in runs]
         opened = [group for group in self.groups if group.is_open]
-        # Runs with which a closed module's forward begins, and ends.
+        # Per run: True if the forward of a module that is not open begins, or ends, with it.
         begins = [
             owner is not None and (not index or owners[index - 1] is not owner) for index, owner in enumerate(owners)
         ]
@@ -88,7 +88,7 @@ class Fsdp2Sharding(Sharding):
             around.append(AroundRun(tuple(before), after, owners=self._owners(owner, runs[index].parameters)))
         end_of_forward = step.end_of_forward()
         order = [owner for owner, is_end in zip(owners, ends, strict=True) if is_end]
-        # The first hook of the loss is that of an open module, or the model's own.
+        # The loss's backward first calls the hook of an open module, or the model's own.
         has_hook = bool(opened) or self.root is not None
         prefetched = step.prefetch(order[-1]) if order and has_hook else ()
         last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
@@ -118,10 +118,10 @@ class Fsdp2Sharding(Sharding):
 
 
 def fsdp2_sharding(model: torch.nn.Module, opened: Collection[str]) -> Fsdp2Sharding:
-    """That of a model that has run.
+    """Returns the sharding of a model that has run.
 
     Args:
-        opened: paths of its open modules.
+        opened: paths of its open modules; see `ShardedGroup.is_open`.
     """
     reads_ids = embeddings(model, "input")
     groups = [
@@ -139,7 +139,15 @@ def fsdp2_sharding(model: torch.nn.Module, opened: Collection[str]) -> Fsdp2Shar
 
 @dataclass
 class _Step:
-    """Names of the storages that are held."""
+    """The state of a step while its events are built.
+
+    Attributes:
+        gathered: keys of the groups whose parameters are gathered.
+        flat: names of all-gather results that are not yet copied out, by the group's key.
+        last_flat: name of the last all-gather result copied out in the forward, which is still held.
+        scattered: name of the last reduce-scatter input, which is still held.
+        count: number of names made so far.
+    """
 
     gathered: set[str] = field(default_factory=set)
     flat: dict[str, str] = field(default_factory=dict)
@@ -152,13 +160,13 @@ class _Step:
         return f"{what} {_key(group)} {self.count}"
 
     def all_gather(self, group: ShardedGroup) -> tuple[Event, ...]:
-        """The copies of all ranks' shares, in one flat tensor."""
+        """Returns the event that gathers all ranks' shards into one flat tensor."""
         name = self.flat[_key(group)] = self._name("flat", group)
         flat = Storage(name, group.gathered, TEMPORARY, GATHER, group.modules[0])
         return (Event(name, GATHER, group.modules[0], (flat,), group.cast),)
 
     def gather(self, group: ShardedGroup, is_forward: bool) -> tuple[Event, ...]:
-        """An all-gather, and its copies to parameters."""
+        """Returns the events of an all-gather, unless it was prefetched, and of the copies to parameters."""
         key = _key(group)
         events = () if key in self.flat else self.all_gather(group)
         parameters = Storage(f"gathered {key}", group.gathered, PARAMETERS, GATHER, group.modules[0])
@@ -187,8 +195,8 @@ class _Step:
         return (*gathered, *self.prefetch(before))
 
     def around_again(self, group: ShardedGroup) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """The events before and behind a forward that runs again; parameters that are all-gathered for the group's own
-        backward already are not resharded."""
+        """Returns the events before and after a forward that is rerun; parameters that are already all-gathered for
+        the group's own backward are not resharded."""
         stays = _key(group) in {*self.gathered, *self.flat}
         before = () if _key(group) in self.gathered else self.gather(group, is_forward=False)
         return before, () if stays else self.reshard(group)

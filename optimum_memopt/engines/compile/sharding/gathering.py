@@ -1,7 +1,7 @@
-"""The parameters that ZeRO 3 gathers while a step runs on fake tensors, and the gradients that it reduces.
+"""Simulates ZeRO 3's gathers of parameters and reductions of gradients while a step runs on fake tensors.
 
-As DeepSpeed does (0.19, `partitioned_param_coordinator.py` and `stage3.py` in `runtime/zero/`). The first step notes
-the order in which modules run; all later ones gather ahead in that order.
+Follows DeepSpeed 0.19 (`partitioned_param_coordinator.py` and `stage3.py` in `runtime/zero/`). The first step records
+the order in which modules run; later steps gather ahead in that order.
 """
 
 from collections import deque
@@ -15,11 +15,12 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParamet
 
 @dataclass(eq=False)
 class ParameterState:
-    """A parameter, whole or not, while a step runs.
+    """A partitioned parameter during a step.
 
     Attributes:
-        used_by: modules that run, and that it must be there for.
-        last: the place of the last use that it was gathered for.
+        is_there: whether it is gathered.
+        used_by: running modules that need it gathered.
+        last: index in the module order of the last use that it was gathered for.
     """
 
     tensor: torch.nn.Parameter
@@ -35,10 +36,10 @@ class ParameterState:
 
 @dataclass(eq=False)
 class _Gather:
-    """A gather, until all of its parameters were waited for.
+    """A gather in flight.
 
     Attributes:
-        buffers: that are copied to each parameter, when the first one is waited for; empty: they lie there already.
+        buffers: flat results, copied to the parameters once the first one is waited for; empty: no copy is needed.
     """
 
     parameters: Sequence[ParameterState]
@@ -50,13 +51,13 @@ class Gathering:
     """Gathers and releases the parameters of one step.
 
     Args:
-        leafs: modules that are gathered with all that is in them.
-        order: of the modules in forward and backward; None: it is noted, and nothing is gathered ahead.
+        leafs: leaf modules, which are gathered with all modules in them.
+        order: modules in the order of their forwards and backwards; None: record it, and gather nothing ahead.
 
     Attributes:
-        order: of the modules that have run.
-        own: parameters of each module; `inside`: with those of the modules in it.
-        whole: what a rank alone has, instead of gathering it.
+        order: `order`, or the modules that have run so far.
+        own: each module's direct parameters; `inside` includes those of its submodules.
+        whole: full data of each parameter, used instead of a gather if there is only one rank; else empty.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class Gathering:
         self._in_backward: dict[torch.nn.Module, None] = {}
 
     def _by_module(self, module: torch.nn.Module) -> Mapping[torch.nn.Module, list[ParameterState]]:
-        """The parameters of modules as a gather for this module takes them: with those inside for a leaf."""
+        """Returns the parameters of all modules, as counted for this one: a leaf's include those of submodules."""
         return self.inside if module in self._leafs else self.own
 
     def _of(self, module: torch.nn.Module) -> list[ParameterState]:
         return sorted(set(self._by_module(module)[module]), key=lambda held: held.spec.order)
 
     def begin(self) -> None:
-        """A step begins with what no step releases."""
+        """Start a step: only persistent parameters are gathered, from the second step on."""
         for held in self._all:
             held.tensor.data = held.tensor.new_empty(0)
             if held.spec.is_persistent and self._is_known:
@@ -99,7 +100,7 @@ class Gathering:
                 held.is_there = True
 
     def fetch(self, module: torch.nn.Module, in_backward: bool = False) -> None:
-        """Have the parameters that a module is about to read, and gather ahead."""
+        """Gather the parameters that a module is about to read, and later ones ahead."""
         if in_backward:
             self._in_backward[module] = None
         wanted = self._of(module)
@@ -127,7 +128,7 @@ class Gathering:
         self._step += 1
 
     def release(self, module: torch.nn.Module, in_backward: bool = False) -> None:
-        """A module has read its parameters."""
+        """Release a module's parameters after use, except those that are read again soon."""
         if in_backward:
             self._in_backward.pop(module, None)
         kept = self._kept(module) if self._is_known else ()
@@ -137,7 +138,7 @@ class Gathering:
                 self._release(held)
 
     def end(self) -> None:
-        """The backward is over: release what modules have read that were given nothing with a gradient."""
+        """End the backward: release the parameters of modules whose inputs require no gradient."""
         for module in reversed(self._in_backward):
             for held in self._of(module):
                 held.used_by.discard(module)
@@ -145,7 +146,7 @@ class Gathering:
                     self._release(held)
 
     def _kept(self, module: torch.nn.Module) -> set[ParameterState]:
-        """Parameters that are read again soon."""
+        """Returns parameters that a module's release keeps, since they are persistent or read again soon."""
         kept = {held for held in self._of(module) if held.spec.is_persistent or held.last > self._step}
         passed = 0
         by_module = self._by_module(module)
@@ -175,7 +176,7 @@ class Gathering:
         self._flying.update(dict.fromkeys(ordered, flat))
 
     def _gather_alone(self, held: ParameterState) -> None:
-        """Its data are the begin of what comes of all ranks, whose last share is padded."""
+        """Gather one parameter: its data is a view of the gathered buffer, whose end is padding."""
         buffer = held.tensor.new_empty(held.spec.share * self.spec.ranks)
         held.tensor.data = buffer[: held.elements].view(held.spec.shape)
 
@@ -196,7 +197,7 @@ class Gathering:
 
 
 class Reduction:
-    """Reduces gradients when so many of them have come together."""
+    """Reduces gradients in buckets."""
 
     def __init__(self, partitioning: Partitioning) -> None:
         self._spec = partitioning
@@ -204,18 +205,18 @@ class Reduction:
         self._elements = 0
 
     def add(self, held: ParameterState) -> None:
-        """The gradient of a parameter is there."""
+        """Move a parameter's gradient to the bucket, which is reduced first if it would overflow."""
         spec, gradient, held.tensor.grad = held.spec, held.tensor.grad, None
         size = held.elements
         if self._waiting and self._elements + size > self._spec.bucket:
             self.reduce(held.tensor)
-        # Copied to memory that is always there, as far as there is room.
+        # A gradient that fits is copied to the bucket's buffer, which always exists; others are kept.
         has_room = self._elements + size <= self._spec.bucket
         self._waiting.append((spec, None if has_room else gradient))
         self._elements += size
 
     def reduce(self, like: torch.Tensor) -> None:
-        """Reduce what has come together; `like` is on the device."""
+        """Reduce the bucket; buffers are allocated on the device of `like`."""
         if not self._waiting:
             return
         spec, ((first, _), *more) = self._spec, self._waiting

@@ -1,4 +1,4 @@
-"""How ranks share the parameters of a model that trains; `shared_model` chooses."""
+"""How ranks share the parameters of a trained model: unsharded, FSDP2 or ZeRO 3; `shared_model` chooses."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
@@ -17,10 +17,10 @@ from optimum_memopt.errors import MemOptError
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model whose parameters each rank holds.
+    """A model that is not sharded: each rank holds all parameters.
 
     Attributes:
-        is_shared: ranks gather its parameters together, so that none may run a forward alone.
+        is_shared: whether ranks gather its parameters together, so that no rank may run a forward alone.
     """
 
     model: torch.nn.Module
@@ -32,21 +32,21 @@ class WholeModel:
         return []
 
     def gathered_again(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
-        """Around a forward of a layer that a backward runs."""
+        """Returns a context that gathers a layer's parameters for a forward that a backward reruns."""
         return contextlib.nullcontext()
 
     def forgetting(self) -> Callable[[], None]:
-        """Returns a function that has DeepSpeed, if it trains the model, forget a forward that runs again."""
+        """Returns a function that makes DeepSpeed, if it trains the model, forget a forward that is rerun."""
         return zero3.forgetting(self.model)
 
     def sharding(
         self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: Mapping[str, Any], compiled: Collection[str]
     ) -> Sharding:
-        """Returns what a step holds around the graphs of a forward that has run.
+        """Returns how ranks share the parameters in a step, for a forward that has run.
 
         Args:
-            forward: as plain PyTorch runs it, of positional arguments and those by keyword.
-            args, inputs: of the batch.
+            forward: the forward of plain PyTorch; takes positional arguments and keyword arguments.
+            args, inputs: positional and keyword arguments of the batch.
             compiled: paths of the layers whose graphs are known.
         """
         return Unsharded()
@@ -57,7 +57,7 @@ class Fsdp2Model(WholeModel):
     """A model that FSDP2 shards.
 
     Attributes:
-        opened: paths of its open modules; see `capture/regions.py`.
+        opened: paths of its open modules, gathered with the one that computes the logits; see `capture/regions.py`.
     """
 
     opened: Collection[str]
@@ -105,11 +105,11 @@ class Zero3Model(WholeModel):
 def shared_model(
     model: torch.nn.Module, opened: Collection[str] = (), leafs: Collection[str] | None = None
 ) -> WholeModel:
-    """Returns how ranks share a model.
+    """Returns the model with its sharding method.
 
     Args:
         opened: see `Fsdp2Model`.
-        leafs: paths of the layers that ZeRO 3 gathers; None for a model that it does not shard.
+        leafs: paths of the layers that ZeRO 3 gathers as leaf modules; None for a model that it does not shard.
     """
     if leafs is not None:
         return Zero3Model(model, leafs)

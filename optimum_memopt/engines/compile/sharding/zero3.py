@@ -1,8 +1,8 @@
-"""The memory that ZeRO 3 takes around the graphs of layers, with what runs outside of them, by runs on fake tensors.
+"""The memory of ZeRO 3 around the graphs of layers, and of operators outside of them, from runs on fake tensors.
 
-Each layer is one operator of such a run, and its own memory that of its graph. Without a run, by gathers of layers and
-what autograd saves outside of them, the peak was predicted from 4% too high to 43% too low, the latter where the loss
-has it (Llama of 4 layers of 128, a vocabulary of 512 and of 8192).
+Each layer is one operator of such a run, whose own memory is that of its graph. An estimate without a run, from the
+gathers of layers and the tensors that autograd saves outside of them, was between 4% too high and 43% too low, the
+latter if the peak is in the loss (Llama of 4 layers of 128, a vocabulary of 512 and of 8192).
 """
 
 import bisect
@@ -32,19 +32,22 @@ from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 
-# Batches of different sizes whose steps are kept.
+# Maximum number of cached steps, one per batch size.
 _MOST_STEPS = 64
 
 _FORWARD, _FORWARD_END, _LOSS, _BACKWARD = "forward", "forward end", "loss", "backward"
 _AGAIN, _AGAIN_END, _END = "forward again", "forward again end", "end"
 
-# For each layer's run what its backward runs again: calls of graphs, each with the number of the layer's run.
+# For each layer run, the graph calls that its backward reruns, each with the number of the layer run it belongs to.
 Repeats = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class _Mark(NamedTuple):
-    """A moment of a step: of the layer that has run as that number, of the call that runs again, the begin of the
-    backward, or its end."""
+    """A moment of a step.
+
+    Attributes:
+        run: number of the layer's run; of the graph call for a rerun forward; -1 for the backward's start and end.
+    """
 
     kind: str
     run: int = -1
@@ -56,7 +59,7 @@ class AroundLayers:
 
     Attributes:
         layers: path of each layer that has run, in order.
-        before: each moment, from the one before it on.
+        before: for each moment, the events since the previous moment.
     """
 
     layers: tuple[str, ...]
@@ -68,14 +71,14 @@ Steps = tuple[AroundLayers, AroundLayers]
 
 @dataclass(frozen=True)
 class Zero3Sharding:
-    """A model whose layers are leaf modules of ZeRO 3, as one description of a step with others.
+    """A model whose layers are leaf modules of ZeRO 3; implements `Sharding`.
 
     Attributes:
-        steps: the first one of a run and all later ones, with a batch of these sizes, by name, so many elements
-            gathered ahead, and what runs again.
-        prefetched: elements that each module has gathered ahead.
-        sizes: of the batch.
-        is_first: the step is the run's first.
+        steps: returns the first step of a training run and any later one, for batch sizes by name, the number of
+            elements gathered ahead, and the calls that backwards rerun.
+        prefetched: elements that each module gathers ahead.
+        sizes: sizes of the batch.
+        is_first: whether the step is the first of the training run.
     """
 
     steps: Callable[[Mapping[str, int], int, Repeats], Steps]
@@ -101,9 +104,13 @@ class Zero3Sharding:
         return replace(self, is_first=True)
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
-        """The events around the runs of a forward's graphs. Raises MemOptError where other layers have run."""
+        """Returns the events around the runs of a forward's graphs.
+
+        Raises:
+            MemOptError: the layers ran in another order than in plain PyTorch.
+        """
         layers, count = [run.layer for run in runs], len(runs)
-        # A layer with graph breaks is several runs.
+        # A layer with graph breaks has several runs.
         begins = [index for index, layer in enumerate(layers) if not index or layers[index - 1] != layer]
         ends = [*(index - 1 for index in begins[1:]), count - 1]
         repeats = tuple(
@@ -113,10 +120,10 @@ class Zero3Sharding:
         first, later = self.steps(self.sizes, self.prefetched, repeats)
         step = first if self.is_first else later
         if tuple(layers[index] for index in begins) != step.layers:
-            raise MemOptError(f"{self.name}: the layers run in another order than in plain PyTorch")
+            raise MemOptError(f"{self.name}: the layers run in a different order than in plain PyTorch")
         around = [AroundRun() for _ in runs]
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            # Gradients of a layer stay until its backward is over.
+            # Gradients of a layer are held until its backward ends.
             group = object()
             around[begin].before = step.before[_Mark(_FORWARD, number)]
             around[begin].reduced = (Reduced(group),)
@@ -125,7 +132,7 @@ class Zero3Sharding:
             for run, own in zip(of_layer, around[begin : end + 1], strict=True):
                 own.owners = dict.fromkeys(run.parameters, group)
             if any(set(run.gradients) & run.parameters.keys() for run in of_layer):
-                # DeepSpeed reduces its gradients in a hook behind its backward, which is given those of its outputs.
+                # DeepSpeed reduces a layer's gradients in a hook after its backward, which holds those of its outputs.
                 around[end].given = group
         for at, _ in itertools.chain(*repeats):
             around[at].before_again = step.before[_Mark(_AGAIN, at)]
@@ -133,12 +140,12 @@ class Zero3Sharding:
         return Collectives(tuple(around), step.before[_Mark(_LOSS)], (), (), step.before[_Mark(_END)])
 
 
-# Of equal layers that are given the same: results on fake tensors, and their structure.
+# Cache for equal layers with equal arguments: flat results on fake tensors, and their tree structure.
 _Results = dict[Hashable, tuple[list[Any], Any]]
 
 
 class _Run:
-    """One forward and backward on fake tensors, with a layer's memory left out."""
+    """One forward and backward on fake tensors, without the memory of compiled layers."""
 
     def __init__(
         self,
@@ -155,11 +162,11 @@ class _Run:
         self.recorder = LiveRecorder(model)
         self._inside = {inner for layer in layers.values() for inner in layer.modules()}
         self._ran: list[str] = []
-        # Bytes of what the last layer has returned, by number.
+        # Bytes of the storages that the last layer returned, by number.
         self._returned: dict[int, int] = {}
 
     def around(self, forward: Callable[[], Any]) -> AroundLayers:
-        """The events of a step around its layers."""
+        """Run a step; returns its events around the layers."""
         recorder, gathering, model = self.recorder, self._gathering, self._model
         trained = [held for held in gathering.inside[model] if held.spec.reduced >= 0]
         in_layers = {held for layer in self._layers.values() for held in gathering.inside[layer]}
@@ -167,7 +174,7 @@ class _Run:
             for path, layer in self._layers.items():
                 stack.enter_context(mock.patch.object(layer, "forward", self._forward_of(path, layer)))
             stack.enter_context(recorder)
-            # Behind the recorder's own.
+            # These hooks run after the recorder's own.
             hooks = [register_module_forward_pre_hook(self._before), register_module_forward_hook(self._after)]
             hooks += [
                 held.tensor.register_post_accumulate_grad_hook(lambda _, held=held: self._reduction.add(held))
@@ -183,7 +190,7 @@ class _Run:
             loss = self._beginning(model, loss)
             recorder.begin(BACKWARD)
             recorder.mark(_Mark(_LOSS))
-            # The caller has dropped what the last layer returned.
+            # The caller has dropped the last layer's results; what is still alive counts from here on.
             recorder.take_in(self._returned)
             loss.backward()
             self._reduction.reduce(loss)
@@ -203,11 +210,11 @@ class _Run:
         return self._beginning(module, output)
 
     def _has_hooks(self, module: torch.nn.Module) -> bool:
-        """Those of layers are called where a layer runs."""
+        """Returns True if the module is outside of the layers; a layer's hooks run in its replaced forward."""
         return module in self._gathering.own and module not in self._inside
 
     def _beginning(self, module: torch.nn.Module, output: Any) -> Any:
-        """The output of a module, whose backward begins with its gradient."""
+        """Returns a module's output; the first gradient that reaches it begins the module's backward."""
 
         def begin() -> None:
             self._gathering.fetch(module, in_backward=True)
@@ -215,7 +222,7 @@ class _Run:
         return dynamo.tree_map(lambda value: _calling(begin, value), output)
 
     def _ending(self, module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The positional arguments of a module, whose backward is over with the last of their gradients."""
+        """Returns a module's positional arguments; the last of their gradients ends the module's backward."""
         waiting = [value.requires_grad for value in given if isinstance(value, torch.Tensor)].count(True)
 
         def end() -> None:
@@ -227,7 +234,7 @@ class _Run:
         return tuple(_calling(end, value) for value in given)
 
     def _forward_of(self, path: str, layer: torch.nn.Module) -> Callable[..., Any]:
-        """The forward of a layer as one operator."""
+        """Returns a replacement of a layer's forward that runs it as one operator."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._gathering.fetch(layer)
@@ -238,7 +245,7 @@ class _Run:
             if trained and not values[hidden].requires_grad:
                 values[hidden] = values[hidden].detach().requires_grad_()
             (values[hidden],) = self._ending(layer, (values[hidden],))
-            # -1: nothing of its memory is known.
+            # -1: the layer has no known graph, so its own memory is unknown.
             number = len(self._ran) if path in self._compiled else -1
             if number >= 0:
                 self._ran.append(path)
@@ -246,7 +253,7 @@ class _Run:
                 self.recorder.mark(_Mark(_FORWARD, number))
             shapes = tuple(held.spec.shape for held in self._gathering.inside[layer])
             key = type(layer), shapes, str(structure), tuple(map(fake_tensors.described, values))
-            # Hooks may write to what is outside.
+            # Hooks may change state outside of the layer.
             has_hooks = any(any(hooks_around_forward(inner)) for inner in layer.modules() if inner is not layer)
             is_known = not has_hooks and all(isinstance(value, fake_tensors.DESCRIBED) for value in values)
             if not is_known or key not in self._results:
@@ -273,7 +280,7 @@ class _Run:
         return run
 
     def made(self, number: int, likes: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Tensors like these, which the graph of a layer's run counts where it is known."""
+        """Returns empty tensors like these; they are left out of the recorder if the layer's graph counts them."""
         with self.recorder.paused() if number >= 0 else contextlib.nullcontext():
             made = [None if like is None else torch.empty_like(like) for like in likes]
         if number >= 0:
@@ -281,7 +288,7 @@ class _Run:
         return made
 
     def begin_backward(self, number: int) -> None:
-        """The backward of a layer begins, and runs others again, whose parameters are gathered as for a backward."""
+        """Begin a layer's backward; layers that it reruns gather their parameters as for a backward."""
         self.recorder.mark(_Mark(_BACKWARD, number))
         for at, of in self._repeats[number] if self._repeats else ():
             layer = self._layers[self._ran[of]]
@@ -291,7 +298,7 @@ class _Run:
             self.recorder.mark(_Mark(_AGAIN_END, at))
 
     def reduce(self, trained: Sequence[ParameterState]) -> None:
-        """The backward of a layer has returned the gradients of its parameters."""
+        """Reduce the gradients of a layer's parameters after its backward."""
         for held in trained:
             held.tensor.grad = torch.empty_like(held.tensor)
         for held in sorted(trained, key=lambda held: held.spec.reduced):
@@ -299,7 +306,7 @@ class _Run:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer, without what is in it."""
+    """A layer as one autograd node, without the operators inside."""
 
     @staticmethod
     def forward(
@@ -312,7 +319,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.run, ctx.number, ctx.trained = run, number, trained
         with run.recorder.paused():
-            # Not the tensors themselves, which the layer may not save.
+            # Keep empty copies instead of the tensors, since the layer may not save them.
             ctx.likes = [torch.empty_like(each) if each.requires_grad else None for each in given]
         made = run.made(number, results)
         ctx.mark_non_differentiable(*(each for each in made if each is not None and not each.is_floating_point()))
@@ -328,7 +335,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Calling(torch.autograd.Function):
-    """A tensor, with whose gradient something is called."""
+    """Identity whose backward calls a function."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], value: torch.Tensor) -> torch.Tensor:
@@ -346,7 +353,7 @@ def _calling(call: Callable[[], None], value: Any) -> Any:
 
 
 def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
-    """A run's events between its marks, without what layers hold, which their graphs count."""
+    """Returns a run's events between its marks, without the memory of layers, which their graphs count."""
     before: dict[Hashable, tuple[Event, ...]] = {}
     last = 0
     for place, mark in (*run.marks, (len(run.events), _Mark(_END))):
@@ -354,18 +361,18 @@ def _around(run: LiveRun, layers: Sequence[str]) -> AroundLayers:
         last = place
     for number in reversed(range(len(layers))):
         if _Mark(_BACKWARD, number) not in before:
-            raise MemOptError(f"no gradient comes to {layers[number]}")
+            raise MemOptError(f"{layers[number]} receives no gradient")
     return AroundLayers(tuple(layers), before)
 
 
 class LeafSteps:
-    """The steps of a model whose layers are leafs, run once for each batch that is asked for.
+    """The steps of a model whose layers are leaf modules; each batch size is run once and cached.
 
     Args:
-        forward: the model's own, of positional arguments and those by keyword.
-        args, inputs: of the first batch.
+        forward: the model's own forward; takes positional arguments and keyword arguments.
+        args, inputs: positional and keyword arguments of the first batch.
         layers: paths of the leaf modules.
-        compiled: those whose graphs are known.
+        compiled: paths of the leaf modules whose graphs are known.
     """
 
     def __init__(
@@ -386,12 +393,12 @@ class LeafSteps:
         self._of_sizes = functools.lru_cache(_MOST_STEPS)(self._run)
 
     def __call__(self, sizes: Mapping[str, int], prefetched: int, repeats: Repeats = ()) -> Steps:
-        """The steps with a batch; what `sizes` does not name is as large as in the first batch, or has grown with a
-        size that it was equal to.
+        """Returns the first step and a later one; a size that is not in `sizes` stays as in the first batch, or grows
+        with a size that it was equal to.
 
         Args:
-            prefetched: elements that each module has gathered ahead.
-            repeats: nothing of it runs again where it is empty.
+            prefetched: elements that each module gathers ahead.
+            repeats: calls that the backward of each layer reruns; empty: none.
 
         Raises:
             MemOptError: the model cannot be run on fake tensors.
@@ -423,7 +430,7 @@ class LeafSteps:
                 raise
             except Exception as error:
                 raise MemOptError(
-                    f"what runs outside of the layers of {type(model).__name__} cannot be run on tensors without data "
+                    f"the code outside of the layers of {type(model).__name__} cannot be run on tensors without data "
                     f"({line_of(error)})"
                 ) from error
 
@@ -433,7 +440,7 @@ class LeafSteps:
         return [fakes[id(tensor)] for tensor in tensors]
 
     def _fake(self, value: Any) -> Any:
-        """A tensor without data; of a parameter the whole, and a new one each time."""
+        """Returns a tensor without data, or another value as it is; a parameter's is whole, and new each time."""
         if not isinstance(value, torch.Tensor):
             return value
         if not isinstance(value, torch.nn.Parameter):

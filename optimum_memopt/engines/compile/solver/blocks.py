@@ -1,7 +1,7 @@
-"""Blocks of the forward that can be planned alone, transformer layers and what stands between them, and what each may
-save at every price of a byte.
+"""Splits the forward into blocks that can be planned alone (transformer layers, and the operators between them), and
+finds what each may save at every price of a byte.
 
-Whether to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions.
+Choosing to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions.
 Pure.
 """
 
@@ -14,17 +14,17 @@ import numpy as np
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, cut_of
 
-# Points of the convex hull of (bytes, seconds), and points between them, of which the hull has none.
+# Maximum number of points of the convex hull of (bytes, seconds), and of points between its corners.
 _HULL, _BETWEEN = 24, 16
-# Microseconds of a megabyte at which everything is recomputed that can be.
+# Price in microseconds per megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
-# By the number of a run.
+# Maps a run's number to the sets of nodes that plans for this run alone save.
 PlansOfRun = Callable[[int], Iterable[frozenset[int]]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Operators of the forward, in order and without numbers; the layer is "" for what is in none."""
+    """Nodes of the forward in order, without those that are numbers; `layer` is "" outside of all layers."""
 
     layer: str
     nodes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Block:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """The place of each node in the block."""
+        """Returns the position of each node in the block."""
         return {node: place for place, node in enumerate(self.nodes)}
 
 
@@ -44,11 +44,11 @@ class Blocks:
     """All blocks of a problem, in the order of the forward.
 
     Attributes:
-        all: each operator of the forward is in one.
-        leaving: roots that are read outside of their block. Whatever reads them finds them saved, so that a block can
-            be recomputed from them alone.
-        classes: for each block the first one with the same operators on the same sizes.
-        of_run: what plans for one run of a tape alone save.
+        all: the blocks; each operator of the forward is in one.
+        leaving: roots that are read outside of their block. They are saved, so that each block can be recomputed from
+            them alone.
+        classes: for each block the index of the first one with the same operators on the same sizes.
+        of_run: returns the sets of nodes that plans for one run of a tape alone save.
     """
 
     problem: Problem
@@ -59,31 +59,32 @@ class Blocks:
 
     @cached_property
     def representatives(self) -> dict[int, int]:
-        """One block of each class: the middle one, whose neighbours are most like those of the rest."""
+        """Returns one block of each class: the middle one, whose neighbours are most like those of the rest."""
         members: dict[int, list[int]] = {}
         for index, first in enumerate(self.classes):
             members.setdefault(first, []).append(index)
         return {first: indices[len(indices) // 2] for first, indices in members.items()}
 
     def translated(self, nodes: Collection[int], source: int, target: int) -> frozenset[int]:
-        """The nodes of the block `target` that stand where `nodes` stand in `source`, a block of the same class."""
+        """Returns the nodes of block `target` at the positions of `nodes` in `source`, a block of the same class."""
         places = self.all[source].places
         return frozenset(self.all[target].nodes[places[node]] for node in nodes)
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """The block of each node of the forward, numbers left out."""
+        """Returns the block of each node of the forward, except nodes that are numbers."""
         return {node: index for index, block in enumerate(self.all) for node in block.nodes}
 
     @cached_property
     def index_table(self) -> np.ndarray:
-        """`index` by node, -1 for those that are in no block."""
+        """Returns `index` as an array by node; -1 for nodes in no block."""
         return np.array([self.index.get(node, -1) for node in range(len(self.problem.names))], dtype=np.intp)
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """By node, backward's too, the block of its layer, or of what is outside of layers in its run of a graph where
-        a tape has several; -1 for none, and for views, which many layers may read."""
+        """Returns the block of each node's layer, for the backward's nodes too. On a tape of several runs, a node
+        outside of layers has its run's first block outside of layers. -1 for other nodes, and for views, which many
+        layers may read."""
         problem = self.problem
         layers = {block.layer: index for index, block in enumerate(self.all) if block.layer}
         runs: dict[int, int] = {}
@@ -96,7 +97,8 @@ class Blocks:
         return np.fromiter(blocks, dtype=np.intp)
 
     def with_borders(self, block: Block) -> tuple[frozenset[int], ...]:
-        """The sets of roots that a block may save, from all activations to few, all with what leaves the block."""
+        """Returns the sets of roots that a block may save, from all activations to few; all include the roots that
+        leave the block."""
         problem, leaving = self.problem, self.leaving & block.members
         activations = (problem.activations & block.members) - leaving
         statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
@@ -104,7 +106,7 @@ class Blocks:
         cut = cut_of(problem, block.nodes, leaving)
         if cut is not None:
             most = sum(problem.bytes[node] for node in activations) / MEGA
-            # Between the corners of the hull only for layers, which take most of the time and bytes.
+            # Points between the hull's corners only for layers, which take most of the time and bytes.
             between = _between(cut, most) if block.layer else ()
             for solution in (*_hull(cut), *between):
                 sets.setdefault(leaving | cut.saved(solution))
@@ -113,19 +115,20 @@ class Blocks:
         return tuple(sets)
 
     def without_borders(self, block: Block) -> tuple[frozenset[int], ...]:
-        """The same where what leaves the block may be recomputed too, such as a sum from its operands."""
+        """Returns further sets, in which the roots that leave the block may be recomputed too, such as a sum from its
+        operands."""
         cut = cut_of(self.problem, block.nodes, wanted=self.leaving & block.members)
         of_run = (saved & block.members for saved in self.of_run(self.problem.runs[block.nodes[0]]))
         return () if cut is None else tuple(dict.fromkeys((*map(cut.saved, _hull(cut)), *of_run)))
 
 
 def no_plans(run: int) -> Iterable[frozenset[int]]:
-    """Where a graph runs alone."""
+    """Returns no plans; for a graph that runs alone."""
     return ()
 
 
 def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans, *, are_runs: bool = False) -> Blocks:
-    """Layers, and what stands between them; or the runs of a tape."""
+    """Returns the layers and the operators between them as blocks; or the runs of a tape."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     layer = ""
     for node, is_forward in enumerate(problem.is_forward):
@@ -139,14 +142,14 @@ def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans, *, are_runs: bool
     for node, index in block_of.items():
         roots = [problem.roots[read] for read in problem.reads[node]] if not problem.is_view[node] else []
         elsewhere = [root for root in roots if block_of.get(root, index) != index]
-        # An inlined fill is computed wherever it is read.
+        # An inlined fill is recomputed by each of its readers.
         leaving.update(root for root in elsewhere if problem.is_tensor[root] and not problem.is_view[root])
     backward_reads = frozenset(problem.backward_reads)
 
     def signature(block: Block) -> Iterator[object]:
-        """Equal for blocks that can have the same plans."""
+        """Yields a key that is equal for blocks that can have the same plans."""
         for node in block.nodes:
-            # Reads from another block count by their number alone.
+            # Of reads from other blocks only the count matters.
             reads = tuple(block.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read])
             sizes = problem.bytes[node], problem.workspaces[node]
             yield problem.kinds[node], sizes, node in leaving, node in backward_reads, reads
@@ -157,7 +160,7 @@ def blocks_of(problem: Problem, of_run: PlansOfRun = no_plans, *, are_runs: bool
 
 
 def _hull(cut: Cut) -> Iterator[np.ndarray]:
-    """Corners of the convex hull, found between two corners by the price at which they cost the same."""
+    """Yields corners of the convex hull; finds one between two others at the price at which these cost the same."""
     few, many = cut.at_price(_HIGHEST), cut.at_price(LOWEST_PRICE)
     yield from (few, many)
     todo = [(few, many)]

@@ -1,4 +1,4 @@
-"""Compression within a budget: which saved activations wait in fp8, where that is cheaper than recompute. Pure."""
+"""Plans compression within a budget: which saved activations wait in fp8, if that is cheaper than recompute. Pure."""
 
 import bisect
 import contextlib
@@ -12,11 +12,11 @@ from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, se
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
-# Bytes beyond the budget that are compressed, as shares of what compression can take away.
+# Bytes beyond the budget to save by compression, as shares of the most that it can save.
 _SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-# What compression has to save of a step's time: it is inexact.
+# Share of a step's time that compression must save, since it is inexact.
 _WORTH = 0.01
-# Activations of a plan, the dearest first, of which each is tried without its compression.
+# Maximum number of groups, the dearest first, that are tried without their compression.
 _TRIED = 16
 
 
@@ -26,7 +26,7 @@ class Compression:
 
     Attributes:
         forward: the graphs as one problem, with the conversions of all activations that may be compressed.
-        deciding: operators of each run from whose operands integers follow.
+        deciding: operators of each run that derive integers or sizes from their operands, see `decided_from`.
     """
 
     forward: TapeProblem
@@ -34,17 +34,18 @@ class Compression:
 
     @cached_property
     def numbers(self) -> tuple[dict[int, int], ...]:
-        """By run, the nodes of its own problem and their numbers in the problem of all."""
+        """Returns for each run a map from the nodes of its own problem to their numbers in the joint one."""
         return tuple(map(self.forward.numbers, range(len(self.forward.runs))))
 
     @cached_property
     def most(self) -> int:
-        """Bytes that compressing all saved activations takes away."""
+        """Returns the bytes that compressing all saved activations would save."""
         problem = self.forward.problem
         return sum(_saving(problem, node) for node in problem.conversions)
 
     def simulated(self, plain: TapeProblem, plan: Plan) -> GraphSimulation:
-        """The graphs under a plan for the problem without conversions, on the device what is offloaded."""
+        """Simulate the graphs under a plan for the problem without conversions; offloaded nodes stay on the
+        device."""
         saved = self.forward.of_all(plain.of_runs(frozenset(plan.saved)))
         compressed = (
             self.numbers[run][node] for run, nodes in enumerate(plain.of_places(plan.compressed)) for node in nodes
@@ -52,11 +53,12 @@ class Compression:
         return simulate(self.forward.problem, saved, frozenset(compressed))
 
     def groups(self, saved: Sequence[frozenset[int]]) -> list[tuple[int, ...]]:
-        """Activations that are compressed together, the same of all runs of a graph, so that it keeps as many
-        partitions; those that save most for their seconds first.
+        """Returns groups of activations to compress together, most bytes per second first.
+
+        A group is the same activation in all runs of a graph, so that the graph keeps its number of partitions.
 
         Args:
-            saved: by each run, of its own problem.
+            saved: nodes that each run saves, by the numbers of its own problem.
         """
         problem, graphs, runs = self.forward.problem, self.forward.graphs, self.forward.runs
         exact = [decided_from(*each) for each in zip(runs, self.deciding, saved, strict=True)]
@@ -84,10 +86,10 @@ def _seconds(problem: Problem, nodes: Sequence[int]) -> float:
 
 
 def decided_from(problem: Problem, deciding: frozenset[int], saved: frozenset[int]) -> frozenset[int]:
-    """See `analyzed_graph.decided_from`.
+    """Returns the saved nodes from which the backward recomputes integers or sizes, see `analyzed_graph.decided_from`.
 
     Args:
-        deciding: operators that make integers of numbers, or as many results as their values say.
+        deciding: operators that turn numbers into integers, or whose number of results depends on values.
     """
     recomputed = problem.needed(problem.backward_reads, saved)
     operands = (read for node in recomputed & deciding for read in problem.reads[node])
@@ -103,12 +105,12 @@ def with_compression(
     budget: int,
     few: Callable[[Plan, int], Plan],
 ) -> Plan | None:
-    """The fastest plan with compression; None where it gains less than `_WORTH` over the exact one (None: none fits),
-    or fits no better.
+    """Returns the fastest plan with compression; None if none fits, or it gains less than `_WORTH` over `exact`.
 
     Args:
-        plain: the problem of the solver.
-        few: a plan with few partitions of each graph, within so many bytes.
+        plain: the solver's problem, without conversions.
+        exact: the plan without compression; None: none fits.
+        few: reduces a plan to few partitions of each graph, within a number of bytes.
     """
     worth = _WORTH * solver.seconds
     alone = float("inf") if exact is None else exact.extra_seconds
@@ -123,7 +125,7 @@ def with_compression(
 
 
 def _plans_to_compress(solver: Solver, compression: Compression, budget: int) -> Iterator[tuple[Plan, int]]:
-    """Plans for larger budgets, with these."""
+    """Yields plans for larger budgets, each with its budget."""
     larger = budget
     if budget < solver.lowest.peak:
         for simulation in dict.fromkeys((solver.lowest, solver.layers_recomputed)):
@@ -137,7 +139,8 @@ def _plans_to_compress(solver: Solver, compression: Compression, budget: int) ->
 
 
 def _compressed(solver: Solver, plain: TapeProblem, compression: Compression, plan: Plan, budget: int) -> Plan | None:
-    """A plan for a larger budget with the least compression with which it is within this one; None where none is."""
+    """Returns the plan for a larger budget with the least compression that brings it within this one; None if no
+    compression does."""
     runs = plain.of_runs(frozenset(plan.saved))
     saved, groups = compression.forward.of_all(runs), compression.groups(runs)
     problem = compression.forward.problem

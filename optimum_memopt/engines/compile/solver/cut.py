@@ -1,4 +1,4 @@
-"""The choice between recompute and saving as an integer program, and the solver HiGHS without its output. Pure."""
+"""Formulates recompute or save as an integer program, and calls the solver HiGHS without its output. Pure."""
 
 import contextlib
 import ctypes
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 
-# A second thread would take the first one's `os.devnull` for the output to restore.
+# A second thread would save the first one's `os.devnull` as the output to restore.
 _LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def without_c_output() -> Iterator[None]:
-    """Drop what is written to descriptor 1 meanwhile, by other threads too; elsewhere than on Linux and macOS nothing.
+    """Drop everything written to file descriptor 1 within the context, by other threads too; no effect on Windows.
 
-    HiGHS prints a line for some programs whatever it is told about its log (`printf` in
+    HiGHS prints a line for some programs whatever its log options (`printf` in
     `HighsMipSolverData::transformNewIntegerFeasibleSolution`, in scipy 1.17), which would break JSON and tables.
     """
     with _LOCK:
@@ -51,22 +51,27 @@ def without_c_output() -> Iterator[None]:
             os.close(nowhere)
 
 
-# Microseconds of a megabyte at which everything is saved that can be.
+# Price in microseconds per megabyte at which everything is saved that can be.
 LOWEST_PRICE = 1e-4
 MEGA = 1e6
-# To the optimum, as a share.
+# Accepted gap to the optimum, as a share.
 GAP = 1e-3
-# Of a search; a limit of time would have other solutions on another rank.
+# Maximum number of branch-and-bound nodes; a time limit could give each rank a different solution.
 _NODES = 200
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The program of some operators: a variable for each one that may be recomputed, and for each root to save.
+    """The integer program of some operators: one variable for each operator that may be recomputed, and one for each
+    root that may be saved.
 
     Attributes:
-        requires: rows of coefficients; each row is at least `least`.
-        least: 1 where the backward reads, 0 where an operator that is recomputed reads.
+        operators: column of each operator that may be recomputed.
+        roots: column of each root that may be saved.
+        requires: rows of coefficients; the value of each row must be at least that of `least`.
+        least: 1 for a read by the backward, 0 for a read by a recomputed operator.
+        microseconds: time of each column if its variable is 1.
+        megabytes: size of each column if its variable is 1.
     """
 
     operators: Mapping[int, int]
@@ -80,7 +85,7 @@ class Cut:
         return frozenset(root for root, column in self.roots.items() if solution[column] > 0.5)
 
     def at_price(self, price: float) -> np.ndarray:
-        """The cheapest solution at a price of a megabyte in microseconds."""
+        """Returns the cheapest solution at a price in microseconds per megabyte."""
         from scipy.optimize import linprog
 
         costs = self.microseconds + price * self.megabytes
@@ -88,7 +93,8 @@ class Cut:
         return np.asarray(np.round(solved.x))
 
     def within(self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP) -> np.ndarray | None:
-        """The cheapest solution with each row of `limits`, in megabytes, `most` at most; None where none was found."""
+        """Returns the cheapest solution in which each row of `limits`, in megabytes, is at most `most`; None if none
+        was found."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         costs, integral = self.microseconds + LOWEST_PRICE * self.megabytes, np.ones(len(self.microseconds))
@@ -103,11 +109,11 @@ class Cut:
 def cut_of(
     problem: Problem, nodes: Sequence[int], given: Collection[int] = (), wanted: Collection[int] = ()
 ) -> Cut | None:
-    """The program of some operators of the forward; None where nothing is read that they could recompute.
+    """Returns the program of some operators of the forward; None if nothing that they could recompute is read.
 
     Args:
-        given: roots that are there anyway.
-        wanted: roots that are read by more than the backward.
+        given: roots that are in memory anyway.
+        wanted: roots that must be available even if the backward does not read them.
     """
     computing = [node for node in nodes if problem.is_operator[node]]
     own = [node for node in computing if not problem.is_view[node] and problem.picks[node] is None]
@@ -119,7 +125,7 @@ def cut_of(
     roots = {node: column for column, node in enumerate(savable, len(operators))}
 
     def requires(node: int) -> dict[int, float]:
-        """Coefficients of: the storage that `node` lies in is saved or recomputed."""
+        """Returns the coefficients of the condition that the storage of `node` is saved or recomputed."""
         root = problem.roots[node]
         if root not in roots:
             return {}
@@ -143,7 +149,7 @@ def cut_of(
 
 
 def matrix(rows: Sequence[Mapping[int, float]], columns: int) -> "csr_matrix":
-    """Sparse rows of coefficients by column."""
+    """Returns a sparse matrix from rows of coefficients by column."""
     from scipy.sparse import csr_matrix
 
     entries = [(value, line, column) for line, row in enumerate(rows) for column, value in row.items()]

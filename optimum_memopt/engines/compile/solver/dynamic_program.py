@@ -1,7 +1,8 @@
-"""The first solver: a frontier for each class of blocks, and a dynamic program that picks a point of each block's.
+"""The first solver: measures a frontier for each class of blocks, and picks one point for each block by a dynamic
+program.
 
-What leaves a block is saved where it is needed, so each block's plan changes the peak in two ways only: by the bytes
-that it leaves to all later blocks of the forward, and by how high its own part of forward and backward rises. Pure.
+The roots that leave a block are saved, so each block's plan changes the peak in two ways only: by the bytes that it
+keeps allocated during all later blocks of the forward, and by the peak of its own part of forward and backward. Pure.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,18 +15,18 @@ import numpy as np
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.solver.blocks import Block, Blocks
 
-# Steps of saved bytes that the dynamic program tells apart.
+# Number of steps of saved bytes that the dynamic program distinguishes.
 _STEPS = 4000
-# How often the dynamic program's own budget is corrected by the simulated peak.
+# Maximum number of corrections of the dynamic program's own budget by the simulated peak.
 _TRIES = 8
-# What the last byte of a plan costs against the average one; not tuned.
+# Cost of a plan's last byte relative to its average byte; not tuned.
 _MARGINAL = 2
 
 
 class FrontierPoint(NamedTuple):
-    """One way to run a block; bytes and seconds are over those where everything is saved.
+    """One way to run a block; bytes and seconds are relative to saving everything.
 
-    A rise is that of the highest point of its part of the forward, or of the backward.
+    A rise is that of the peak of the block's part of the forward, or of the backward.
     """
 
     saved: frozenset[int]
@@ -39,13 +40,14 @@ class FrontierPoint(NamedTuple):
 
 
 _Frontier = tuple[FrontierPoint, ...]
-# The highest bytes of a block's part of the forward, and of the backward.
+# Peaks in bytes of a block's part of the forward, and of the backward.
 _Tops = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class DynamicProgram:
-    """The measured frontiers of a problem's blocks, for any budget; `tops` are of each with everything saved."""
+    """Solves for any budget on the measured frontiers of a problem's blocks; `tops` are the blocks' peaks with
+    everything saved."""
 
     blocks: Blocks
     everything: GraphSimulation
@@ -53,9 +55,9 @@ class DynamicProgram:
     frontiers: tuple[_Frontier, ...]
 
     def choose(self, limit: int) -> tuple[FrontierPoint, ...]:
-        """Each block's way to run in least time with no part above the limit; empty where that is impossible.
+        """Returns a point for each block, fastest in total with no part above the limit; empty if that is impossible.
 
-        Exact but for the rounding of `_STEPS`, and for what blocks share; the caller simulates the result.
+        Exact except for rounding to `_STEPS`, and for storages that blocks share; the caller simulates the result.
         """
         least = sum(min(point.saved_bytes for point in points) for points in self.frontiers)
         most = sum(max(point.saved_bytes for point in points) for points in self.frontiers)
@@ -66,7 +68,7 @@ class DynamicProgram:
             parts = []
             for number, point in enumerate(points):
                 rise = max(forward_top + point.forward_rise, backward_top + point.backward_rise)
-                # Bytes rise from one to the next.
+                # `saved_bytes` is ascending.
                 fits = np.searchsorted(saved_bytes, limit - rise, side="right")
                 sums, times = saved_bytes[:fits] + point.saved_bytes, seconds[:fits] + point.seconds
                 parts.append((sums, times, np.arange(fits), np.full(fits, number)))
@@ -84,7 +86,7 @@ class DynamicProgram:
         return tuple(reversed(chosen))
 
     def solve(self, budget: int) -> GraphSimulation | None:
-        """The fastest plan found whose simulated peak is within the budget."""
+        """Returns the fastest plan found whose simulated peak is within the budget; None if there is none."""
         best: GraphSimulation | None = None
         asked, low, high, times = budget, 0, 0, 1
         seen: set[frozenset[int]] = set()
@@ -106,20 +108,20 @@ class DynamicProgram:
             if fits and simulation.saved in seen:
                 break
             seen.add(simulation.saved)
-            # What blocks share takes room that the dynamic program does not see, or leaves some.
+            # Storages that blocks share make the simulated peak higher or lower than the dynamic program's.
             low, high = (asked, high) if fits else (low, asked)
             if low and high:
                 asked = (low + high) // 2
             elif fits:
                 asked += budget - simulation.peak
             else:
-                # The exact correction may be met by a plan that is over by as much, again and again.
+                # The exact correction may again lead to a plan that is over by as much, so the correction doubles.
                 asked -= (simulation.peak - budget) * times
                 times *= 2
         return best
 
     def lowest(self) -> GraphSimulation:
-        """The plan with the lowest peak that is found."""
+        """Returns the plan with the lowest peak found."""
         low, high = 0, self.everything.peak
         best = self.everything
         while high - low > max(1, self.everything.peak // 10_000):
@@ -132,13 +134,13 @@ class DynamicProgram:
         return best
 
     def simulate(self, chosen: Sequence[FrontierPoint], dropped: Collection[int] = ()) -> GraphSimulation:
-        """The graph with what is chosen for each block saved, but for what is `dropped`."""
+        """Simulate the graph with the chosen points' nodes saved, except those in `dropped`."""
         saved = frozenset().union(*(point.saved for point in chosen)).difference(dropped)
         return simulate(self.blocks.problem, self.blocks.problem.closure(saved))
 
     def _cheap_outside(self, simulation: GraphSimulation) -> frozenset[int]:
-        """Nodes that a plan saves outside of layers for recompute within them, such as an attention mask, that are
-        cheaper to recompute than what the plan does: no plan of one block alone shows this."""
+        """Returns nodes outside of layers that a plan saves for recompute in layers, such as an attention mask, and
+        that are cheaper to recompute for their bytes than the plan's own: no plan of one block alone reveals them."""
         problem = self.blocks.problem
         dropped: frozenset[int] = frozenset()
         for node in sorted(simulation.saved - self.everything.saved):
@@ -157,12 +159,13 @@ class DynamicProgram:
 
 
 def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray:
-    """The fastest of all with nearly the same bytes (`step`), and only if nothing with fewer is as fast; by bytes."""
+    """Returns the indices of the fastest of all sums with nearly the same bytes (`step`), without those that are no
+    faster than one with fewer bytes; ascending by bytes."""
     places = np.round(sums / step).astype(np.intp)
     places -= places.min()
     fastest = np.full(places.max() + 1, np.inf)
     np.minimum.at(fastest, places, times)
-    # Sorting those alone, and not all, takes a quarter of the time.
+    # Sorting only the fastest takes a quarter of the time of sorting all.
     (fast,) = np.nonzero(times == fastest[places])
     order = fast[np.lexsort((sums[fast], places[fast]))]
     before = np.minimum.accumulate(times[order])
@@ -171,10 +174,11 @@ def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray
 
 
 def dynamic_programs(blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
-    """A dynamic program in which all that leaves a block is saved, and one with further points, which recompute it.
+    """Returns a dynamic program that saves all roots that leave blocks, and one with further points that recompute
+    them.
 
-    A point is measured alone. If many blocks recompute what leaves them, it is there for all of them when the backward
-    begins, which only the simulation of the result shows.
+    Each point is measured alone. If many blocks recompute the roots that leave them, all of these are in memory when
+    the backward begins, which only the simulation of the result shows.
     """
     everything = simulate(blocks.problem, blocks.problem.closure(blocks.leaving | blocks.problem.activations))
     tops = _tops(blocks, everything)
@@ -183,7 +187,7 @@ def dynamic_programs(blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
     without_borders = {index: reduce(_with, further[index], points) for index, points in with_borders.items()}
 
     def program(measured: Mapping[int, _Frontier]) -> DynamicProgram:
-        """The frontiers of all blocks from those of one a class."""
+        """Returns a dynamic program with the frontiers of all blocks, from those of one block in each class."""
         sources = [blocks.representatives[first] for first in blocks.classes]
         of_all = tuple(
             tuple(point._replace(saved=blocks.translated(point.saved, source, index)) for point in measured[source])
@@ -200,9 +204,9 @@ def _measured(
     tops: Sequence[_Tops],
     sets_of: Callable[[Block], tuple[frozenset[int], ...]],
 ) -> dict[int, _Frontier]:
-    """The frontier of the representative of each class, without points that another one is as good as.
+    """Returns the frontier of each class's representative, without points that another one is as good as.
 
-    A simulation measures one point of each block, while all other blocks save everything.
+    A simulation measures one point of each representative, while all other blocks save everything.
     """
     problem = blocks.problem
     sets = {index: sets_of(blocks.all[index]) for index in blocks.representatives.values()}
@@ -234,13 +238,13 @@ def _with(frontier: _Frontier, point: FrontierPoint) -> _Frontier:
 def _saved_bytes(
     blocks: Blocks, everything: GraphSimulation, simulation: GraphSimulation, measured: list[int]
 ) -> dict[int, int]:
-    """Bytes that each measured block leaves for the backward, over those where everything is saved.
+    """Returns the bytes that each measured block leaves for the backward, relative to saving everything.
 
-    What leaves a block, and is saved since a measured one is recomputed from it, counts for that one; what several
-    read (an attention mask), for its own.
+    A root that leaves its block counts for the measured block that alone reads it, which is recomputed from it; if
+    several blocks read it (an attention mask), it counts for its own block.
     """
     more = dict.fromkeys(measured, 0)
-    # By storage: what a graph reads of another one is saved as a view.
+    # By storage: a graph saves as a view what it reads of another graph.
     now, before = (frozenset(blocks.problem.roots[node] for node in ran.saved) for ran in (simulation, everything))
     for sign, nodes in ((1, now - before), (-1, before - now)):
         for node in nodes:
@@ -251,7 +255,7 @@ def _saved_bytes(
 
 
 def _only_reader(blocks: Blocks, root: int) -> int | None:
-    """The block that alone reads what leaves another one; None where several do."""
+    """Returns the only other block that reads a root; None if there are several or none."""
     readers = set()
     todo = [root]
     while todo:
@@ -265,7 +269,7 @@ def _only_reader(blocks: Blocks, root: int) -> int | None:
 
 
 def _recompute_seconds(blocks: Blocks, simulation: GraphSimulation) -> list[float]:
-    """Seconds of what is recomputed in each block."""
+    """Returns the recompute seconds of each block."""
     seconds = [0.0] * len(blocks.all)
     for node in simulation.recomputed:
         if node in blocks.index:
@@ -274,10 +278,10 @@ def _recompute_seconds(blocks: Blocks, simulation: GraphSimulation) -> list[floa
 
 
 def _tops(blocks: Blocks, simulation: GraphSimulation) -> tuple[_Tops, ...]:
-    """The highest bytes of each block's part of the forward and of the backward."""
+    """Returns the peaks in bytes of each block's part of the forward and of the backward."""
     order = np.array(simulation.forward.order, dtype=np.intp)
     index = blocks.index_table[order]
-    # What is in no block runs within the one before it; what runs before all, within the first.
+    # An operator in no block counts for the block before it, or for the first block if there is none.
     last = np.maximum.accumulate(np.where(index < 0, 0, np.arange(len(order))))
     forward = np.zeros(len(blocks.all), dtype=np.int64)
     np.maximum.at(forward, np.maximum(index[last], 0), np.array(simulation.forward.held, dtype=np.int64))
@@ -286,7 +290,8 @@ def _tops(blocks: Blocks, simulation: GraphSimulation) -> tuple[_Tops, ...]:
 
 
 def _backward_tops(blocks: Blocks, simulation: GraphSimulation) -> dict[int, int]:
-    """The parts of layers from the first to the last of their operators; of the rest what lies between those."""
+    """Returns the peak of each block's part of the backward: a layer's part reaches from its first to its last
+    operator, and the other blocks' parts lie between those."""
     order = np.array(simulation.backward.order, dtype=np.intp)
     held = np.array(simulation.backward.held, dtype=np.int64)
     index = blocks.layer_table[order]

@@ -1,4 +1,4 @@
-"""The plans of all graphs of a forward together, for one batch. Pure."""
+"""Solves for the plans of all graphs of a forward together, for one batch. Pure."""
 
 import contextlib
 import itertools
@@ -17,9 +17,9 @@ from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import Link, segments_within
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, points_of, solved
 
-# Budgets for which one run of a tape is solved alone.
+# Number of budgets for which one run of a tape is solved alone.
 _PLANS_OF_RUN = 12
-# Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
+# Maximum number of compiled partitions of one graph: with three, most budgets' plans are as good as with any number.
 _MOST_VARIANTS = 3
 
 
@@ -28,9 +28,9 @@ class ForwardSolver:
     """Solves all graphs of a forward for one batch.
 
     Attributes:
-        host: where activations may be offloaded to; None: nowhere.
-        compression: of activations, which is inexact; None: not allowed.
-        segments: of every plan, as another rank has them; empty: those that each takes.
+        host: the host to offload activations to; None: no offload.
+        compression: inexact compression of activations; None: not allowed.
+        segments: another rank's segments, which every plan must take; empty: each plan chooses its own.
         gather_rate: see `StepContext`.
     """
 
@@ -45,31 +45,32 @@ class ForwardSolver:
         return Solver(self.forward.problem, cache(self._plans_of_run) if len(self.forward.runs) > 1 else no_plans)
 
     def _plans_of_run(self, run: int) -> tuple[frozenset[int], ...]:
-        """Extra candidate plans for one layer's run, solved on its graph alone."""
+        """Returns extra candidate plans for one layer's run, solved on its graph alone."""
         solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
         low, high = solver.lowest.peak, solver.everything.peak
-        # From the largest: limits that were found for larger budgets help most with the smallest.
+        # Largest first: limits found for larger budgets help most with the smallest.
         budgets = (low + (high - low) * part // _PLANS_OF_RUN for part in reversed(range(_PLANS_OF_RUN)))
         return tuple(frozenset(numbers[node] for node in plan.saved) for plan in solver.plans(budgets))
 
     @cached_property
     def lowest(self) -> int:
-        """The lowest peak of recompute, bytes."""
+        """Returns the lowest peak of recompute, in bytes."""
         return self.solver.lowest.peak
 
     @cached_property
     def everything(self) -> int:
-        """The peak with everything saved, bytes."""
+        """Returns the peak with everything saved, in bytes."""
         return self.solver.everything.peak
 
     @cached_property
     def cheapest(self) -> Callable[[int], Plan]:
-        """Maps a number of bytes to the fastest plan within it that partitions each graph in few ways.
+        """Returns a cached function from a number of bytes to the fastest plan within it, with few partitions of each
+        graph.
 
         Raises:
             Infeasible: no plan fits.
         """
-        # A curve is asked for again with another margin, and has the same budgets then.
+        # A curve is computed again with another margin, at the same budgets.
         return cache(self._solve)
 
     def _solve(self, allowed: int) -> Plan:
@@ -87,16 +88,16 @@ class ForwardSolver:
         return plan
 
     def compressing(self, exact: Plan | None, allowed: int) -> Plan | None:
-        """The plan with compression that is worth it; arguments as in `with_compression`."""
+        """Returns the plan with compression if it is worth it, else None; arguments as in `with_compression`."""
         if self.compression is None:
             return None
         return with_compression(self.solver, self.forward, self.compression, exact, allowed, self._with_few_variants)
 
     def _cheapest_exact(self, allowed: int) -> Plan:
-        """See `cheapest`."""
+        """Returns the fastest plan without compression, see `cheapest`."""
         if self.segments:
             return self._in_segments(allowed)
-        # Small changes to single runs of one graph would be so many graphs to compile.
+        # Small changes to single runs of one graph would add as many graphs to compile.
         runs = self.forward.runs
         try:
             plan = offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
@@ -110,13 +111,13 @@ class ForwardSolver:
         return plan
 
     def _in_segments(self, allowed: int, otherwise: Infeasible | None = None) -> Plan:
-        """The fastest plan in segments of layers.
+        """Returns the fastest plan in segments of layers.
 
         Args:
-            otherwise: without segments.
+            otherwise: the error of solving without segments.
 
         Raises:
-            Infeasible: none fits.
+            Infeasible: no plan fits.
         """
         lowest, holds = (self.lowest, ()) if otherwise is None else (otherwise.peak, otherwise.holds)
         plans: list[Plan] = []
@@ -134,7 +135,8 @@ class ForwardSolver:
         return min(plans, key=lambda plan: plan.extra_seconds)
 
     def _with_few_variants(self, plan: Plan, allowed: int) -> Plan:
-        """A plan, or the one like it with `_MOST_VARIANTS` partitions of each graph, as far as one fits."""
+        """Returns the plan with at most `_MOST_VARIANTS` partitions of each graph, as far as merging them still
+        fits."""
         graphs = self.forward.graphs
         runs = list(self.forward.of_runs(plan.saved))
         for graph in dict.fromkeys(graphs):
@@ -152,12 +154,12 @@ class ForwardSolver:
         return plan
 
     def curve(self, outside: Footprint) -> tuple[CurvePoint, ...]:
-        """Plans of budgets from the lowest peak to everything saved, in the step around them."""
+        """Returns the curve of a step with `outside`, from the lowest peak to everything saved."""
         return points_of(solved(self.lowest, self.everything, self.cheapest), outside)
 
     def fits(self, allowed: int) -> bool:
-        """True where `cheapest` finds a plan."""
-        # Whatever fits will do, so that the cheapest is not searched for where something does.
+        """True if `cheapest` finds a plan."""
+        # Any plan that fits is enough, so try the quick ones before searching for the cheapest.
         if min(self.everything, self.solver.layers_recomputed.peak) <= allowed or self.lowest <= allowed:
             return True
         try:
@@ -167,5 +169,5 @@ class ForwardSolver:
         return True
 
     def saving(self, saved: Sequence[Collection[int]]) -> Plan:
-        """The plan in which each run of the forward saves these nodes of its graph."""
+        """Returns the plan in which each run of the forward saves these nodes of its graph."""
         return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))

@@ -1,4 +1,5 @@
-"""Offload within a budget: how long copies take room on the device, and which activations are worth one. Pure.
+"""Plans offload within a budget: how long copies keep memory on the device, and which activations are worth a copy.
+Pure.
 
 Both directions are one problem: a reload is an offload with time running backwards.
 """
@@ -19,11 +20,11 @@ from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solve
 
 
 class Copy(NamedTuple):
-    """A tensor on its way to the host, and on the device until the copy is complete.
+    """A tensor's copy to the host; the tensor stays on the device until the copy is complete.
 
     Attributes:
-        after: the operator behind which it is begun.
-        before: the one that waits for it at the latest; None: whoever comes behind the last.
+        after: index of the operator after which the copy begins.
+        before: index of the operator before which the device waits for it at the latest; None: after the last one.
     """
 
     after: int
@@ -36,8 +37,8 @@ class Overlap(NamedTuple):
 
     Attributes:
         until: for each copy the index of the operator before which the device waits for it; the number of operators
-            where it waits behind the last.
-        stall: seconds that it waits in all.
+            if it waits after the last one.
+        stall: total seconds that the device waits.
     """
 
     until: tuple[int, ...]
@@ -47,15 +48,15 @@ class Overlap(NamedTuple):
 def overlap(
     held: Sequence[int], seconds: Sequence[float], copies: Sequence[Copy], limit: int, bandwidth: float
 ) -> Overlap:
-    """Let each copy take its time beside the operators behind it, one copy after the other.
+    """Overlap the copies, one after the other, with the operators that follow them.
 
-    The device waits for a copy when it is complete, and earlier where the operator at hand would pass the limit, or is
-    the last that may wait.
+    A copied tensor is freed once its copy is complete. The device waits for an incomplete copy if the next operator
+    would exceed the limit, or is the last that may wait for it.
 
     Args:
-        held: bytes while each operator runs, of a copied tensor up to the operator `Copy.after` only.
-        copies: in the order in which they may begin.
-        limit: bytes that copies under way must not take `held` beyond.
+        held: bytes while each operator runs; a copied tensor counts up to the operator `Copy.after` only.
+        copies: copies in the order in which they may begin.
+        limit: bytes that `held` and the copies under way must not exceed together.
     """
     until = [len(held)] * len(copies)
     under_way: deque[tuple[float, int]] = deque()
@@ -78,28 +79,28 @@ def overlap(
             under_way.append((link_free, next_copy))
             in_flight += copies[next_copy].bytes
             next_copy += 1
-    # Behind the last operator the device waits for all.
+    # After the last operator the device waits for all copies.
     stall += max(0.0, link_free - now) if under_way else 0.0
     return Overlap(tuple(until), stall)
 
 
-# Bytes beyond the budget that are offloaded, as shares of what the link moves during the forward; of many more the
-# device waits for the most part, which only pays where nothing else fits.
+# Bytes beyond the budget to offload, as shares of what the link moves during the forward. `_MORE_SHARES` mostly stall
+# the device, and only pay if nothing else fits.
 _SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 _MORE_SHARES = (4.0, 6.5)
-# Below that a copy's launch takes as long as the copy.
+# Smallest storage to offload, in bytes: below it, launching a copy takes as long as the copy.
 _SMALLEST = 2**20
-# What offload has to save of a step's time: it also takes memory of the host.
+# Share of a step's time that offload must save: it also takes host memory.
 _WORTH = 0.01
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host, as a graph may use it.
+    """The host resources that offload may use.
 
     Attributes:
-        bandwidth: of the link, bytes a second in one direction.
-        available: bytes that copies may take there.
+        bandwidth: of the link, bytes per second in one direction.
+        available: bytes of host memory that copies may take.
         allowed: roots that may be offloaded, and arguments of a tape's runs that only one run's backward may read.
     """
 
@@ -109,7 +110,7 @@ class Host:
 
 
 def cheapest(solver: Solver, budget: int, host: Host | None, is_final: bool = True) -> Plan:
-    """The fastest plan within a budget, with offload where that is faster and there is a host.
+    """Returns the fastest plan within a budget, with offload if that is faster and there is a host.
 
     Args:
         is_final: see `Solver.solve`.
@@ -127,8 +128,11 @@ def cheapest(solver: Solver, budget: int, host: Host | None, is_final: bool = Tr
 
 
 def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
-    """The fastest plan with offload; None where it gains less than `_WORTH` over that of recompute alone (None: none
-    fits), or fits no better."""
+    """Returns the fastest plan with offload; None if none fits, or it gains less than `_WORTH` over `recompute`.
+
+    Args:
+        recompute: the plan of recompute alone; None: none fits.
+    """
     worth = _WORTH * solver.seconds
     alone = float("inf") if recompute is None else recompute.extra_seconds
     if alone <= worth:
@@ -137,14 +141,14 @@ def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host
     for plan in _plans_to_offload(solver, recompute, budget, host):
         offloading = _offloading(solver.problem, plan, budget, host)
         if best is not None and (offloading is None or offloading.extra_seconds > best.extra_seconds):
-            # From here on the link is full.
+            # The link is saturated: offloading more gets slower.
             break
         best = offloading or best
     return best if best is not None and best.extra_seconds <= alone - worth else None
 
 
 def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Iterator[Plan]:
-    """Plans that save more and more, for larger budgets; arguments as in `with_offload`."""
+    """Yields plans that save more and more, for larger budgets; arguments as in `with_offload`."""
     if recompute is None:
         yield from map(solver.plan, dict.fromkeys((solver.lowest, solver.layers_recomputed)))
     larger = solver.lowest.peak if recompute is None else budget
@@ -160,10 +164,11 @@ def _plans_to_offload(solver: Solver, recompute: Plan | None, budget: int, host:
 
 
 def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan | None:
-    """The fewest bytes offloaded with which a plan for a larger budget is within this one; None where none are."""
+    """Returns the plan for a larger budget with the least offload that brings it within this one; None if no offload
+    does."""
     roots, sizes = problem.roots, problem.bytes
     sides = _sides(problem, simulate(problem, frozenset(plan.saved)))
-    # A storage that two runs save would stay.
+    # A storage that two runs save would stay on the device.
     times = Counter(roots[node] for node in plan.saved)
     candidates = [
         node
@@ -173,7 +178,7 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
     candidates.sort(key=lambda node: (sides[0].last.get(roots[node], 0), node))
 
     def peak(count: int) -> int:
-        """Bytes with the first candidates on the host, where no copy takes any time."""
+        """Returns the peak in bytes with the first `count` candidates on the host, if copies took no time."""
         return max(max(side.held_without(candidates[:count])) for side in sides)
 
     if peak(len(candidates)) > budget:
@@ -191,11 +196,11 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
 
 
 def stall_of(problem: Problem, simulation: GraphSimulation, offloaded: Sequence[int], bandwidth: float) -> float:
-    """Seconds that the device waits for copies of a plan, where they may take no memory beyond its peak without them.
+    """Returns the seconds that the device waits for a plan's copies, if copies under way must not raise its peak.
 
     Args:
-        offloaded: nodes that the simulation saves.
-        bandwidth: of the link, bytes a second in one direction.
+        offloaded: nodes to offload; the simulation saves them.
+        bandwidth: of the link, bytes per second in one direction.
     """
     return _stall(_sides(problem, simulation), offloaded, bandwidth) if offloaded else 0.0
 
@@ -206,24 +211,25 @@ def _stall(sides: Sequence["_Side"], offloaded: Sequence[int], bandwidth: float)
 
 
 def _sides(problem: Problem, simulation: GraphSimulation) -> tuple["_Side", "_Side"]:
-    """With the backward's time running backwards, an activation is on the host behind its last use in either."""
+    """Returns the forward, and the backward in reverse: in both, an activation is on the host after its last use."""
     forward, backward = simulation.forward, simulation.backward
     of_backward = _Side(problem, backward.order[::-1], backward.held[::-1], is_reversed=True)
     return _Side(problem, forward.order, forward.held), of_backward
 
 
 class _Side:
-    """The forward's run, or the backward's with time running backwards; all saved activations are on the device.
+    """The forward, or the backward with time running backwards; all saved activations are on the device.
 
     Args:
-        is_reversed: the backward's: what runs of a tape are given is there from the beginning of a backward.
+        is_reversed: this is the backward, in which the arguments of a tape's runs exist from the start of a run's
+            backward.
     """
 
     def __init__(
         self, problem: Problem, order: Sequence[int], held: Sequence[int], *, is_reversed: bool = False
     ) -> None:
         self._problem, self._order, self._held, self._is_reversed = problem, order, held, is_reversed
-        # The index of the last operator that allocates or reads each storage, by its root; and of each run the last.
+        # Index of the last operator that allocates or reads each storage, by root; and of each run's last operator.
         self.last: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         for index, node in enumerate(order):
@@ -231,16 +237,17 @@ class _Side:
             self._ends[problem.runs[node]] = index
 
     def copies(self, nodes: Sequence[int]) -> list[Copy]:
-        """In the order in which they may begin."""
+        """Returns the copies of these nodes in the order in which they may begin."""
         roots, runs = self._problem.roots, self._problem.runs
         given = sorted({runs[node] for node in nodes if roots[node] != node})
-        # An argument of a run is reloaded when the backward before it begins that is given such, too; or its own.
+        # A run's argument is reloaded at the start of the preceding backward with such arguments, else of its own.
         reloading = dict(zip(given, (*given[1:], *given[-1:]), strict=True))
         copies = (self._copy(node, reloading) for node in nodes)
         return sorted(filter(None, copies), key=attrgetter("after", "bytes"))
 
     def _copy(self, node: int, reloading: Mapping[int, int]) -> Copy | None:
-        """None for what is not read here. Copies of what a graph allocates are in that graph, others around it."""
+        """Returns a node's copy; None if this side does not use it. A graph copies the storages that it allocates
+        itself; others are copied around it."""
         root, run = self._problem.roots[node], self._problem.runs[node]
         if (last := self.last.get(root)) is None:
             return None
@@ -251,7 +258,7 @@ class _Side:
         return Copy(self._ends.get(reloading[run], last) if self._is_reversed else last, size)
 
     def held_without(self, nodes: Sequence[int]) -> list[int]:
-        """Bytes during each operator without these activations behind their last use."""
+        """Returns the bytes during each operator without these activations after their last use."""
         gone = [0] * (len(self._held) + 1)
         for copy in self.copies(nodes):
             gone[copy.after + 1] += copy.bytes

@@ -1,9 +1,9 @@
-"""Segments of layers: what one layer hands to the next is recomputed too, from the input of a segment's first layer.
+"""Recomputes segments of layers: the layers' inputs are recomputed too, from the input of a segment's first layer.
 Pure.
 
-A chain of n layers of which each saves its input holds n of them at its highest; in segments of k about n/k + k, for
-one more forward of each layer whose result is not held (Chen et al. 2016, https://arxiv.org/abs/1604.06174). No other
-byte takes as much time, so that segments are for budgets that nothing else fits.
+A chain of n layers, each saving its input, holds n inputs at its peak; in segments of k it holds about n/k + k, at the
+cost of one more forward of each layer whose result is not held (Chen et al. 2016, https://arxiv.org/abs/1604.06174).
+No other byte costs as much time, so segments are for budgets that nothing else fits.
 """
 
 import bisect
@@ -19,13 +19,14 @@ from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 
-# Layers in a segment.
+# Numbers of layers in a segment that are tried.
 _SIZES = (2, 3, 4, 6, 8, 12, 16, 24)
 
 
 @dataclass(frozen=True)
 class Link:
-    """An argument of a run that an earlier run, `source`, has returned, and nobody but its backward needs later."""
+    """An argument of a run that an earlier run, `source`, has returned, and that only the backward of `run` needs
+    later."""
 
     run: int
     place: int
@@ -34,11 +35,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Segments:
-    """Links that are recomputed.
+    """A set of links to recompute.
 
     Attributes:
-        peak: bytes of the forward and backward.
-        seconds: of the runs that run again, and of the gathers of their parameters.
+        peak: peak of the forward and backward in bytes.
+        seconds: extra seconds of the re-run runs, and of the gathers of their parameters.
     """
 
     links: tuple[Link, ...]
@@ -47,11 +48,11 @@ class Segments:
 
 
 def links_of(tape: Tape, runs: Sequence[GraphEvents], writes: Sequence[bool]) -> tuple[Link, ...]:
-    """The links of a forward whose source is a layer, and can run again: it writes to nothing that it is given, and
-    returns none of it.
+    """Returns the links of a forward whose source is a layer that can run again: it neither writes to its arguments
+    nor returns one of them.
 
     Args:
-        writes: true for each run that writes to what it is given.
+        writes: for each run, True if it writes to its arguments.
     """
     readers = Counter(number for call, events in zip(tape.calls, runs, strict=True) for number in _read(call, events))
     readers.update(tensor.storage for operator in tape.outside for tensor in operator.saved)
@@ -75,7 +76,7 @@ def _is_saved(events: GraphEvents, place: int) -> bool:
 
 
 def _read(call: Call, events: GraphEvents) -> set[int]:
-    """Storages that pass between runs, and that the backward of this one reads."""
+    """Returns the storages passed between runs that this run's backward reads."""
     saved = {storage.name for storage in events.saved}
     inputs = {call.inputs[place] for place in events.inputs if place in call.inputs and _is_saved(events, place)}
     returned = (call.outputs.get(place) for place, name in events.outputs if place is not None and name in saved)
@@ -85,12 +86,12 @@ def _read(call: Call, events: GraphEvents) -> set[int]:
 def segments_within(
     forward: TapeProblem, saved: Sequence[frozenset[int]], allowed: int, fixed: Collection[Link], gather_rate: float
 ) -> Segments | None:
-    """The segments that take least time of those whose peak fits; else those with the lowest peak; None where no layer
-    hands anything on.
+    """Returns the fastest segments whose peak fits, else those with the lowest peak; None if there are no links, or
+    not all of `fixed`.
 
     Args:
         saved: nodes that each run saves, by the numbers of its own problem.
-        allowed: bytes of the forward and backward.
+        allowed: bytes that the forward and backward may hold.
         fixed: links to take; empty: any.
         gather_rate: see `StepContext`.
     """
@@ -107,7 +108,7 @@ def segments_within(
     places = _places(links)
 
     def segments(size: int) -> Segments:
-        """The links that are not at the begin of a segment: the first of them, as many as it takes to fit, or all."""
+        """Returns the links inside segments of this size: as many of the first ones as it takes to fit, or all."""
         inner = tuple(link for link, place in zip(links, places, strict=True) if place % size)
         if (whole := of(inner)).peak > allowed:
             return whole
@@ -122,7 +123,7 @@ def segments_within(
 
 
 def _places(links: Iterable[Link]) -> list[int]:
-    """The place of each link in its chain, from 1 on."""
+    """Returns the position of each link in its chain, starting at 1."""
     places: dict[int, int] = {}
     for link in links:
         places[link.run] = places.get(link.source, 0) + 1
@@ -130,7 +131,7 @@ def _places(links: Iterable[Link]) -> list[int]:
 
 
 def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
-    """The tape of a forward that recomputes these."""
+    """Returns the tape of a forward that recomputes these links."""
     places: dict[int, set[int]] = {}
     for link in links:
         places.setdefault(link.run, set()).add(link.place)
@@ -139,8 +140,8 @@ def with_recomputed(tape: Tape, links: Iterable[Link]) -> Tape:
 
 
 def seconds_again(forward: TapeProblem, tape: Tape, gather_rate: float) -> float:
-    """Seconds of the runs that the tape has run again, and of the gathers of their parameters, which nothing runs
-    beside; `gather_rate` as in `StepContext`."""
+    """Returns the seconds of the runs that the tape runs again, and of the gathers of their parameters, which overlap
+    with nothing; `gather_rate` as in `StepContext`."""
     repeated = itertools.compress(forward.runs, tape.repeated)
     seconds = math.fsum(math.fsum(itertools.compress(run.seconds, run.is_forward)) for run in repeated)
     if not seconds or not gather_rate:

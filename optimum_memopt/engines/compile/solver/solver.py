@@ -1,8 +1,8 @@
-"""The cheapest nodes to save with which a graph's exact peak is within a budget, and the curve of budgets. Pure.
+"""Finds the cheapest nodes to save with which a graph's exact peak is within a budget, and the curve of budgets. Pure.
 
-In a run with several plans one has to hold for the longest batch, and every shorter batch pays for it. A plan for
-batches up to some length recomputes less; what it takes is found with the plan for the longest: the same graph and
-seconds of each operator, with the bytes of a shorter batch. A batch is taken to last as long as it has tokens.
+A single plan must fit the longest batch, and every shorter batch pays for it. A plan for batches up to some length
+recomputes less; its cost is found along with the plan for the longest batch, from the same graph and operator times
+with the bytes of the shorter batch. The time of a batch is assumed to be proportional to its tokens.
 """
 
 import bisect
@@ -31,21 +31,21 @@ from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, ma
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
 from optimum_memopt.engines.compile.solver.segments import Link
 
-# Operators that all simulations of an improvement may run: a quarter of a second.
+# Total number of operators that the simulations of one improvement may run: a quarter of a second.
 _WORK = 100_000
-# Programs that are solved at most, and variables above which none is: it would take minutes.
+# Maximum number of integer programs per search, and of their variables: larger ones would take minutes.
 _ROUNDS, _LARGEST = 12, 2500
-# Operators of a forward up to which it is quick enough to be asked in any case.
+# Number of forward operators below which the integer program is quick enough to be solved in any case.
 _SMALL = 100
-# The shares of a peak that are asked for next where that one was found. With the gap any plan will do: it is found at
-# once, or is not there.
+# Shares of the lowest peak found so far that the search tries next. At this gap any plan is good enough, so a program
+# is solved at once or not at all.
 _STEPS, _ANY = (0.95, 0.99, 0.999), 1.0
-# Collators pad to multiples of it.
+# Collators pad lengths to multiples of this.
 _MULTIPLE = 8
-# Lengths that are compared, and those of them that are solved for.
+# Maximum number of lengths that are compared, and of lengths that are solved for.
 _CANDIDATES = 32
 _SOLVED = 6
-# The share of a step's time that is worth compiling another forward.
+# Share of a step's time for which compiling another forward is worthwhile.
 WORTH = 0.005
 
 
@@ -54,13 +54,13 @@ class Plan:
     """The nodes that a forward saves for its backward, on the device or the host, or compressed.
 
     Attributes:
-        peak: bytes, exact as long as the device waits for no copy too late.
-        extra_seconds: of what is recomputed, of conversions, and of waiting for copies.
-        seconds: of forward and backward without these.
+        peak: peak in bytes; exact unless the device waits for a copy too late.
+        extra_seconds: seconds of recompute, of conversions, and of waiting for copies.
+        seconds: seconds of forward and backward without `extra_seconds`.
         offloaded: nodes of `saved` that wait on the host.
-        stall: seconds of `extra_seconds` that the device waits for copies.
-        host_bytes: of pinned memory.
-        segments: arguments of runs that are recomputed by the runs before them.
+        stall: the part of `extra_seconds` in which the device waits for copies.
+        host_bytes: bytes of pinned memory.
+        segments: arguments of runs that are recomputed by re-running the runs that returned them.
         compressed: nodes of `saved` that wait in fp8.
     """
 
@@ -76,7 +76,7 @@ class Plan:
 
 
 class Infeasible(Exception):
-    """No plan fits: the lowest peak found, and what is held at that moment, largest first, in bytes."""
+    """Raised if no plan fits, with the lowest peak found and what is held at that moment, largest first, in bytes."""
 
     def __init__(self, peak: int, holds: Sequence[tuple[str, int]] = ()) -> None:
         super().__init__(f"no plan fits; the lowest peak is {peak:,} bytes")
@@ -96,17 +96,17 @@ class Solver:
 
     @cached_property
     def layers_recomputed(self) -> GraphSimulation:
-        """Every layer recomputed from its input, as level 1 has it."""
+        """Returns the plan that recomputes every layer from its input, as level 1 does."""
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
         return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
 
     @cached_property
     def lowest(self) -> GraphSimulation:
-        """The plan with the lowest peak that is found; no budget below it is met."""
+        """Returns the plan with the lowest peak found; lower budgets are not met."""
         of_blocks = (program.lowest() for pair in self._programs for program in reversed(pair))
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
-        # Within a thousandth of where the search ends.
+        # Ends within a thousandth of the lowest peak that the integer program can reach.
         for step in _STEPS:
             while (lower := self._as_program(int(step * lowest.peak), lowest, [], _ANY)) is not None:
                 lowest = lower
@@ -114,7 +114,7 @@ class Solver:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the forward and backward with all activations saved."""
+        """Returns the seconds of the forward and backward with all activations saved."""
         return self.everything.seconds(self.problem)
 
     def plan(self, simulation: GraphSimulation) -> Plan:
@@ -122,12 +122,12 @@ class Solver:
         return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
 
     def solve(self, budget: int, is_final: bool = True) -> Plan:
-        """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
+        """Returns the plan with the least recompute time whose peak fits; among equal ones that with the lowest peak.
 
         Args:
             budget: bytes that the graph's forward and backward may hold.
-            is_final: False: without the last small changes, and in a large graph without the search over all of it
-                where something fits already; each takes as long as the rest.
+            is_final: False skips the last small changes, and in a large graph also the integer program, which runs
+                there if the dynamic program finds nothing; each takes as long as the rest.
 
         Raises:
             Infeasible: no plan fits.
@@ -139,16 +139,16 @@ class Solver:
         return self.plan(_improve(self.problem, best, budget) if is_improved else best)
 
     def plans(self, budgets: Iterable[int]) -> tuple[Plan, ...]:
-        """Those found for the budgets that are met, as by `solve` without the last small changes. Together they take
-        half as long as one by one, and are as good in the mean (layers of Llama and RoBERTa)."""
+        """Returns plans for the budgets that can be met, as from `solve` with `is_final=False`. Solving them together
+        takes half as long as one by one, and they are as good on average (layers of Llama and RoBERTa)."""
         limits: list[_Limit] = []
         found = (self._best(budget, is_final=False, limits=limits) for budget in budgets)
         return tuple(self.plan(best) for best in found if best is not None)
 
     @cached_property
     def _cut(self) -> Cut | None:
-        """The program of the whole graph; None where it has nothing to recompute or too many variables, and for a
-        tape of several runs, for which it finds nothing better than their own plans together."""
+        """Returns the integer program of the whole graph; None if it has nothing to recompute or too many variables,
+        and for a tape of several runs: there it finds nothing better than the runs' own plans combined."""
         if max(self.problem.runs) > 0:
             return None
         forward = enumerate(self.problem.is_forward)
@@ -166,7 +166,7 @@ class Solver:
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
             return
-        # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+        # The measurement of one block's plan misses what many blocks recompute before the backward of any of them.
         is_measured = best is not None and best.backward.peak <= best.forward.peak
         others = [] if is_measured else [with_borders]
         for program in (*others, *(program for pair in of_runs for program in pair)):
@@ -174,7 +174,7 @@ class Solver:
                 yield fallback
         yield self.lowest if best is None else best
         yield self.layers_recomputed
-        # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
+        # The integer program takes longer, and wins in small graphs and where the dynamic program finds nothing.
         is_worth_it = sum(self.problem.is_forward) < _SMALL or (best is None and is_final)
         start = best or self.everything
         if is_worth_it and (solved := self._as_program(budget, start, limits)) is not None:
@@ -183,14 +183,14 @@ class Solver:
     def _as_program(
         self, budget: int, start: GraphSimulation, limits: "list[_Limit]", gap: float = GAP
     ) -> GraphSimulation | None:
-        """The first plan within the budget that the program of the whole graph has, which is the fastest; None where
-        none was found.
+        """Returns the first solution of the whole graph's integer program within the budget, which is the fastest;
+        None if none was found.
 
-        No linear limit of bytes can express a peak, so its limits come from simulations of its solutions.
+        A peak is not a linear constraint on bytes, so the program's limits come from simulations of its solutions.
 
         Args:
-            start: whose limits come first.
-            limits: those found for other budgets, to which this one's are added.
+            start: the plan whose limits come first.
+            limits: limits found for other budgets; this budget's are appended.
         """
         cut, plan = self._cut, start
         if cut is None:
@@ -207,12 +207,13 @@ class Solver:
         return None
 
     def prepare(self) -> None:
-        """Solve what is the same for every budget."""
+        """Compute what is the same for every budget."""
         _ = self._programs
 
     @cached_property
     def _programs(self) -> list[tuple[DynamicProgram, DynamicProgram]]:
-        """Those of layers and what is between them, and where these are parts of a tape's runs, of the runs."""
+        """Returns the dynamic programs over layers and the operators between them; for a tape with fewer runs than
+        such blocks, also those over its runs."""
         kinds = [blocks_of(self.problem, self.of_run)]
         if max(self.problem.runs) > 0:
             runs = blocks_of(self.problem, self.of_run, are_runs=True)
@@ -221,7 +222,7 @@ class Solver:
 
 
 def _holders(problem: Problem, simulation: GraphSimulation) -> tuple[tuple[str, int], ...]:
-    """The largest groups of what is held at the peak: gradients, else by where it is computed."""
+    """Returns the largest groups of storages held at the peak: gradients, and others by where they are computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
     in_backward = simulation.backward.peak > simulation.forward.peak
     held = held_at_peak(problem, simulation, in_backward)
@@ -239,7 +240,7 @@ def _holders(problem: Problem, simulation: GraphSimulation) -> tuple[tuple[str, 
 
 
 def _improve(problem: Problem, best: GraphSimulation, budget: int) -> GraphSimulation:
-    """The plan after all changes that make it faster within the budget, as far as the work allows."""
+    """Returns the plan after all changes that make it faster within the budget, up to `_WORK`."""
     remaining = _WORK // len(problem.names)
     seconds = best.extra_seconds(problem)
     seen = {best.saved}
@@ -261,7 +262,8 @@ def _improve(problem: Problem, best: GraphSimulation, budget: int) -> GraphSimul
 
 
 def _changes(problem: Problem, plan: GraphSimulation) -> Iterator[frozenset[int]]:
-    """One more saved, the dearest to recompute first; one in exchange for another; one less."""
+    """Yields changed sets of saved nodes: one more, the dearest to recompute first; one exchanged for another; one
+    less."""
     own = (node for node in sorted(set(plan.recomputed)) if problem.roots[node] == node and problem.is_tensor[node])
     missing = sorted((root for root in own if problem.bytes[root]), key=lambda root: -problem.seconds[root])
     saved = [node for node in sorted(plan.saved) if not problem.is_kept[node]]
@@ -270,15 +272,15 @@ def _changes(problem: Problem, plan: GraphSimulation) -> Iterator[frozenset[int]
     yield from (plan.saved - {node} for node in saved)
 
 
-# Megabytes of the program's variables, by their columns, and bytes that are held beside them.
+# Megabytes of the program's variables by column, and bytes of everything else that is held.
 _Limit = tuple[dict[int, float], int]
 
 
 def _limit(problem: Problem, cut: Cut, plan: GraphSimulation, in_backward: bool) -> _Limit:
-    """Megabytes of the program's variables held at the highest point of a run, and bytes that are held there beside
-    them, for the workspace too.
+    """Returns the megabytes of the program's variables held at the highest point of a run, and the bytes of everything
+    else held there, including workspace.
 
-    What could be saved, and is not, counts among the variables: if it is saved, it is held there.
+    A root that could be saved, but is not, counts among the variables if it would be held there.
     """
     run = plan.backward if in_backward else plan.forward
     held = held_at_peak(problem, plan, in_backward)
@@ -307,20 +309,20 @@ def _limit(problem: Problem, cut: Cut, plan: GraphSimulation, in_backward: bool)
 
 
 def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = 10) -> list[tuple[int, Plan]]:
-    """Budgets at equal distances in bytes from `low` to `high`, and the fastest plan found that is within each."""
+    """Returns budgets at equal distances in bytes from `low` to `high`, each with the fastest plan found within it."""
     budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
-    # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
+    # The solver is not exact: its plan for a larger budget may fit a smaller one, and be faster.
     plans = sorted(map(cheapest, budgets), key=lambda plan: (plan.extra_seconds, plan.peak))
     return [(budget, next(plan for plan in plans if plan.peak <= budget)) for budget in budgets]
 
 
 def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[CurvePoint, ...]:
-    """The curve of plans by budget."""
+    """Returns the curve of plans by budget."""
     return tuple(point_of(plan, outside, replace(outside, activations=budget).peak) for budget, plan in plans)
 
 
 def point_of(plan: Plan, outside: Footprint, budget: int | None = None) -> CurvePoint:
-    """A plan on the curve for a step that may take `budget` bytes; None: what it takes."""
+    """Returns a plan's point on the curve for a step that may take `budget` bytes; None: the step's own peak."""
     peak = replace(outside, activations=plan.peak).peak
     return CurvePoint(peak if budget is None else budget, peak, plan.extra_seconds, plan.seconds)
 
@@ -330,8 +332,10 @@ class ExtraByLength:
     """The extra time of plans for shorter batches.
 
     Attributes:
-        batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
-        shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
+        batches: the longest row of each batch of an epoch; if they are not known, each length once.
+        is_known: `batches` are those of the epoch.
+        shares: extra time of the plan for each length, as a share of the time without it; the last is the largest
+            batch's.
     """
 
     batches: Sequence[int] = ()
@@ -342,7 +346,8 @@ class ExtraByLength:
 def extra_by_length(
     batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
 ) -> ExtraByLength:
-    """The extra time of plans for shorter batches; `batches` as above, empty where they are not known."""
+    """Returns the extra time of plans for shorter batches; `batches` as in `ExtraByLength`, empty if they are not
+    known."""
     rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
     lengths = candidate_lengths(rows, longest)
     if plan.extra_seconds <= 0:
@@ -353,7 +358,7 @@ def extra_by_length(
 
 
 def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that a plan may be made for, ascending, `longest` among them."""
+    """Returns the lengths that a plan may be made for, ascending, including `longest`."""
     rounded = sorted({-(-length // _MULTIPLE) * _MULTIPLE for length in batches})
     shorter = [length for length in rounded if length < longest]
     every = math.ceil(len(shorter) / _CANDIDATES) or 1
@@ -363,12 +368,12 @@ def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
 def _extra_seconds(
     problem_at: Callable[[int], Problem], lengths: Sequence[int], allowed: int, most: float
 ) -> tuple[float, ...]:
-    """Seconds of recompute in the plan for each of some ascending lengths; `most` are those for a longer batch."""
+    """Returns the seconds of recompute in the plan for each length, ascending; `most` is that for a longer batch."""
     free = bisect.bisect_left(lengths, True, key=lambda length: Solver(problem_at(length)).everything.peak > allowed)
     rest = lengths[free:]
     every = math.ceil(len(rest) / _SOLVED) or 1
     extra: list[float] = []
-    # A length that is not solved for has the plan of the next longer one.
+    # A length that is not solved for takes the plan of the next longer one.
     for index, length in enumerate(reversed(rest)):
         if index % every == 0:
             with contextlib.suppress(Infeasible):
@@ -378,8 +383,8 @@ def _extra_seconds(
 
 
 def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
-    """Extra time of an epoch as a share of its time; each of the batches, counted by length, runs under the plan for
-    the shortest chosen length that is enough, or for the longest."""
+    """Returns the extra time of an epoch as a share of its time. Each batch runs under the plan for the shortest
+    chosen length that covers it, or else for the longest; `batches` counts them by length."""
     lengths = sorted(chosen)
     total, extra = 0, 0.0
     for length, count in batches.items():
@@ -390,9 +395,9 @@ def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chos
 
 
 def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int) -> tuple[int, ...]:
-    """The lengths below the largest for which cheaper plans save most of an epoch's time, ascending.
+    """Returns up to `most` lengths below the largest whose plans save the most of an epoch's time, ascending.
 
-    Fewer than asked for where one more would not be worth compiling it.
+    Returns fewer if one more is not worth compiling.
     """
     counts = Counter(batches)
     *shorter, longest = sorted(shares)

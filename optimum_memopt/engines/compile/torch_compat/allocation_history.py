@@ -1,7 +1,7 @@
 """The history that CUDA's caching allocator records (torch 2.9 to 2.15: `torch.cuda.memory._record_memory_history`).
 
-A process has one history. None is recorded here while the user records it, or where torch uses another allocator.
-Entries with frames belong to a history that the user has started meanwhile, which is left running.
+A process has one history. This module records none while the user records it, or if torch uses another allocator.
+Entries with frames belong to a history that the user has started since, which is left running.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# More than a loss has; where there are more, the first ones are gone.
+# More entries than a loss needs; beyond this number the first ones are lost.
 _MOST_ENTRIES = 100_000
 
 
@@ -17,8 +17,8 @@ class Taken(NamedTuple):
     """Bytes that were allocated while a history was recorded.
 
     Attributes:
-        most: that were held at once.
-        left: that still are, less what was freed of the memory that was given.
+        most: the peak of bytes allocated at once.
+        left: the bytes still allocated at the end, less the frees of `given` memory (see `taken`).
     """
 
     most: int
@@ -38,8 +38,14 @@ def start_history(device: torch.device) -> bool:
 
 
 def stop_history(device: torch.device, given: Collection[int]) -> Taken | None:
-    """Stop the history. Returns the bytes taken in it; None if entries were lost, or the user has stopped the history
-    or started another one. Arguments as of `taken`."""
+    """Stop the history, and return the bytes allocated in it.
+
+    None if entries were lost, or the user has stopped the history or started another one.
+
+    Args:
+        device: the CUDA device.
+        given: see `taken`.
+    """
     if not torch._C._cuda_isHistoryEnabled():
         return None
     is_own = True
@@ -53,10 +59,11 @@ def stop_history(device: torch.device, given: Collection[int]) -> Taken | None:
 
 
 def taken(entries: Iterable[Mapping[str, Any]], given: Collection[int]) -> Taken:
-    """Returns what was taken in a history with these entries.
+    """Returns the bytes that were allocated in a history.
 
     Args:
-        given: addresses of earlier memory whose frees count. Frees of other earlier memory do not.
+        entries: the history's entries.
+        given: addresses of earlier allocations whose frees count; frees of other earlier allocations do not.
     """
     sizes: dict[int, int] = {}
     held = most = 0

@@ -1,15 +1,15 @@
-"""transformers' attention in a traced forward: masks that a batch does not need, and parts of one long row.
+"""transformers' attention in a traced forward: drops masks that a batch does not need, and attends within packed rows.
 
 A traced forward leaves out the masks that a plain one does. transformers (`masking_utils.py`, 5.23) reads whether a
-token is padding, and whether rows are shorter than the window of local attention; attention without a mask has kernels
-of its own: on CUDA flash attention, which takes fewer key-value heads than queries. A mask that is traced has no
-values, so that `torch.compile` alone keeps it: a bias of batch x queries x keys in each layer, keys and values for
+token is padding, and whether rows are shorter than the window of local attention. Attention without a mask has kernels
+of its own: on CUDA flash attention, which takes fewer key-value heads than query heads. A traced mask has no values,
+so `torch.compile` alone keeps it: a bias of batch x queries x keys in each layer, and keys and values repeated for
 each head.
 
-Images or clips of several sizes are parts of one row. Where no flash attention is asked for, transformers splits
+Images or clips of several sizes are packed into one row. Unless flash attention is requested, transformers splits
 queries, keys and values at lengths that it reads from a tensor (`Qwen2VLVisionAttention` in
-`models/qwen2_vl/modeling_qwen2_vl.py`, 5.23, and some 30 models like it). Traced, each length would be a symbol; the
-operator `packed_attention` reads them while it runs.
+`models/qwen2_vl/modeling_qwen2_vl.py`, 5.23, and some 30 models like it). In a trace each length would be a symbol;
+the operator `packed_attention` reads the lengths at run time.
 """
 
 import contextlib
@@ -34,19 +34,20 @@ from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"
-# Torch guards on whether a tensor that a traced forward is given has this attribute.
+# An attribute of masks without padding; torch guards on whether an input of a traced forward has it.
 _MARK = "_memopt_has_no_padding"
 _PREPARES = "_preprocess_mask_arguments"
 _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
-# Always true within a trace before torch 2.14 (pytorch#176499), where it keeps masks that are None.
+# Always true in a trace before torch 2.14 (pytorch#176499); transformers then keeps masks that are None.
 _IS_EXPORTING = "is_torchdynamo_exporting"
-# Asked instead before transformers 5.18; true within a trace also where there is no mask.
+# Called instead before transformers 5.18; true in a trace also if there is no mask.
 _IS_TRACING = "is_tracing"
-# Reads the values of position ids: rows that are packed into one restart them.
+# Reads the values of position ids, which restart in packed rows.
 _FINDS_PACKED = "find_packed_sequence_indices"
 _POSITIONS = "position_ids"
-# Arguments with a value for each token, by how their names end; and fields of configs.
+# Suffixes of the names of arguments with a value for each token.
 _OF_TOKENS = ("input_ids", "inputs_embeds")
+# Fields of configs with the window of local attention.
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
 _MAKE_MASKS = {
     "create_causal_mask",
@@ -54,16 +55,16 @@ _MAKE_MASKS = {
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 }
-# Whose forwards pass position ids on as they are, or number the tokens of a row.
+# Packages whose forwards pass position ids on as they are, or number the tokens of a row; and whose wrappers do.
 _KNOWN_FORWARDS = ("transformers.models.", "peft.", "liger_kernel.")
 _KNOWN_WRAPPERS = ("transformers.", "peft.", "liger_kernel.", "accelerate.", "torch.", "deepspeed.")
-# Asked by an attention that splits a row into images, in its file.
+# Names in the file of an attention that splits a row into images, and its argument with their bounds.
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 _ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 _BOUNDS = "cu_seqlens"
 MASKS = Patch(
     "attention masks of batches without padding",
-    "attention masks are kept, also where no token is padding",
+    "attention masks are kept even for batches without padding",
     "transformers",
     since="5.0",
     tested="5.0 to 5.24",
@@ -75,16 +76,16 @@ MASKS = Patch(
         Name(_FILE, _BIDIRECTIONAL, ("padding_mask",)),
     ),
 )
-# With these excluded, as while an operator of this kind runs, autograd sees nothing.
+# Dispatch keys that are excluded while a custom operator runs, so that autograd records nothing.
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther")
 
 
 class KeptMasks(NamedTuple):
-    """The masks that a traced forward makes.
+    """The kinds of masks that a traced forward makes.
 
     Attributes:
-        padding: those of batches with padding.
-        local: those of local attention; False only where all rows are shorter than its window.
+        padding: masks for batches with padding.
+        local: masks of local attention; False only if all rows are shorter than its window.
     """
 
     padding: bool
@@ -92,15 +93,15 @@ class KeptMasks(NamedTuple):
 
     @classmethod
     def of(cls, file: PlanFile) -> "KeptMasks":
-        """Those that a plan file was made with."""
+        """Returns the masks that a plan file was made with."""
         return cls(file.has_padding, file.has_local_masks)
 
     def with_those_of(self, other: "KeptMasks") -> "KeptMasks":
-        """The masks that one of the two makes."""
+        """Returns the union of two sets of masks."""
         return KeptMasks(*map(max, self, other))
 
     def first_after(self, other: "KeptMasks") -> str:
-        """The first batch with these masks behind ones with others, in words."""
+        """Describes the first batch that needs these masks after batches that needed others."""
         if self.padding != other.padding:
             return f"the first batch {'with' if self.padding else 'without'} padding"
         return f"the first batch {'with' if self.local else 'without'} rows as long as local attention's window"
@@ -109,13 +110,15 @@ class KeptMasks(NamedTuple):
 class AttentionMasks:
     """The attention masks of one model's batches.
 
-    Those that the first batch needs are made for all later ones: few do without, and each kind is traced by itself.
+    The masks that the first batch needs are made for all later ones: few batches need fewer, and each combination is
+    traced by itself.
 
     Args:
-        forward: the model's own.
+        model: the model that makes the masks.
+        forward: its forward, without the engine's wrapper.
 
     Attributes:
-        kept: for the batch that was noted last.
+        kept: the masks for the batch of the last `note`.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -129,7 +132,7 @@ class AttentionMasks:
         self._replaced: dict[tuple[bool, bool], list[Replacement]] = {}
 
     def note(self, inputs: Mapping[str, Any]) -> None:
-        """Find the masks that a batch needs, the keyword arguments of a forward."""
+        """Set `kept` for a batch, given as the keyword arguments of a forward."""
         if all(self._always):
             return
         has_padding = not all(map(is_true, _masks(inputs).values()))
@@ -139,12 +142,12 @@ class AttentionMasks:
             self._always, self._is_first = self.kept, False
 
     def agree(self) -> None:
-        """Make the masks that any rank needs now for all batches to come; every rank must call this."""
+        """Keep the masks that any rank needs now for all later batches; every rank must call this."""
         for of_rank in of_all_ranks(self.kept):
             self.keep(of_rank)
 
     def keep(self, masks: KeptMasks) -> None:
-        """Make these for all batches to come."""
+        """Make these masks for all later batches."""
         self._always = self._always.with_those_of(masks)
         self.kept = self.kept.with_those_of(masks)
 
@@ -153,20 +156,23 @@ class AttentionMasks:
         self.keep(self.needed(largest.has_padding, largest.length))
 
     def needed(self, has_padding: bool, length: float) -> KeptMasks:
-        """The masks that a batch needs.
+        """Returns the masks that a batch needs.
 
         Args:
-            length: tokens of its longest row.
+            has_padding: whether a mask of the batch marks padding.
+            length: the tokens of its longest row.
         """
-        # With padding, transformers leaves no mask out.
+        # With padding, transformers makes all masks.
         return KeptMasks(has_padding, has_padding or self._window is None or length >= self._window)
 
     def replacements(self, args: Sequence[Any], inputs: Mapping[str, Any], drops_cache: bool) -> list[Replacement]:
-        """Those with which a forward with these arguments is traced without the masks that it does not need.
+        """Returns replacements that trace a forward with these arguments without the masks that it does not need.
 
         Args:
-            drops_cache: the model is told to make no cache of keys and values; where there is one, transformers does
-                not look for packed rows.
+            args: positional arguments of the forward.
+            inputs: its keyword arguments.
+            drops_cache: whether the model is called without a KV cache; with a cache, transformers does not look for
+                packed rows.
         """
         masks = () if self.kept.padding else _masks(inputs).values()
         has_caches = drops_cache and all(_makes_cache(module) for module in self._makers)
@@ -175,7 +181,7 @@ class AttentionMasks:
         return [*((mask, _MARK, True) for mask in masks), *functions]
 
     def _functions(self, is_in_order: bool, keeps_local: bool) -> list[Replacement]:
-        """Replacements for functions of transformers; the same in each call, since torch has guards on them."""
+        """Returns replacements for functions of transformers, the same at each call, since torch guards on them."""
         way = is_in_order, keeps_local
         if way not in self._replaced:
             file: Any = importlib.import_module(_FILE)
@@ -195,7 +201,7 @@ class AttentionMasks:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the masks among a forward's inputs that mark no padding, as far as it is known."""
+    """Returns the names of a forward's masks that are known to mark no padding."""
     return (name for name, mask in _masks(inputs).items() if is_known_true(mask))
 
 
@@ -205,21 +211,21 @@ def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _lengths(inputs: Mapping[str, Any]) -> Iterator[int]:
-    """Tokens of the longest rows that a forward is given; none where it is not told by names."""
+    """Yields the row lengths of a forward's token inputs; nothing if no input has a known name."""
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 1 and (is_mask(name) or name.endswith(_OF_TOKENS)):
             yield value.shape[1]
 
 
 def _windows(model: torch.nn.Module) -> Iterator[int]:
-    """Tokens of which those of a local attention see each other."""
+    """Yields the windows of a model's local attention, in tokens."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for config in configs.values():
         yield from (window for name in _WINDOWS if isinstance(window := getattr(config, name, None), int))
 
 
 def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
-    """True where a forward may be given position ids, or compute them of images."""
+    """True if a forward may receive position ids, or compute them from images."""
     has_images = any(
         isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds"
         for name, value in inputs.items()
@@ -228,8 +234,13 @@ def _may_be_packed(args: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
 
 
 def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any], makers: Sequence[str]) -> bool:
-    """True where the position ids that masks are made of, in the modules of these paths, are given to the model, or
-    number the tokens of a row."""
+    """True if masks are made from position ids that were passed to the model, or that number the tokens of a row.
+
+    Args:
+        model: the model, called with `forward`.
+        forward: its forward.
+        makers: paths of the modules that make masks.
+    """
     parts = [path.split(".") for path in makers]
     around = {".".join(part[:depth]) for part in parts for depth in range(len(part) + 1)}
     modules = list(map(model.get_submodule, around))
@@ -259,7 +270,7 @@ def _without_full_mask(before: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
 
 def _if_not_local(before: Callable[..., bool]) -> Callable[..., bool]:
-    """Masks of local attention stay in a trace: torch would compile it anew for rows that are shorter."""
+    """Keep the masks of local attention in a trace: torch would recompile for rows shorter than the window."""
 
     def is_ignored(*args: Any) -> bool:
         return not (args[-1] is not None and torch.compiler.is_compiling()) and before(*args)
@@ -268,7 +279,7 @@ def _if_not_local(before: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _unless_traced(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Nothing is exported or packed within a trace; other threads' forwards are theirs."""
+    """Report nothing exported or packed in a trace; forwards of other threads are unaffected."""
 
     def asked(*args: Any) -> Any:
         return None if torch.compiler.is_compiling() else before(*args)
@@ -277,7 +288,7 @@ def _unless_traced(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_nothing(before: Callable[..., bool]) -> Callable[..., bool]:
-    """A mask that is None has no values, which a trace would not know."""
+    """Report no tracing in a trace for a mask that is None, which has no values to read."""
 
     def asked(tensor: Any = None) -> bool:
         return tensor is not None and before(tensor) if torch.compiler.is_compiling() else before(tensor)
@@ -289,18 +300,19 @@ def _unless_nothing(before: Callable[..., bool]) -> Callable[..., bool]:
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
 ) -> Tensor:
-    """Attend within each part.
+    """Compute attention within each part of a row.
 
     Args:
-        query: [1, heads, tokens, width of a head], as `key` and `value`.
-        bounds: [parts + 1] where parts begin, 0 first, and how many tokens there are.
-        is_fused: by torch's operator; else by products and a softmax in float32 (`eager` in transformers).
+        query: [1, heads, tokens, head width], as `key` and `value`.
+        bounds: [parts + 1], the starts of the parts, beginning with 0, and the number of tokens.
+        is_fused: whether to use torch's fused operator; else matrix products and a softmax in float32 (`eager` in
+            transformers).
 
     Returns:
-        [1, tokens, heads, width], contiguous.
+        [1, tokens, heads, head width], contiguous.
 
     Raises:
-        RuntimeError: the parts are not as long as the row.
+        RuntimeError: the parts together are not as long as the row.
     """
     attended = _empty_like(query)
     lengths = _lengths_of_parts(bounds)
@@ -319,8 +331,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, i
 def packed_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
 ) -> list[Tensor]:
-    """The gradients of query, key and value. Each part attends again: what kernels save for their backward differs by
-    device and size, and is one more row of results."""
+    """Returns the gradients of query, key and value.
+
+    Recomputes the attention of each part: which tensors a kernel saves for its backward depends on device and size,
+    and they are as large as another row of results.
+    """
     lengths = _lengths_of_parts(bounds)
     given = (query, key, value)
     gradients = [torch.empty_like(tensor) for tensor in given]
@@ -359,7 +374,7 @@ packed_attention.register_autograd(_backward, setup_context=_setup_context)
 def _flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], bounds: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """Floating-point operations for parts that are equally long, since no lengths are known."""
+    """Returns the floating-point operations for parts of equal length, since the lengths are unknown."""
     return int(sdpa_flop_count(query, key, value)) // _parts(bounds)
 
 
@@ -378,14 +393,14 @@ def _parts(bounds: Sequence[int]) -> int:
 
 
 def equal_parts(bounds: Tensor, tokens: int) -> Tensor:
-    """Bounds of parts that are about equally long."""
+    """Returns the bounds of parts of about equal length."""
     return torch.linspace(0, tokens, len(bounds), device=bounds.device).to(bounds.dtype)
 
 
 def attention_of_parts(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, is_fused: bool
 ) -> Tensor:
-    """`packed_attention` under autocast too, which casts what attention is given."""
+    """Call `packed_attention`, with the casts of autocast."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -411,7 +426,7 @@ def _empty_like(query: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _with_autograd(device_type: str) -> Iterator[None]:
-    """Autograd within an operator, which is called behind it (`c10/core/impl/LocalDispatchKeySet.h`)."""
+    """Enable autograd inside an operator, which runs below it (`c10/core/impl/LocalDispatchKeySet.h`)."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
@@ -425,7 +440,7 @@ def _with_autograd(device_type: str) -> Iterator[None]:
 
 
 def row_splitters(model: torch.nn.Module) -> Iterator[Any]:
-    """The attentions that split a row into images, since no flash attention is asked for."""
+    """Yields the attention modules that split a row into images, since flash attention is not requested."""
     for module in model.modules():
         takes_row = (
             _ASKS_FOR_FLASH in names_in_forward(module)
@@ -437,13 +452,13 @@ def row_splitters(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def may_be_one_operator(module: Any) -> bool:
-    """True where `packed_attention` may stand for an attention."""
+    """True if `packed_attention` can replace an attention module's computation."""
     groups, dropout = getattr(module, "num_key_value_groups", 1), getattr(module, "attention_dropout", 0.0)
     return module.config._attn_implementation in ("eager", "sdpa") and groups == 1 and not dropout
 
 
 def packed_attentions(modules: list[Any]) -> Iterator[Replacement]:
-    """Replacements in the files of these modules for the code that splits a row, by their names there."""
+    """Yields replacements for the code that splits a row, in the files of these modules."""
     for file in filter(None, set(map(file_of, modules))):
         inside = [module for module in modules if file_of(module) is file]
         kinds, configs = tuple({type(module) for module in inside}), [module.config for module in inside]
@@ -459,9 +474,9 @@ def _asked_for_flash(before: Callable[..., bool], configs: list[Any]) -> Callabl
 
 
 class _PackedAttentions:
-    """A file's `AttentionInterface`, for modules of these classes with an operator for all images.
+    """Wraps a file's `AttentionInterface`: modules of these classes use one operator for all images.
 
-    Everything else is asked of the interface.
+    Everything else is delegated to the interface.
     """
 
     def __init__(self, before: Any, kinds: tuple[type, ...]) -> None:

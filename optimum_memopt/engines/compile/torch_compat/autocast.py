@@ -1,4 +1,4 @@
-"""Autocast as on CUDA for tensors on the CPU, where there is no device (`aten/src/ATen/autocast_mode.h` and
+"""CUDA's autocast for CPU tensors on machines without a GPU (`aten/src/ATen/autocast_mode.h` and
 `torch/amp/autocast_mode.py`, 2.13)."""
 
 import contextlib
@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attrib
 from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, is_half
 from optimum_memopt.logs import get_logger
 
-# Operators that autocast runs in half precision on CUDA, and not on a CPU.
+# Operators that autocast runs in half precision on CUDA, but not on a CPU.
 _IN_HALF = (
     "_convolution",
     "_scaled_dot_product_flash_attention",
@@ -37,7 +37,7 @@ _IN_HALF = (
     "rnn_relu_cell",
     "rnn_tanh_cell",
 )
-# Those whose result it makes float32, unless the call names a dtype, as cross entropy does.
+# Operators whose result is float32, unless the call passes a dtype, as cross entropy does.
 _TO_FLOAT32 = (
     "cumprod",
     "cumsum",
@@ -49,7 +49,7 @@ _TO_FLOAT32 = (
     "softmax",
     "sum",
 )
-# Those that it runs in the widest dtype of their arguments. All others that it knows run in float32.
+# Operators that run in the widest dtype of their arguments. All others that only CUDA casts run in float32.
 _IN_WIDEST = (
     "addcdiv",
     "addcmul",
@@ -68,11 +68,11 @@ _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
 
 @contextlib.contextmanager
 def casts_of_cuda() -> Iterator[None]:
-    """Autocast on the CPU casts as it does on CUDA."""
+    """Make autocast on the CPU cast as on CUDA."""
     kernels = _kernels()
     with torch.library._scoped_library("aten", "IMPL", _CPU) as library:
         with warnings.catch_warnings():
-            # The CPU has rules of its own for some.
+            # Overriding the CPU's own rules warns.
             warnings.simplefilter("ignore")
             for name, kernel in kernels.items():
                 library.impl(name, kernel, allow_override=True)
@@ -81,7 +81,10 @@ def casts_of_cuda() -> Iterator[None]:
 
 @functools.cache
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """What stands for a CPU's kernel, by operator: of those that CUDA casts, and of those that only a CPU does."""
+    """Returns the replacements of the CPU's autocast kernels, by operator.
+
+    Covers the operators that CUDA casts, and those that only the CPU casts, which then fall through.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     on_cpu, on_cuda = ({name for name in names if has_kernel(name, key)} for key in (_CPU, _CUDA))
@@ -90,20 +93,20 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         packet = name.removeprefix("aten::").partition(".")[0]
         policies = {_IN_HALF: _in_half, _TO_FLOAT32: _to_float32, _IN_WIDEST: _in_widest}
         cast = next((policy for packets, policy in policies.items() if packet in packets), None)
-        # Of float32 or half precision in both.
+        # An operator without a policy that both cast has the same rule on both: float32 or half precision.
         if cast is not None or name not in on_cpu:
             kernels[name] = _cast_by(cast or _in_float32, name)
     return {name.removeprefix("aten::"): kernel for name, kernel in kernels.items()}
 
 
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
-    """An operator without autocast, whose arguments are cast before."""
+    """Returns a function that casts an operator's arguments, and calls the operator without autocast."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0])
     operator = getattr(packet, name.partition(".")[2] or "default")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, cast_kwargs = cast(args, kwargs)
-        # Norms with a dtype are an overload of their own.
+        # Norms with a dtype are a separate overload.
         called = operator if cast_kwargs.keys() == kwargs.keys() else packet
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             return called(*args, **cast_kwargs)
@@ -136,8 +139,8 @@ def _is_cast(value: Any) -> bool:
 
 
 class _PlannedAutocast:
-    """torch's functions that set and get autocast by device type, all of which act on the CPU's: its tensors stand for
-    those of the planned device."""
+    """Replaces torch's functions that set and get autocast by device type; all act on the CPU's, since CPU tensors
+    stand for those of the planned device."""
 
     def __init__(self) -> None:
         self._dtypes = {"cpu": _GET_DTYPE("cpu")}
@@ -147,7 +150,7 @@ class _PlannedAutocast:
         self._outer.append(dict(self._dtypes))
 
     def end(self) -> None:
-        """Restore the dtype of each device type as of `begin`."""
+        """Restore the dtype of each device type to that at the last `begin`."""
         self._dtypes = self._outer.pop()
 
     def is_autocast_enabled(self, device_type: str = "cuda") -> bool:
@@ -178,10 +181,10 @@ _GET_DTYPE, _SET_DTYPE = torch.get_autocast_dtype, torch.set_autocast_dtype
 
 @contextlib.contextmanager
 def of_any_device(has_bfloat16: bool) -> Iterator[None]:
-    """Within it autocast of every device type is the CPU's, and CUDA's is available though there is no GPU.
+    """Redirect autocast of every device type to the CPU's, and make CUDA's available without a GPU.
 
     Args:
-        has_bfloat16: False: the planned GPU only emulates bfloat16.
+        has_bfloat16: whether the planned GPU supports bfloat16; False: it only emulates it.
     """
     planned, common = _PlannedAutocast(), torch.cuda.amp.common
     before = _IS_ENABLED("cpu"), _GET_DTYPE("cpu")
@@ -199,7 +202,7 @@ def of_any_device(has_bfloat16: bool) -> Iterator[None]:
         planned.begin()
         if context in made or context._enabled or context.device != "cuda" or not is_off_here:
             return enter(context)
-        # Turned off by torch when it was made, or by `enabled=False`, beside which few callers name another dtype.
+        # Disabled by torch at its creation, or by `enabled=False`, which few callers combine with another dtype.
         is_on = context.fast_dtype != _GET_DTYPE("cuda")
         if context.fast_dtype not in told:
             told.add(context.fast_dtype)
@@ -240,6 +243,6 @@ def of_any_device(has_bfloat16: bool) -> Iterator[None]:
 def _premade_line(dtype: torch.dtype, is_on: bool) -> str:
     name, state, other = str(dtype).removeprefix("torch."), *(("on", "off") if is_on else ("off", "on"))
     return (
-        f'torch.autocast("cuda") in {name} is simulated as {state}: it was made before the step, where torch turns it '
-        f"off for want of a GPU; make it in the step to have it {other}"
+        f'torch.autocast("cuda") in {name} is simulated as {state}: it was created before the step, where torch turns '
+        f"it off for lack of a GPU; create it in the step to have it {other}"
     )

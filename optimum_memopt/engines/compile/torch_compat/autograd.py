@@ -1,6 +1,6 @@
 """Operators that autograd runs outside of all compiled graphs: what they save, and the gradients of their backward.
 
-Read from the nodes of autograd's graph (`torch/csrc/autograd/python_cpp_function.cpp`, 2.13), whose `_saved_self` and
+Reads the nodes of autograd's graph (`torch/csrc/autograd/python_cpp_function.cpp`, 2.13), whose `_saved_self` and
 `_input_metadata` are private.
 """
 
@@ -19,35 +19,38 @@ import torch._compile
 import torch._dynamo
 from torch.autograd.graph import _engine_run_backward
 
-# Their wrappers of functions that are not to be traced stand between a mode and its caller.
+# Files with torch's wrappers of untraced functions, which are on the stack between a mode and its caller.
 _WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
 _COMPILED = "CompiledFunctionBackward"
-# Of operators whose backward holds a buffer what is as large: CTC's has betas of the size of its alphas
+# Backwards that hold a workspace, and the saved tensor of the same size: CTC's betas are as large as its alphas
 # (`aten/src/ATen/native/LossCTC.cpp`).
 _AS_LARGE_AS = {"CtcLossBackward0": "_saved_result1"}
-# Operators whose backward returns memory of what it is given.
+# Parts of the names of backwards whose result shares memory with their input gradient.
 _VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "View", "Reshape")
-# Functions whose backward returns each gradient that it is given: FSDP2's, which calls hooks.
+# A function whose backward returns its input gradients unchanged: FSDP2's, which calls hooks.
 _HANDS_ON = "RegisterPostBackwardFunction"
 
 
 def order_of(results: Iterable[object]) -> int:
-    """The place in the order of autograd's operators of the one that returned these; -1: none that it knows."""
+    """Returns the autograd sequence number of the operator that returned these results; -1 if autograd has none."""
     return max((order(result.grad_fn) for result in results if isinstance(result, torch.Tensor)), default=-1)
 
 
 def current_node() -> Any:
-    """The node whose backward runs; None outside of a backward."""
+    """Returns the node whose backward runs; None outside of a backward."""
     return torch._C._current_autograd_node()
 
 
 def adds_gradients(function: Any) -> bool:
-    """True where autograd adds two gradients of one tensor (`torch/csrc/autograd/input_buffer.cpp`, 2.13), or where a
-    formula of a backward in C++ has a sum. Autograd adds in place where nothing else has the first gradient, but never
-    to fake tensors. To be asked by the method that a mode dispatches to."""
+    """True if autograd adds two gradients of one tensor (`torch/csrc/autograd/input_buffer.cpp`, 2.13), or a C++
+    backward formula computes a sum.
+
+    Autograd adds in place if nothing else references the first gradient, but never to fake tensors. Call this directly
+    from a mode's `__torch_dispatch__`.
+    """
     if function is not torch.ops.aten.add.Tensor or current_node() is None:
         return False
-    # Not called by a hook, or by the backward of a Python function.
+    # The engine is not the caller if a hook, or the backward of a Python function, adds.
     caller: FrameType | None = sys._getframe(2)
     while caller is not None and caller.f_code.co_filename in _WRAPPERS:
         caller = caller.f_back
@@ -55,32 +58,32 @@ def adds_gradients(function: Any) -> bool:
 
 
 def last_order() -> int:
-    """The place in the order of autograd's operators of the latest one."""
+    """Returns the autograd sequence number of the latest operator."""
     order: int = torch.autograd._get_sequence_nr() - 1
     return order
 
 
 def order(node: Any) -> int:
-    """The place of a node in the order of autograd's operators; -1 without one."""
+    """Returns the autograd sequence number of a node; -1 for None."""
     return -1 if node is None else int(node._sequence_nr())
 
 
 def compiled_node(results: Iterable[Any]) -> Any:
-    """The node of the compiled graph that returned these; None where it has no backward."""
+    """Returns the autograd node of the compiled graph that returned these results; None if it has no backward."""
     nodes = (each.grad_fn for each in results if isinstance(each, torch.Tensor))
     return next((node for node in nodes if type(node).__name__ == _COMPILED), None)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor, or a view of it, was written to under autograd's eyes."""
+    """Returns the tensor's version: how many in-place writes to it or its views autograd has counted."""
     version: int = tensor._version
     return version
 
 
 def checkpoint() -> object:
-    """The innermost checkpoint that this runs in, where it is not reentrant; None: it runs in none.
+    """Returns an object for the innermost non-reentrant checkpoint that is active; None if there is none.
 
-    Its backward runs the same Python code again, and compares what autograd saves (`_checkpoint_hook` in
+    Its backward runs the same Python code again, and compares the tensors that autograd saves (`_checkpoint_hook` in
     `torch/utils/checkpoint.py`, 2.13).
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -91,15 +94,16 @@ def checkpoint() -> object:
 def drop_unread_gradients(
     results: Sequence[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]], takes_none: bool = False
 ) -> None:
-    """Have the backward of a compiled graph return no gradients where plain PyTorch has none.
+    """Make the backward of a compiled graph return None for arguments that get no gradient in plain PyTorch.
 
-    AOTAutograd feeds zeros to outputs that got no gradient, and so returns zeros to all parameters, which an optimizer
-    with weight decay shrinks.
+    AOTAutograd feeds zeros to outputs without a gradient, and so returns zero gradients for all parameters, which an
+    optimizer with weight decay then shrinks.
 
     Args:
-        results: of the run of the graph with `args`.
-        sources: for the place of an argument, those of the results whose gradients its own is computed from.
-        takes_none: the backward takes None in the place of zeros.
+        results: the results of a run of the graph.
+        args: its arguments.
+        sources: by an argument's position, the positions of the results whose gradients its own is computed from.
+        takes_none: whether the backward takes None instead of zeros.
     """
     node = compiled_node(results)
     if node is None:
@@ -108,7 +112,7 @@ def drop_unread_gradients(
     is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
 
     def is_unread(place: int, given: Sequence[Any]) -> bool:
-        # A result that is a view has a node of its own, whose gradients are not seen here.
+        # A result that is a view has another node, whose gradients are not known here.
         of = sources.get(place, frozenset())
         return bool(of) and of <= numbers.keys() and all(given[numbers[at]] is None for at in of)
 
@@ -117,7 +121,7 @@ def drop_unread_gradients(
         node.materialize_grads = False
 
     def add_where_needed(given: Sequence[Any]) -> None:
-        # Not always: where there is such a hook, torch holds what a backward is given until it is done.
+        # Only if needed: with a post hook, torch holds a backward's input gradients until it has finished.
         if all(each is not None for each in given):
             return
         unread = [is_unread(place, given) for place, is_one in enumerate(is_tensor) if is_one]
@@ -135,7 +139,7 @@ def drop_unread_gradients(
 
 
 class Gradient(NamedTuple):
-    """The gradient of a tensor outside of all compiled graphs; `number` is that of its storage."""
+    """The gradient of a tensor outside of all compiled graphs; `number` identifies its storage."""
 
     number: int
     shape: tuple[int, ...]
@@ -151,12 +155,14 @@ class OutsideOperator:
     """An operator that autograd runs outside of all compiled graphs.
 
     Attributes:
-        name: of its backward, `LogSoftmaxBackward0`.
-        order: its place among the operators of the forward.
-        workspace: a saved one that is as large as what its backward holds while it runs; None: that holds nothing.
-        allocates: gradients that its backward computes.
-        frees: numbers of those that nothing reads behind it.
-        passed: numbers of those that are given to a compiled graph, with the graph's order and the output's position.
+        name: the name of its backward, `LogSoftmaxBackward0`.
+        order: its autograd sequence number.
+        saved: the tensors that it saves.
+        workspace: a saved tensor as large as the workspace of its backward; None: it has no workspace.
+        allocates: the gradients that its backward allocates.
+        frees: the numbers of gradients that nothing reads after its backward.
+        passed: the numbers of gradients passed to a compiled graph, with the graph's sequence number and the output's
+            position.
     """
 
     name: str
@@ -169,10 +175,10 @@ class OutsideOperator:
 
 
 def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
-    """The operators that autograd runs outside of all compiled graphs, in the order of the backward.
+    """Returns the operators that autograd runs outside of all compiled graphs, in the order of the backward.
 
     Args:
-        outputs: of a forward; what they do not depend on is not found.
+        outputs: the outputs of a forward; only operators that they depend on are found.
     """
     todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn]
     seen = set(todo)
@@ -182,7 +188,7 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
         todo += new
     nodes = [node for node in seen if type(node).__name__ not in (_COMPILED, "AccumulateGrad")]
     numbers = itertools.count()
-    # By node and place the gradient that it is given; and for how many nodes a gradient waits.
+    # The gradient by node and output position; and the number of nodes that have yet to read each gradient.
     given: dict[tuple[Any, int], Gradient] = {}
     waiting: Counter[int] = Counter()
     found = []
@@ -197,7 +203,7 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
             shape, itemsize = tuple(map(int, tensor.shape)), tensor.dtype.itemsize
             is_view = any(view in name for view in _VIEWS)
             if _HANDS_ON in name and (node, index) not in given:
-                # That of a compiled graph, which is one of the same storage.
+                # A compiled graph's gradient, which has the same storage.
                 continue
             if _HANDS_ON in name:
                 gradient = given[node, index]
@@ -207,7 +213,7 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
                 gradient = Gradient(next(numbers), shape, itemsize)
                 allocates.append(gradient)
             if (following, place) in given:
-                # Added to the other one.
+                # Autograd adds it to the gradient that is there.
                 summed.append(gradient.number)
                 continue
             given[following, place] = gradient
@@ -224,10 +230,10 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
 
 
 def _saved_tensors(node: Any) -> list[torch.Tensor]:
-    """The tensors that a `torch.autograd.Function` has saved, or one of torch's own (`_saved_self`)."""
+    """Returns the tensors saved by a `torch.autograd.Function`, or by an operator of torch (`_saved_self`)."""
     found: list[Any] = []
     for name in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
-        # One that was written to since.
+        # Raised for a tensor that was written to since.
         with contextlib.suppress(AttributeError, RuntimeError):
             value = getattr(node, name)
             found += value if isinstance(value, tuple | list) else [value]
@@ -237,7 +243,7 @@ def _saved_tensors(node: Any) -> list[torch.Tensor]:
 def gradients_of_leaves(
     node: torch.autograd.graph.Node, gradients: Sequence[torch.Tensor | None]
 ) -> dict[int, torch.Tensor]:
-    """The gradients that a function has computed for leaves, by the ids of these (torch's `AccumulateGrad`)."""
+    """Returns the gradients that a node has computed for leaf tensors, by the leaves' ids (`AccumulateGrad`)."""
     leaves = [getattr(function, "variable", None) for function, _ in node.next_functions]
     pairs = zip(leaves, gradients, strict=False)
     return {id(leaf): each for leaf, each in pairs if leaf is not None and each is not None}

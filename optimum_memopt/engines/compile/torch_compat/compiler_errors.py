@@ -1,6 +1,6 @@
-"""Errors that are raised where torch traces, compiles, and runs what it has compiled.
+"""Errors raised while torch traces, compiles, and runs compiled graphs.
 
-Seen in torch 2.13.0, and there since 2.9.
+Checked in torch 2.13.0, and present since 2.9.
 """
 
 import traceback
@@ -10,18 +10,18 @@ from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, T
 from optimum_memopt.engines.compile.torch_compat.recompiles import place_text
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_causes
 
-# `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
+# The file and name of `CompiledFunction.backward`, in which torch also compiles a backward that is not compiled yet.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
 
 class DraftFailedError(MemOptError):
-    """A graph that runs operator by operator, to show the graphs behind it, has failed."""
+    """Raised when a graph fails that runs operator by operator, only to reach the graphs after it."""
 
 
 def place_of(error: BaseException) -> str:
-    """The user's line that an error was raised at, as `, at model.py:28, in forward`; empty where none is known."""
+    """Returns the user's line that raised an error, as `, at model.py:28, in forward`; empty if none is known."""
     for each in reversed([*with_causes(error)]):
-        # Code that dynamo traces does not run, and is in no traceback.
+        # Code that dynamo traces does not run, so it is not in the traceback.
         stack = getattr(each, "real_stack", None) or traceback.extract_tb(each.__traceback__)
         if place := place_text(stack):
             return place
@@ -29,15 +29,15 @@ def place_of(error: BaseException) -> str:
 
 
 def line_with_place(error: BaseException) -> str:
-    """See `line_of`, with the user's line."""
+    """Returns `line_of` of an error, with the user's line."""
     return f"{line_of(error)}{place_of(error)}"
 
 
 def failure_of_compiler(error: BaseException) -> str:
-    """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
-    other error. What it knows that it cannot trace breaks the graph instead."""
+    """Returns a line with an internal error of torch and its place (`torch/_dynamo/exc.py`, 2.13); empty for any other
+    error. Code that torch knows it cannot trace breaks the graph instead."""
     if isinstance(error, InternalTorchDynamoError):
-        # Its text has the kind of error that it met.
+        # Its text includes the class of the original error.
         return f"torch cannot trace this model ({str(error).strip().splitlines()[0]}{place_of(error)})"
     if isinstance(error, BackendCompilerFailed):
         return f"torch cannot compile this model ({line_with_place(error)})"
@@ -45,7 +45,7 @@ def failure_of_compiler(error: BaseException) -> str:
 
 
 def is_of_trace(error: BaseException) -> bool:
-    """True for an error that torch raises where it traces and compiles (`torch/_dynamo/exc.py`, 2.13)."""
+    """True for an error that torch raises while it traces or compiles (`torch/_dynamo/exc.py`, 2.13)."""
     return isinstance(error, TorchDynamoException)
 
 
@@ -57,7 +57,7 @@ def is_of_compiled_backward(error: BaseException) -> bool:
 
 
 def own_error(error: BaseException) -> BaseException | None:
-    """The error itself, unwrapped, where it is no fault of a compiler's: a refusal, a lack of memory, an interrupt."""
+    """Returns the unwrapped error if it is not a compiler failure: a MemOptError, out of memory, or an interrupt."""
     inner = getattr(error, "inner_exception", None) or error
     is_own = not isinstance(inner, Exception) or isinstance(inner, MemOptError) or is_out_of_memory(inner)
     return inner if is_own else None

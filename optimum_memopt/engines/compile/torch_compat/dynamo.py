@@ -1,6 +1,6 @@
-"""The private names of dynamo and AOTAutograd that the compile engine uses, each with what it is for.
+"""The private names of dynamo and AOTAutograd that the compile engine uses, and what each is for.
 
-All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
+Checked in torch 2.13.0 and present since 2.9, unless stated otherwise.
 """
 
 import contextlib
@@ -72,25 +72,28 @@ __all__ = [
 ]
 
 SymbolicNumber = py_sym_types
-# Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`).
+# The mode under which tensors have shapes and devices but no data (`torch/_subclasses/fake_tensor.py`).
 fake_tensors = FakeTensorMode
 # Tags of operators that no CUDA graph can hold.
 CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
-# Loggers have it once transformers is imported (`transformers/utils/logging.py`).
+# `Logger.warning_once`, which exists once transformers is imported (`transformers/utils/logging.py`).
 _ONCE = tuple(filter(None, [getattr(logging.Logger, "warning_once", None)]))
 _LOGS_CONFIG, _IGNORED = "_get_dynamo_config_for_logging", "ignore_logging_functions"
-# In a source without its quoted keys: an attribute of something, or a global variable.
+# `_HELD` finds an attribute or a global variable in a source name whose quoted keys (`_QUOTED`) are removed.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
-# Of no container.
+# Types of values that are not containers.
 _LEAVES = (torch.Tensor, bool, int, float, str)
 
 
 def tree_leaves(values: Any) -> list[Any]:
-    """The values in nested containers, in order: `torch.utils._pytree.tree_leaves`, at once where it is lists and
-    tuples, which are most of a model's arguments and results."""
+    """Returns the leaves of nested containers, in order.
+
+    As `torch.utils._pytree.tree_leaves`, with a fast path for lists, tuples and dicts: most of a model's arguments and
+    results.
+    """
     leaves: list[Any] = []
     for value in values if type(values) in (list, tuple) else (values,):
         if value is None or isinstance(value, _LEAVES):
@@ -105,12 +108,13 @@ def tree_leaves(values: Any) -> list[Any]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same for all views of a storage, also on a fake tensor, which has no address."""
+    """Returns an id of the tensor's storage, the same for all its views; also for a fake tensor, which has no
+    address."""
     return tensor.untyped_storage()._cdata
 
 
 def operator_name(target: Any) -> str:
-    """`view` of `aten.view.default`; empty for what is no operator of torch."""
+    """Returns an operator's name, `view` for `aten.view.default`; empty if the target is not an operator of torch."""
     return getattr(target, "_opname", "")
 
 
@@ -120,10 +124,10 @@ def reads_a_number(target: Any) -> bool:
 
 
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
-    """A backend's inputs; fake tensors in the mode of dynamo's trace.
+    """Returns a backend's inputs, with fake tensors converted to the fake mode of dynamo's trace.
 
-    torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
-    ends in an AssertionError.
+    torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`); torch 2.9
+    raises AssertionError without it.
     """
     mode: FakeTensorMode | None = getattr(TracingContext.try_get(), "fake_mode", None)
     return [
@@ -139,16 +143,16 @@ def compile_without_compiler(
     wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
     decompositions: dict[Any, Callable],
 ) -> Callable:
-    """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner.
+    """Compile with the backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) and another partitioner.
 
-    No saved activation is donated to the backward, which may therefore run again (`retain_graph=True`); without a
-    compiler none is overwritten anyway. inductor's are left donated, since level 1 of a RoBERTa peaks at 6.9 MiB
-    without and at 5.0 with; a second backward ends there in torch's error, which names the switch `donated_buffer`.
-    That has to be off while the backward runs too: with it on torch refuses unless the list of donated buffers is
-    there and empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+    No saved activation is donated to the backward, so the backward may run again (`retain_graph=True`); without a
+    compiler none is overwritten anyway. inductor's stay donated, since level 1 of a RoBERTa peaks at 6.9 MiB without
+    donation and at 5.0 with it. A second backward of inductor's graphs raises torch's error, which names the switch
+    `donated_buffer`. This switch must be off while the backward runs too: if it is on, torch refuses unless the list
+    of donated buffers exists and is empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
 
-    Random numbers that nobody reads are drawn all the same, as in plain PyTorch; while it traces, torch removes these
-    draws unless `fallback_random` is on (`Graph.eliminate_dead_code` in `torch/fx/graph.py`).
+    Unused random numbers are still drawn, as in plain PyTorch; torch removes these draws while it traces, unless
+    `fallback_random` is on (`Graph.eliminate_dead_code` in `torch/fx/graph.py`).
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import config
@@ -168,36 +172,38 @@ def compile_without_compiler(
 def configured(
     has_regions: bool, in_python: Collection[CodePlace] = (), skipped: list[types.CodeType] | None = None
 ) -> Iterator[None]:
-    """torch's switches while a compiled forward is called.
+    """Set torch's switches for a call of a compiled forward.
 
     Args:
-        has_regions: equal layers are compiled once.
-        in_python: see `left_to_python`, as `skipped`.
+        has_regions: whether equal layers are compiled once.
+        in_python: `places` of `left_to_python`.
+        skipped: as of `left_to_python`.
 
-    - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would see the pieces.
+    - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would only see the pieces.
     - `use_duck_shape`: dimensions that happen to be equal in the first batch would share a symbol and recompile.
     - `specialize_float`: torch would turn a model's numbers (`scaling` of an attention) into inputs and trace twice,
       with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number that
-      changes from step to step has to be a tensor.
-    - `skip_nnmodule_hook_guards`: a hook put on a submodule after the first step would never be called. Guards on the
-      hooks cost 0.6 ms of CPU a forward for a RoBERTa of 12 layers (230 modules).
-    - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and after a graph break models of
-      one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
-      on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
-    - `skip_fsdp_guards`: equal layers under FSDP2 that differ in a number of Python would share a graph.
-    - `fake_tensor_cache_enabled`: with symbolic sizes its entries cost as much as the operators on fake tensors,
-      which pays where equal layers are in one graph. Off for regions, a first step takes 10 to 30% less.
+      changes from step to step must be a tensor.
+    - `skip_nnmodule_hook_guards`: a hook registered on a submodule after the first step would never be called. Guards
+      on hooks cost 0.6 ms of CPU time per forward for a RoBERTa of 12 layers (230 modules).
+    - `recompile_limit`, `accumulated_recompile_limit`: torch counts recompiles per code object. After a graph break
+      models of one class share code objects, so a fresh model would start at the count of all earlier ones. At the
+      limit torch only logs a line and goes on without the plan. The engine counts by itself, see `recompile_limit`.
+    - `skip_fsdp_guards`: under FSDP2, equal layers that differ in a Python number would share a graph.
+    - `fake_tensor_cache_enabled`: with symbolic sizes a cache entry costs as much as the operator on fake tensors,
+      which pays off if equal layers are in one graph. With the cache off for regions, a first step takes 10 to 30%
+      less.
     - `use_numpy_random_stream`: torch would trace NumPy's random functions as its own, which draw other numbers from
       another generator (`torch/_numpy/random.py`). With the switch they break the graph, and NumPy draws.
-    - `ignore_logger_methods`: a warning that transformers gives once would end the graph, as that about a property of
-      configs in Liger Kernel's forwards. What is traced does not give it.
-    - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
-      key would be asked for before there is a choice, see `backend`.
+    - `ignore_logger_methods`: a `warning_once` of transformers would break the graph, such as the one about a property
+      of configs in Liger Kernel's forwards. Traced code does not log it.
+    - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no plan table; and
+      the cache key would be needed before there is a choice, see `backend`.
     - `backward_pass_autocast`: torch would trace the backward under the autocast of the forward, so that what a model
       computes in float32 within `autocast(enabled=False)` would get gradients of lower precision.
 
-    Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
-    gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
+    `backed_size_oblivious`, which would avoid the recompile for a batch of one row, is unchanged: with torch 2.13,
+    gradients of such a batch came out wrong (RoBERTa), and others not bitwise equal to PyTorch's (GPT-2).
     """
     limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _NO_LIMIT)
     cache: dict[str, Any] = {"fake_tensor_cache_enabled": False} if has_regions else {}
@@ -215,7 +221,7 @@ def configured(
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"),
         numbers_first(),
-        # torch would trace the methods of such an object, and draw the numbers of the first call in all others.
+        # torch would trace the methods of a `random.Random`, and repeat the numbers of the first call in all others.
         mock.patch.object(RandomVariable, "is_supported_random_obj", staticmethod(lambda generator: False)),
         left_to_python(in_python, [] if skipped is None else skipped),
         without_config_in_logs(),
@@ -224,13 +230,13 @@ def configured(
 
 
 def without_config_in_logs() -> contextlib.AbstractContextManager[Any]:
-    """Leaves torch's switches out of its log of each compile where they cannot be written as JSON: torch 2.11 does not
+    """Leave torch's switches out of its log of each compile if they cannot be written as JSON: torch 2.11 does not
     skip `ignore_logging_functions`, of which `ignore_logger_methods` is an alias."""
     return mock.patch.object(dynamo_utils, _LOGS_CONFIG, _no_config) if _logs_functions() else contextlib.nullcontext()
 
 
 def _no_config() -> None:
-    """No text of the switches; a mock would take longer, in each step."""
+    """Return no text of the switches; a mock would be slower, in each step."""
 
 
 @functools.cache
@@ -240,33 +246,37 @@ def _logs_functions() -> bool:
 
 
 def global_hooks() -> tuple[int, ...]:
-    """Ids of the hooks of all modules (`torch/nn/modules/module.py`), which dynamo traces and does not guard on."""
+    """Returns the ids of global module hooks (`torch/nn/modules/module.py`), which dynamo traces without guards."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return tuple(id for kind in kinds for id in getattr(torch.nn.modules.module, f"_global_{kind}_hooks"))
 
 
 def recompile_limit() -> int:
-    """Recompiles that one model may have: more than torch's 8, which is too few where each padded length is a new
-    graph, and the user's where that is higher."""
+    """Returns the most recompiles that one model may have: `_RECOMPILES`, or the user's limit if that is higher.
+
+    torch's 8 are too few if each padded length needs a new graph.
+    """
     return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
 
 
 def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """`torch.compile` of a forward whose recompile reasons are its own; before torch 2.13, which has
-    `isolate_recompiles`, they may be guards of another model of the same code."""
+    """Apply `torch.compile` to a forward, with recompile reasons of its own.
+
+    Before torch 2.13, which has `isolate_recompiles`, a reason may be a guard of another model with the same code.
+    """
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """True for what `torch.compile` has returned for a module (`OptimizedModule`, 2.13)."""
+    """True for a module that `torch.compile` has returned (`OptimizedModule`, 2.13)."""
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function or method with its own code object, for which alone `forget` frees what was compiled.
+    """Returns a copy of a function or method with its own code object, so that `forget` frees its compiled code alone.
 
-    torch keeps compiled code by code object, and all of transformers' models share the one of a decorator.
+    torch keeps compiled code per code object, and all models of transformers share that of a decorator.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)
@@ -279,14 +289,17 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_of(module: torch.nn.Module) -> types.FunctionType | None:
-    """The function that a module's class has as its forward; None where it is none, as of scripted modules."""
+    """Returns the function that is the forward of a module's class; None if it is none, as for scripted modules."""
     forward = getattr(type(module), "forward", None)
     function = None if forward is None else inspect.unwrap(forward)
     return function if isinstance(function, types.FunctionType) else None
 
 
 def arguments_of(module: torch.nn.Module) -> set[str]:
-    """Names of its forward's arguments, without a signature for each of thousands of modules."""
+    """Returns the names of the arguments of a module's forward.
+
+    Reads the code object, since a signature for each of thousands of modules would be slow.
+    """
     if (function := forward_of(module)) is None:
         return set()
     code = function.__code__
@@ -294,13 +307,13 @@ def arguments_of(module: torch.nn.Module) -> set[str]:
 
 
 def names_in_forward(module: torch.nn.Module) -> set[str]:
-    """Names of the globals and attributes that its forward reads."""
+    """Returns the names of the globals and attributes that a module's forward reads."""
     function = forward_of(module)
     return set() if function is None else set(function.__code__.co_names)
 
 
 def draws_with_numpy(function: Callable[..., Any]) -> bool:
-    """True for a function whose own code names `numpy.random`, as those that draw the masks of SpecAugment."""
+    """True for a function whose own code names `numpy.random`, such as those that draw SpecAugment's masks."""
     if not isinstance(function, types.FunctionType):
         return False
     names = function.__code__.co_names
@@ -308,12 +321,12 @@ def draws_with_numpy(function: Callable[..., Any]) -> bool:
 
 
 def file_of(module: torch.nn.Module) -> types.ModuleType | None:
-    """The file of a module's forward; FSDP2 gives the module a class in one of torch's."""
+    """Returns the Python module that defines the forward; the class may be in one of torch's, under FSDP2."""
     return sys.modules.get(getattr(forward_of(module), "__module__", None) or "")
 
 
 def own_forward() -> Callable[..., Any]:
-    """A function that calls the forward of its first argument, a module, with its own code object."""
+    """Returns a function with its own code object that calls the forward of its first argument, a module."""
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
@@ -322,10 +335,10 @@ def own_forward() -> Callable[..., Any]:
 
 
 def forget(codes: Iterable[types.CodeType]) -> None:
-    """Free what was compiled for these code objects.
+    """Free the compiled code of these code objects.
 
-    torch's cache of a code object holds that object (2.9 to 2.13), and puts what it has compiled among the globals of
-    its module, so that neither goes with the function.
+    torch's cache of a code object references that object (2.9 to 2.13), and stores compiled functions in the globals
+    of its Python module, so neither is freed with the function.
     """
     for code in codes:
         remove_from_cache(code)
@@ -333,21 +346,21 @@ def forget(codes: Iterable[types.CodeType]) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of a frame by dynamo: its fake tensors, symbols and guards (`TracingContext`)."""
+    """Dynamo's trace of a frame: its fake tensors, symbols and guards (`TracingContext`)."""
 
     context: TracingContext
 
     @classmethod
     def current(cls) -> "Trace | None":
-        """None while nothing is traced."""
+        """Returns the trace in progress; None if nothing is traced."""
         context = TracingContext.try_get()
         return None if context is None else cls(context)
 
     def fakes(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """Fake tensors in the place of parameters and buffers, the same at each call; of sharded ones whole.
+        """Returns fake tensors for parameters and buffers, the same at each call; sharded ones are whole.
 
         Args:
-            dtype: that sharded ones are gathered in; None: their own.
+            dtype: the dtype in which sharded ones are gathered; None: their own.
         """
         mode = self.context.fake_mode
         assert mode is not None
@@ -365,8 +378,10 @@ class Trace:
 
     @contextlib.contextmanager
     def with_fake_states(self, layer: torch.nn.Module) -> Iterator[None]:
-        """Replaces scales and codes that modules hold beside their parameters and buffers by fake ones. Other tensors
-        are taken as they are: PEFT's FourierFT has its indices in a dict."""
+        """Replace the scales and codes that modules hold beside their parameters and buffers by fake tensors.
+
+        Other tensors stay as they are: PEFT's FourierFT has its indices in a dict.
+        """
         mode = self.context.fake_mode
         assert mode is not None
         states = ((module, name, fake_copy(state, mode)) for module, name, state in states_of(layer))
@@ -375,15 +390,17 @@ class Trace:
 
     @staticmethod
     def changes(objects: Iterable[object]) -> bool:
-        """True where the traced code has changed one of these objects, which only happens when the graph has run."""
+        """True if the traced code changes one of these objects; dynamo applies the change after the graph has run."""
         effects = _translator().output.side_effects
         variables = (effects.id_to_variable.get(id(each)) for each in objects)
         return any(variable is not None and effects.is_modified(variable) for variable in variables)
 
     @staticmethod
     def keys_set_to(held: object, name: str) -> frozenset[str] | None:
-        """The keys of the dict that the traced code has set an attribute of an object to, empty for None; None: it has
-        set nothing yet, and the attribute is as it is."""
+        """Returns the keys of the dict that the traced code has assigned to an attribute, empty if it assigned None.
+
+        None: it has assigned nothing so far, and the attribute has its real value.
+        """
         effects = _translator().output.side_effects
         variable = effects.id_to_variable.get(id(held))
         if variable is None or not effects.has_pending_mutation_of_attr(variable, name):
@@ -392,19 +409,19 @@ class Trace:
         return frozenset(key.vt.as_python_constant() for key in keys)
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
-        """As while dynamo traced the frame, for compiling its graph once more, or a part of it.
+        """Enter the trace again, to recompile its graph or a part of it.
 
-        In a context of its own: AOTAutograd notes in it what its backward is compiled with, which may be later
-        (`fw_metadata`; `DDPOptimizerContext` in `torch/_dynamo/backends/distributed.py` is for the same).
+        Uses a copy of the context: AOTAutograd stores in it what it compiles the backward with, maybe later
+        (`fw_metadata`; `DDPOptimizerContext` in `torch/_dynamo/backends/distributed.py` has the same purpose).
         """
         return tracing(copy.copy(self.context))
 
 
 def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.GraphModule:
-    """A traced graph as a graph of modules, which return tuples; nodes of one number are one of them, in order.
+    """Split a traced graph into submodules that return tuples: one for all nodes of a number, in order.
 
-    AOTAutograd finds in each the sources of its inputs, as in the graph that dynamo has traced (`propagate_metadata`
-    in `torch/_dynamo/backends/distributed.py`).
+    Each has the sources of its inputs for AOTAutograd, as the graph that dynamo has traced (`propagate_metadata` in
+    `torch/_dynamo/backends/distributed.py`).
     """
     whole = _split(module, number_of)
     sources = {node.name: node._dynamo_source for node in module.graph.find_nodes(op="placeholder")}
@@ -419,7 +436,7 @@ def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gra
 
 
 def _split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.GraphModule:
-    """`split_module`, whose modules return tuples where it is asked for that, which it can be since torch 2.12
+    """Call `split_module`, and have its submodules return tuples, which it has an option for since torch 2.12
     (https://github.com/pytorch/pytorch/pull/179007)."""
     if "tuple_return" in inspect.signature(split_module).parameters:
         return split_module(module, module, number_of, keep_original_order=True, tuple_return=True)
@@ -440,8 +457,8 @@ def _split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gr
 
 @functools.cache
 def holds_tangents() -> bool:
-    """True where torch holds the gradients that a compiled graph's backward is given until that is over; since 2.13
-    the backward takes them over (`boxed_grads_call` in `torch/autograd/function.py`)."""
+    """True if torch keeps the tangents of a compiled backward alive until it has finished; since 2.13 the backward
+    takes ownership of them (`boxed_grads_call` in `torch/autograd/function.py`)."""
     return "boxed_grads_call" not in inspect.getsource(torch.autograd.function)
 
 
@@ -450,34 +467,37 @@ def traced_value(node: fx.Node) -> Any:
 
 
 def as_operator(function: types.FunctionType) -> Callable[..., Any]:
-    """`function` as one operator of any graph that dynamo traces: called with fake tensors while it is traced, which
-    tell the shapes of its results (`torch/_dynamo/decorators.py`, `allow_in_graph`). Where Python calls it, as in a
-    loop with a graph break, it is not traced either; what it calls may be."""
+    """Make `function` one operator of every graph that dynamo traces (`allow_in_graph` in
+    `torch/_dynamo/decorators.py`).
+
+    Dynamo calls it with fake tensors for the shapes of its results. If Python calls it, as in a loop with a graph
+    break, it is not traced either; the functions that it calls may be.
+    """
     skip_code(function.__code__)
     function.is_operator_of_python = True
     return cast("Callable[..., Any]", torch._dynamo.allow_in_graph(function))
 
 
 def is_operator_of_python(node: fx.Node) -> bool:
-    """True for a call of what `as_operator` returned."""
+    """True for a call of a function that `as_operator` returned."""
     return getattr(node.target, "is_operator_of_python", False)
 
 
 def registers_hook(node: fx.Node) -> bool:
-    """True for a hook on a tensor that a traced forward has computed (torch 2.13 and later, `register_hook_op` in
-    `torch/_higher_order_ops/register_hook.py`; earlier ones break the graph there)."""
+    """True for the registration of a hook on a computed tensor (torch 2.13 and later, `register_hook_op` in
+    `torch/_higher_order_ops/register_hook.py`; earlier releases break the graph there)."""
     return getattr(node.target, "__name__", "") == "register_hook"
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which breaks a graph where it is called and is not traced, nor what it calls."""
+    """Exclude `function`, and all that it calls, from traces; a call of it breaks the graph."""
     return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=MEANT))
 
 
 def is_all_of(code: types.CodeType) -> bool:
-    """While a graph is partitioned: true where it is the only graph of a call of a function with this code.
+    """True if the graph that is being partitioned is the only one of a call of a function with this code.
 
-    It is when the frame of the function itself, not only of one that it calls, was traced up to its return
+    It is if the frame of the function itself, not only of one that it calls, was traced up to its return
     (`torch/_dynamo/symbolic_convert.py`, `GraphCompileReason` in `output_graph.py`).
     """
     translator = _translator()
@@ -486,41 +506,43 @@ def is_all_of(code: types.CodeType) -> bool:
 
 
 def traced_module() -> torch.nn.Module | None:
-    """While a graph is partitioned: the module whose forward, or the rest of it after a graph break, was traced."""
+    """Returns, while a graph is partitioned, the module whose forward, or its rest after a graph break, was traced."""
     translator = _translator()
     traced = translator.f_locals.get("self") if translator is not None else None
     return traced if isinstance(traced, torch.nn.Module) else None
 
 
 def _translator() -> Any:
-    # It is thread-local, and not there before the first one.
+    # The translator is thread-local, and the attribute is missing before the first one.
     with contextlib.suppress(AttributeError):
         return InstructionTranslator.current_tx()
     return None
 
 
-# Files of functions that operators of this package run compiled.
+# Files of the functions that operators of this package compile.
 _OF_OPERATORS: set[str] = set()
 
 
 def compiled_in_operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function without breaks that an operator of this package calls, compiled for all sizes; what torch compiles
-    for it is none of a model's graphs."""
+    """Compile a function without graph breaks that an operator of this package calls, for all sizes.
+
+    Its graphs do not count among a model's.
+    """
     _OF_OPERATORS.add(function.__code__.co_filename)
-    # torch counts recompiles by code, which functions have in common that differ in their closures alone.
+    # torch counts recompiles per code object, which functions that differ only in their closures share.
     return torch.compile(with_own_code(function), dynamic=True, fullgraph=True)
 
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Within it operators know nothing of autograd, wherever they are called, and no view of what it is a view of:
-    torch has guards on both."""
+    """Dispatch operators below autograd, without view tracking, whatever the caller's state: torch has guards on
+    both."""
     with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
         yield
 
 
 class Watch:
-    """Reasons for recompiles and graph breaks from its creation on, one line each (`torch/_dynamo/utils.py`)."""
+    """Reasons for recompiles and graph breaks since its creation, one line each (`torch/_dynamo/utils.py`)."""
 
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
@@ -535,7 +557,7 @@ class Watch:
         return list(filter(None, map(Recompile.of, new)))
 
     def graph_breaks(self) -> list[str]:
-        # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
+        # torch counts a graph break in a loop as unimplemented only, and runs its frame in Python.
         new = {kind: dynamo_utils.counters[kind] - before for kind, before in self._breaks.items()}
         found = new["graph_break"] or new["unimplemented"]
         breaks = [first_line(text) for text in found if MEANT not in text]
@@ -546,7 +568,7 @@ class Watch:
         return [f"{line}{place}" for line in places for place in places[line] or ("",)]
 
     def last_cause(self) -> str:
-        """The cause of the last graph, as `failed guard: x > 1`; empty where none is known."""
+        """Returns the cause of the last graph, as `failed guard: x > 1`; empty if none is known."""
         guards = [f"failed guard: {recompile.guard}" for recompile in self.recompiles()]
         return next(reversed(guards or [f"graph break: {reason}" for reason in self.graph_breaks()]), "")
 
@@ -556,14 +578,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def state_source(node: fx.Node) -> str:
-    """Where dynamo has found an input that an object or a module of Python holds, `L['self']._buffers['bias']`; empty
-    for arguments of the function that it has traced (`torch/_dynamo/source.py`)."""
+    """Returns the source of an input that is an attribute or a global, as `L['self']._buffers['bias']`; empty for
+    arguments of the traced function (`torch/_dynamo/source.py`)."""
     name = source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
     return name if _HELD.search(_QUOTED.sub("", name)) else ""
 
 
 def inductor_works(device_type: str) -> bool:
-    """True where inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
+    """True if inductor finds its compiler: a C++ compiler for the CPU, Triton for other devices."""
     from torch._inductor import config
     from torch.utils._triton import has_triton
 
@@ -574,7 +596,9 @@ def inductor_works(device_type: str) -> bool:
 
 
 def backward_runs_once() -> bool:
-    """Inside a backward: true where autograd frees what it has saved afterwards (no `retain_graph=True`). AOTAutograd
-    asks so before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`)."""
+    """True inside a backward after which autograd frees the saved tensors (no `retain_graph=True`).
+
+    AOTAutograd checks the same before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`).
+    """
     is_backward = backward_pass() != -1
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,9 +1,9 @@
-"""LoRA on a parameter that is no module's weight, as the fused experts of transformers 5 (PEFT 0.18 to 0.21), without
-its parametrizations.
+"""LoRA on a parameter that is not a module's weight, such as the fused experts of transformers 5 (PEFT 0.18 to 0.21),
+without parametrizations.
 
-PEFT wraps the module and, within each forward, registers a parametrization of the parameter: it makes a module and
-changes the class of another (`ParamWrapper._activate_lora` in `peft/tuners/lora/layer.py`), where torch breaks the
-graph. Here the module is called with the adapted weight in the place of the parameter, which computes the same.
+PEFT wraps the module and registers a parametrization of the parameter in each forward: it makes a module and changes
+the class of another (`ParamWrapper._activate_lora` in `peft/tuners/lora/layer.py`), which breaks the graph. Here the
+module is called with the adapted weight in place of the parameter, which computes the same.
 """
 
 import functools
@@ -35,7 +35,8 @@ EXPERTS = Patch(
 
 
 def replacements() -> Iterator[Replacement]:
-    """A forward for PEFT's wrapper of parameters; none without PEFT, or with another one."""
+    """Yields a replacement for the forward of PEFT's parameter wrapper; none if PEFT is not imported or does not
+    match."""
     if not EXPERTS.applies:
         return
     wrapper = getattr(sys.modules[_LAYERS], _WRAPPER)
@@ -48,12 +49,12 @@ def _without_parametrizations(forward: Callable[..., Any]) -> Callable[..., Any]
     def adapted_forward(wrapper: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         adapters = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
         is_adapted = adapters and not (wrapper.disable_adapters or wrapper.merged)
-        # PEFT adds to weights of 8 bits in another dtype, and refuses adapters by rows.
+        # PEFT adds to 8-bit weights in another dtype, and refuses adapters per row.
         is_plain = wrapper.get_param().dtype.itemsize > 1 and kwargs.get("adapter_names") is None
         if not (torch.compiler.is_compiling() and is_adapted and is_plain):
             return forward(wrapper, x, *args, **kwargs)
         wrapper._check_forward_args(x, *args, **kwargs)
-        # Each parameter of a module has a wrapper of its own around that of the one before.
+        # Each parameter of a module has its own wrapper around the previous parameter's.
         path, module = wrapper.parameter_name, wrapper.base_layer
         while isinstance(module, type(wrapper)):
             path, module = f"base_layer.{path}", module.base_layer
@@ -65,7 +66,7 @@ def _without_parametrizations(forward: Callable[..., Any]) -> Callable[..., Any]
 
 def _adapted(wrapper: Any, adapters: list[str]) -> torch.Tensor:
     parameter: torch.Tensor = wrapper.get_param()
-    # Since 0.21, without the product of the two factors.
+    # Since 0.21 the product of the two factors need not be materialized.
     if len(adapters) == 1 and wrapper.num_experts > 1 and hasattr(wrapper, "get_delta_factors"):
         left, right, scaling = wrapper.get_delta_factors(adapters[0])
         with torch.autocast(parameter.device.type, enabled=False):

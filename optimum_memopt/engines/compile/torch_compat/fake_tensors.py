@@ -1,7 +1,7 @@
-"""Python that runs on fake tensors as it would on real ones (`torch/_subclasses/fake_tensor.py`, 2.13).
+"""Runs Python code on fake tensors as on real ones (`torch/_subclasses/fake_tensor.py`, 2.13).
 
-What branches on values does so on those that are known: of tensors with a `constant`, of what is drawn or made of
-numbers alone, and of what small operators make of these.
+Code may branch on known values: those of tensors with a `constant`, of tensors that are drawn or made from numbers
+alone, and of small results that operators compute from these.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from optimum_memopt.engines.shared.forward_patch import Attribute
 from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.logs import get_logger
 
-# A value, or a shape that depends on values, is not known.
+# Errors for a value, or a shape that depends on values, that is not known.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# Elements of tensors whose values are followed: ids and masks of a batch.
+# The largest number of elements whose values are tracked, for integers and booleans: ids and masks of a batch.
 _MOST_VALUES = 2**20
-# The same of floating-point numbers: weights of losses, step counts.
+# The same for floating-point numbers: weights of losses, step counts.
 _FEW_VALUES = 64
 _MOST_CONSTANTS = "CONSTANT_NUMEL_LIMIT"
 _FOREACH_TYPES = "_foreach_supported_types"
@@ -55,7 +55,7 @@ SIMULATED = Patch(
 )
 VALUES = Patch(
     "values of tensors without data",
-    "predictions of plain PyTorch end where a model reads its batch",
+    "predictions of plain PyTorch fail if a model reads values of its batch",
     "torch",
     since="2.9",
     tested="2.9 to 2.15",
@@ -64,10 +64,11 @@ VALUES = Patch(
         Name("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices"),
     ),
 )
-# In place, as if all gradients were finite: the scale of a loss, and whether a step is skipped, stay known.
+# The gradient scaler's in-place operators, run as if all gradients were finite: the loss scale, and whether a step is
+# skipped, stay known.
 _SCALER = (_aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_update_scale_.default)
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
-# What `copy.deepcopy` returns as it is.
+# Types that `copy.deepcopy` returns as they are.
 _NOT_COPIED = (
     type,
     str,
@@ -85,17 +86,17 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Log no traceback of an error that an operator raises on fake tensors, beside the error itself."""
+    """Keep torch from logging a traceback for each error that an operator raises on fake tensors."""
     with mock.patch.object(fake_tensor.log, "exception"):
         yield
 
 
 @dataclass(frozen=True)
 class HeldStorage:
-    """The memory of a tensor, which a fake one has, too.
+    """The storage of a tensor, real or fake.
 
     Attributes:
-        address: unique among the storages that are alive.
+        address: a number unique among the live storages.
     """
 
     storage: torch.UntypedStorage
@@ -109,12 +110,12 @@ class HeldStorage:
         return self.storage.nbytes()
 
     def on_release(self, call: Callable[[int], None]) -> None:
-        """Call with the address when nobody holds it any more."""
+        """Call a function with the address when the storage is freed."""
         weakref.finalize(self.storage, call, self.address).atexit = False
 
 
 def storages(tensor: torch.Tensor) -> list[HeldStorage]:
-    """Several of a tensor subclass that is made of others."""
+    """Returns a tensor's storages: several for a wrapper subclass, one otherwise."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [storage for name in names for storage in storages(getattr(tensor, name))]
@@ -126,11 +127,13 @@ _WITHOUT_KERNEL = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new
 
 @contextlib.contextmanager
 def run_as_eager() -> Iterator[None]:
-    """Models do not take this for tracing, values of small tensors are followed, optimizers take the same functions
-    for many tensors, and functions of TorchScript run as the Python that they were compiled from.
+    """Run code on fake tensors as in eager mode.
 
-    transformers builds other masks where it is traced (`is_tracing`, 5.23); checks of values pass. TorchScript's
-    interpreter makes real tensors beside fake ones (DeBERTa-v2 in transformers 5.17).
+    Models do not see that they are traced, values of small tensors are tracked, optimizers use their foreach
+    implementations, and TorchScript functions run as the Python that they were compiled from. Checks of values pass.
+
+    transformers builds other masks while it is traced (`is_tracing`, 5.23). TorchScript's interpreter mixes real
+    tensors with fake ones (DeBERTa-v2 in transformers 5.17).
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -163,7 +166,7 @@ def run_as_eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
-    """Within it launches of Triton kernels with fake tensors, which have no addresses, do nothing: what they write to
+    """Skip launches of Triton kernels with fake tensors, which have no addresses; the memory that a kernel writes to
     is allocated before (`triton/runtime/jit.py`, `autotuner.py`, 3.7)."""
     triton: Any = sys.modules.get("triton.runtime")
     with contextlib.ExitStack() as stack:
@@ -184,7 +187,7 @@ _CALL_SCRIPT = torch.jit.ScriptFunction.__call__
 
 
 def _call_source(function: Any, *args: Any, **kwargs: Any) -> Any:
-    # `torch/jit/_script.py`, 2.13; a function that was loaded from a file has none.
+    # Set in `torch/jit/_script.py`, 2.13; a function that was loaded from a file has no source.
     source = getattr(function, "_torchdynamo_inline", None)
     return _CALL_SCRIPT(function, *args, **kwargs) if source is None else source(*args, **kwargs)
 
@@ -193,7 +196,7 @@ _TENSOR = torch.tensor
 
 
 def _tensor_of(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.tensor` of numbers that are fake tensors in lists, whose memory it would read."""
+    """Call `torch.tensor` on lists with fake scalars as numbers, since it would read the memory of these."""
     return _TENSOR(_numbers_in(data), *args, **kwargs)
 
 
@@ -204,29 +207,32 @@ def _numbers_in(data: Any) -> Any:
 
 
 def mode_without_pointers() -> FakeTensorMode:
-    """A mode whose tensors refuse to tell where they are, which is nowhere: kernels outside of torch, as Triton's,
-    would write there."""
+    """Returns a mode whose tensors raise an error for `data_ptr`, since kernels outside of torch, such as Triton's,
+    would write to that address."""
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         return FakeTensorMode()
 
 
 def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_values: bool = False) -> _T:
-    """A deep copy of anything, whose tensors are fake: modules, optimizers, containers. Tensors that share memory do
-    so in the copy.
+    """Returns a deep copy of a module, an optimizer, a container or another object, with fake tensors.
 
-    Those of a subclass without parts, as bitsandbytes' `Params4bit` (0.50), become plain ones with its attributes.
+    Tensors that share storage do so in the copy. Tensors of a subclass that does not wrap others, such as
+    bitsandbytes' `Params4bit` (0.50), become plain tensors with its attributes.
 
     Args:
-        value: its tensors may be on any device, `meta` too.
-        device: of the copy's tensors; None: each one's own.
-        keeps_values: those of small tensors of integers and booleans, and of a few other numbers, are followed.
+        value: the object; its tensors may be on any device, including `meta`.
+        device: the device of the copy's tensors; None: that of the original.
+        keeps_values: whether to track the values of small tensors of integers and booleans, and of tensors of a few
+            other numbers.
 
     Raises:
-        TypeError: there is a module of TorchScript.
+        TypeError: `value` contains a module of TorchScript.
     """
     objects = list(reachable(value))
     if any(isinstance(found, torch.jit.ScriptModule) for found in objects):
-        raise TypeError("a module of TorchScript keeps its tensors; give the module that it was made from")
+        raise TypeError(
+            "the tensors of a TorchScript module cannot be replaced; pass the module that it was made from"
+        )
     tensors = [found for found in objects if isinstance(found, torch.Tensor)]
     bases: dict[int, torch.Tensor] = {}
     memo: dict[int, Any] = {}
@@ -252,8 +258,8 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def fakes_of(tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
-    """Tensors without data in the place of these, without their gradients and hooks; see `fake_copy` on values and on
-    tensors of a subclass."""
+    """Returns fake tensors for real ones, without their gradients and hooks; see `fake_copy` on values and on tensors
+    of a subclass."""
     made: dict[int, torch.Tensor] = {}
     bases: dict[int, torch.Tensor] = {}
     with mode:
@@ -271,7 +277,8 @@ def fakes_of(tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torc
 
 
 def tiled(tensor: torch.Tensor, shape: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
-    """Returns a tensor of this shape, whose values are those of another one again and again, where they are known."""
+    """Returns a tensor of a given shape that repeats another tensor's values along each dimension, if they are
+    known."""
     values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if values is None:
         return tensor.new_empty(shape)
@@ -283,16 +290,16 @@ def tiled(tensor: torch.Tensor, shape: Sequence[int], mode: FakeTensorMode) -> t
 
 
 def is_without_parts(tensor: torch.Tensor) -> bool:
-    """True for one of a subclass that is not made of other tensors, which has no fake tensors of its own."""
+    """True for a tensor of a subclass that does not wrap other tensors, which torch has no fake tensors for."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
     return not is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def fake_model(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
-    """A copy of a model whose parameters and buffers have no data, and the mode to run it in.
+    """Returns a fake mode, and a copy of a model with fake parameters and buffers to run in it.
 
-    Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with
-    the model: engines, and accelerate's autocast.
+    Tensors that the model's code holds elsewhere stay real. The copy has its class's forward, without the wrappers on
+    the model: those of engines, and accelerate's autocast.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = fake_copy(model, mode)
@@ -300,14 +307,15 @@ def fake_model(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]
     return mode, copied
 
 
-# An object with a dictionary, as a file, an `nn.Module` or a tensor; the name of an attribute, and its value.
+# An object with a `__dict__`, such as a Python module, an `nn.Module` or a tensor; an attribute's name; its new value.
 Replacement = tuple[Any, str, Any]
 _MISSING = object()
 
 
 @contextlib.contextmanager
 def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Within it attributes are others. Each is set before the next replacement is asked for."""
+    """Replace attributes, and restore them afterwards. Each is set before the next replacement is taken from the
+    iterable."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
@@ -320,7 +328,7 @@ def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    # What a class has is read-only there, and a module's `__setattr__` would register tensors.
+    # A class's `__dict__` is read-only, and a module's `__setattr__` would register tensors.
     held: Any = vars(owner)
     if isinstance(owner, type):
         delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
@@ -334,10 +342,10 @@ def _set(owner: Any, name: str, value: Any) -> None:
 def replaced(
     holders: Sequence[torch.nn.Module | torch.optim.Optimizer], copied: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """Within it modules and optimizers have other tensors.
+    """Replace the tensors of modules and optimizers, and restore them and their gradients afterwards.
 
     Args:
-        copied: called once, with all their tensors in a list.
+        copied: returns the replacements; called once, with a list of all tensors.
     """
     before = list(_places(holders))
     others = copied([tensor for _, _, tensor in before])
@@ -354,9 +362,12 @@ def replaced(
 
 
 def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
-    """The result of a layer's forward on fake tensors, and a tensor or number that it sets as an attribute, or a list
-    or the like that it writes to, among these or the variables around its functions; with one, all are as before.
-    Whoever reads it around the layers is traced before their forwards really run."""
+    """Returns the result of a layer's forward on fake tensors, and the name of state that it changes; empty if none.
+
+    State is an attribute that is a tensor or a number, or a list or other container among the attributes of the layer
+    and the variables around its functions. Changes are undone if there is such state: code that reads it outside of
+    the layers is traced before their forwards really run.
+    """
     containers = [container for module in layer.modules() for container in Attribute.containers_of(module)]
     around = list(_containers_around({type(module).forward for module in layer.modules()}))
     places = [held for module in layer.modules() for held in (vars(module), module._buffers)]
@@ -367,7 +378,7 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
             container.restore()
             return results, container.name
     for container in around:
-        # Numbers that it keeps there are the same again.
+        # Numbers in such a container are the same in the next run.
         held = container.value.values() if isinstance(container.value, dict) else container.value
         if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(held))):
             container.restore()
@@ -384,7 +395,7 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
 
 
 def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[Attribute]:
-    """Yields the containers among the variables around functions, and around the functions of their file that they
+    """Yields the containers among the variables around functions, and around functions of the same file that they
     call."""
     todo, seen = list(functions), set(functions)
     while todo:
@@ -404,20 +415,23 @@ def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[At
 
 
 def without_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it no hook of a module is called (torch 2.13)."""
+    """Disable the hooks of all modules of a model (torch 2.13)."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return with_attributes((module, name, {}) for module in model.modules() for name in names)
 
 
 def bytes_of(holders: Sequence[torch.nn.Module | torch.optim.Optimizer], device: torch.device) -> int:
-    """Bytes on a device of the tensors that `replaced` replaces."""
+    """Returns the bytes on a device of the tensors that `replaced` replaces."""
     tensors = {id(tensor): tensor for _, _, tensor in _places(holders)}
     there = [each for each in tensors.values() if each.device.type == device.type and not isinstance(each, FakeTensor)]
     return sum({each.address: each.bytes for tensor in there for each in storages(tensor)}.values())
 
 
 def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """The dictionaries and lists that hold tensors, with keys; DeepSpeed's gather a parameter that is looked up."""
+    """Yields each tensor with the dictionary or list that holds it, and its key there.
+
+    Iterates over items, since DeepSpeed's dictionaries gather a parameter that is looked up.
+    """
     modules = {
         id(part): part for holder in holders if isinstance(holder, torch.nn.Module) for part in holder.modules()
     }
@@ -431,7 +445,7 @@ def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Itera
 
 
 def reachable(value: object) -> Iterator[object]:
-    """All objects that an object holds, directly and through others, itself included; neither classes nor code."""
+    """Yields all objects that are reachable from an object, including itself, except classes and code."""
     todo, seen = [value], {id(value): value}
     while todo:
         found = todo.pop()
@@ -454,7 +468,7 @@ def _may_be_read(tensor: torch.Tensor) -> bool:
 def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode, device: str | None = None) -> torch.Tensor:
     with unset_fake_temporarily():
         values = tensor.detach().to(device or tensor.device, copy=True)
-    # The mode knows its memory then: views of the values are views of the fake tensor.
+    # Converted by the mode, so that it knows the storage: views of the values are views of the fake tensor.
     made = mode.from_tensor(values, static_shapes=True)
     with_values(made, values)
     return made if not isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(made, requires_grad=False)
@@ -480,7 +494,7 @@ def _fake_of(
 def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a fake tensor known values, on which models may branch.
 
-    Values are moved to its device, since torch runs operators on them and returns results on the values' device.
+    Moves the values to its device, since torch runs operators on them and returns results on the values' device.
     """
     if isinstance(tensor, FakeTensor):
         with unset_fake_temporarily():
@@ -488,7 +502,7 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def is_known_true(tensor: torch.Tensor) -> bool:
-    """True where every element is known, and none of them is zero."""
+    """True if every element is known, and none is zero."""
     values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     with unset_fake_temporarily():
         return values is not None and bool(values.all())
@@ -496,9 +510,9 @@ def is_known_true(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def runs_kernel(function: Any) -> bool:
-    """False for operators that return no tensor, memory of an argument, or memory without values.
+    """False for operators that return no tensor, a view of an argument, or uninitialized memory.
 
-    Models and torch's own Python ask for a tensor's device five times for each kernel (`prim.device`).
+    Models and torch's own Python ask for a tensor's device five times per kernel (`prim.device`).
     """
     returns = [result for result in function._schema.returns if "Tensor" in str(result.type)]
     is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
@@ -506,7 +520,7 @@ def runs_kernel(function: Any) -> bool:
 
 
 def with_mask(mask: torch.Tensor, has_padding: bool) -> None:
-    """The last token of the last row is padding, or none is, where no values of the mask are known."""
+    """Give a mask without known values the padding of a batch: the last token of the last row, or none."""
     if isinstance(mask, FakeTensor) and mask.constant is None and mask.dim() == 2:
         with unset_fake_temporarily():
             values = torch.ones(mask.shape, dtype=mask.dtype, device=mask.device)
@@ -515,23 +529,24 @@ def with_mask(mask: torch.Tensor, has_padding: bool) -> None:
 
 
 def device_asked(function: Any, args: Sequence[Any]) -> torch.device | None:
-    """The answer where an operator is the question for a tensor's device: most of those that reach a mode."""
+    """Returns the device of a fake tensor if the operator asks for it, as most calls that reach a mode do; else
+    None."""
     is_asked = function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
     return args[0].fake_device if is_asked and not args[0].fake_mode.in_kernel_invocation else None
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on fake tensors as if every element of a mask were chosen, which is the most that can be.
+    """Run an operator on fake tensors, as if a mask selected every element, which is the upper bound.
 
     Raises:
-        DataDependentOutputException: a value is read that is not known.
-        DynamicOutputShapeException: a shape depends on values, and no bound of it is known.
+        DataDependentOutputException: the operator reads an unknown value.
+        DynamicOutputShapeException: a shape depends on values, and has no known bound.
     """
     if function in _SCALER:
         return args[0] if function is _aten._amp_update_scale_.default else None
     tensors = list(tensors_in((*args, *kwargs.values())))
     if function.namespace == "c10d":
-        # It would run, and wait for other ranks.
+        # The collective would really run, and wait for other ranks.
         raise RuntimeError(f"{function} exchanges tensors with other ranks")
     if not tensors:
         return _made(function, args, kwargs)
@@ -543,13 +558,13 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is _aten.index.Tensor and any(_is_mask(index) for index in args[1]):
             args = (args[0], [chosen for index in args[1] for chosen in _indices(index)])
     if function is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-        # Its meta function takes bfloat16 alone, the kernels more.
+        # Its meta function takes only bfloat16, the kernels also other dtypes.
         halves = pytree.tree_map_only(
             torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args
         )
         return torch.empty_like(function(*halves, **kwargs), dtype=args[0].dtype)
     if function in _RESIZED_LOSSES and (len(args) < 3 or args[2]):
-        # The result is resized from that of each element, whose memory it keeps (`native/BinaryOps.cpp`, 2.13).
+        # The kernel resizes the unreduced loss to a scalar, which keeps its storage (`native/BinaryOps.cpp`, 2.13).
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return args[0].new_empty(shape).resize_(())
     return function(*args, **kwargs)
@@ -574,8 +589,8 @@ class _KnownSteps(TorchDispatchMode):
 
 @contextlib.contextmanager
 def known_steps() -> Iterator[None]:
-    """Within it and fake tensors the values of `torch.linspace` are known: models make a list of them while they are
-    built, the rates of their stochastic depth (ConvNext)."""
+    """Track the values of `torch.linspace` on fake tensors: models convert them to a list while they are built, the
+    rates of their stochastic depth (ConvNext)."""
     with with_attributes([(fake_tensor, _MOST_CONSTANTS, _MOST_VALUES)]), _KnownSteps():
         yield
 
@@ -590,12 +605,12 @@ def _indices(index: Any) -> list[Any]:
     return [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
 
 
-# Kinds of values of which `described` says all that shapes of results depend on.
+# Types of values for which `described` returns all that shapes of results depend on.
 DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def described(value: Any) -> Hashable:
-    """A value without its data."""
+    """Returns a hashable description of a value, without a tensor's data."""
     if not isinstance(value, torch.Tensor):
         return type(value), value
     sizes = str(tuple(value.shape)), str(value.stride())

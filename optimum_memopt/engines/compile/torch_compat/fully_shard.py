@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 _FILES = "torch.distributed.fsdp._fully_shard"
 SHARDED = Patch(
     "parameters that FSDP2 shards",
-    "FSDP2 goes without a plan",
+    "no plan under FSDP2",
     "torch",
     since="2.9",
     tested="2.9 to 2.15",
@@ -49,13 +49,13 @@ SHARDED = Patch(
 
 
 def sharded_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The paths of modules whose parameters FSDP2 gathers at once, by group; the model itself is not among them."""
+    """Returns the paths of the modules of each FSDP2 group, gathered at once; the model itself is left out."""
     groups = (tuple(filter(None, paths)) for paths, _ in _states(model))
     return tuple(filter(None, groups))
 
 
 def _states(model: torch.nn.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """FSDP2's states, each with the paths of its modules."""
+    """Returns FSDP2's states, each with the paths of its modules."""
     paths: dict[Any, list[str]] = {}
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -64,7 +64,7 @@ def _states(model: torch.nn.Module) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    # Several since torch 2.13.
+    # A state may have several groups since torch 2.13.
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
@@ -75,18 +75,19 @@ def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """Parameters that are gathered at once, in bytes.
+    """A group of parameters that are gathered at once; sizes are in bytes.
 
     Attributes:
-        modules: their paths.
-        gathered: all of them, in the type that they are gathered in.
-        cast: one rank's share in this type, where they are kept in another one.
-        reduced: all trainable ones, in the type that gradients are reduced in.
-        gradient: one rank's share of the gradients.
-        reshards: they are gathered again for the backward.
-        ranks: that share them.
-        is_open: gathered before the model's forward, and used until that returns; see `capture/regions.py`.
-        reads_gradients: an input of the first of its modules has a gradient, with which its backward is over.
+        modules: the paths of its modules.
+        gathered: the size of all parameters, in the dtype of the gather.
+        cast: the size of one rank's shard in that dtype, of parameters that are stored in another one.
+        reduced: the size of all trainable parameters, in the dtype of the gradient reduction.
+        gradient: the size of one rank's shard of the gradients.
+        reshards: whether parameters are freed after the forward and gathered again for the backward.
+        ranks: the number of ranks that share the parameters.
+        is_open: whether they are gathered before the model's forward, and used until it returns; see
+            `capture/regions.py`.
+        reads_gradients: whether an input of its first module gets a gradient, which ends the group's backward.
     """
 
     modules: tuple[str, ...]
@@ -101,7 +102,7 @@ class ShardedGroup:
 
 
 def groups_of(model: torch.nn.Module) -> Iterator[ShardedGroup]:
-    """The groups of a model that has run; that of the model itself, where it has parameters of its own, has an empty
+    """Yields the groups of a model that has run. The group of the model's own parameters, if any, has an empty
     path."""
     for paths, state in _states(model):
         for group in _parameter_groups(state):
@@ -109,13 +110,13 @@ def groups_of(model: torch.nn.Module) -> Iterator[ShardedGroup]:
 
 
 def unreduced_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the gradients of earlier micro-batches, which are reduced with those of the last; 0 for a model that is
-    not sharded."""
+    """Returns the bytes of unreduced gradients of earlier micro-batches, which are reduced with the last one's; 0 for
+    a model that is not sharded."""
     return sum(group.reduced for group in groups_of(model))
 
 
 def _sharded_group(modules: tuple[str, ...], group: Any) -> ShardedGroup:
-    # Before its first forward a parameter's types are not known.
+    # A parameter's dtypes are not known before the first forward.
     ranks = group.mesh_info.shard_mesh_size
     sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
     kept = [parameter.sharded_param.dtype.itemsize for parameter in group.fsdp_params]
@@ -137,7 +138,7 @@ def _sharded_group(modules: tuple[str, ...], group: Any) -> ShardedGroup:
 
 
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's shares of the sharded parameters, by their names in the model, gathered or not."""
+    """Returns this rank's shards of the parameters, gathered or not, by parameter name."""
     found: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
     for parameter in _sharded_parameters(model):
         info = parameter._module_info
@@ -154,30 +155,30 @@ def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gathered(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters that are whole."""
+    """Returns the parameters that are not sharded at the moment."""
     return [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
 
 
 def fake_group(ranks: int) -> None:
-    """Make a process group whose collectives move nothing; this process is its first rank."""
+    """Make a process group whose collectives transfer nothing; this process is rank 0."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """True for a model of which FSDP2 shards any part."""
+    """True if FSDP2 shards any part of a model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def has_other_shards(model: torch.nn.Module) -> bool:
-    """True where a forward computes with a share of a parameter: FSDP2 does not gather it, or not whole."""
-    # By name: who loads weights after FSDP2 has sharded them may have put others in their place.
+    """True if a forward computes with a shard of a parameter: FSDP2 does not gather it, or not completely."""
+    # Compares names, since parameters may be replaced when weights are loaded after FSDP2 has sharded them.
     own = shards(model).keys()
     divided = any(parameter.is_dtensor for parameter in _sharded_parameters(model))
     return divided or any(isinstance(each, DTensor) and name not in own for name, each in model.named_parameters())
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
-    """True where FSDP2 keeps shares on the host and computes on another device."""
+    """True if FSDP2 keeps shards on the host and computes on another device."""
     return any(each.offload_to_cpu and each.device.type != "cpu" for each in _sharded_parameters(model))
 
 
@@ -189,13 +190,15 @@ def gather(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered_again(module: torch.nn.Module) -> Iterator[None]:
-    """Around a forward of a module that a backward runs: the parameters of its group are gathered, and released behind
-    it where that was not under way for its own backward."""
+    """Gather a module's group around a forward that a backward recomputes.
+
+    Reshards afterwards, unless the group was gathered, or its gather had begun, for the module's own backward.
+    """
     groups = _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
     missing = [group for group in groups if not group.is_unsharded and group._all_gather_result is None]
     try:
         for group in groups:
-            # Not as in a forward, which FSDP2 would gather for another backward.
+            # Not by the forward hooks, after which FSDP2 would gather for another backward.
             group.unshard()
             group.wait_for_unshard()
         yield
@@ -207,7 +210,7 @@ def gathered_again(module: torch.nn.Module) -> Iterator[None]:
 def with_cast_inputs(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward's arguments as FSDP2 gives them to it."""
+    """Returns a forward's arguments, cast as FSDP2 casts them."""
     if not isinstance(module, FSDPModule) or not module._get_fsdp_state()._mp_policy.cast_forward_inputs:
         return args, kwargs
     dtype = gathered_dtype(module)
@@ -215,22 +218,22 @@ def with_cast_inputs(
 
 
 def with_cast_outputs(module: torch.nn.Module, outputs: Any) -> Any:
-    """A forward's outputs as FSDP2 returns them."""
+    """Returns a forward's outputs, cast as FSDP2 casts them."""
     if not isinstance(module, FSDPModule):
         return outputs
     return _cast(outputs, module._get_fsdp_state()._mp_policy.output_dtype)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    # As `FSDPState` does it, which has methods for it since torch 2.13.
+    # As in `FSDPState`, which has methods for this since torch 2.13.
     return values if dtype is None else _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
 
 
 def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
-    """The type that FSDP2 gathers a module's parameters in; None: their own."""
+    """Returns the dtype in which FSDP2 gathers a module's parameters; None: their own."""
     return module._get_fsdp_state()._mp_policy.param_dtype if isinstance(module, FSDPModule) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a tensor; of one that is not sharded itself."""
+    """Returns this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

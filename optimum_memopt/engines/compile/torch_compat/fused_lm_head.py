@@ -1,9 +1,9 @@
 """The language-model head of TRL's trainers (1.16), which computes the log probabilities of labels in chunks, as one
 operator.
 
-Theirs is an `autograd.Function` with products into parts of a buffer, on GPUs with Triton kernels and for those tokens
-alone that have a label (`trl/kernels/chunked_logprob.py`, `add_fused_lm_head` in `trl/trainer/utils.py`); torch ends a
-graph there. The operator runs that function's own forward and backward.
+TRL's is an `autograd.Function` that writes matrix products into parts of a buffer; on GPUs it uses Triton kernels, and
+computes only tokens with a label (`trl/kernels/chunked_logprob.py`, `add_fused_lm_head` in `trl/trainer/utils.py`).
+It breaks the graph. The operator runs that function's own forward and backward.
 """
 
 import importlib
@@ -21,14 +21,14 @@ from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
 _KERNELS, _USES = "trl.kernels.chunked_logprob", "trl.trainer.utils"
 _FUNCTION, _IS_TRITON = "_ChunkedLogProbFunction", "_use_triton"
-# Of the function's forward; another TRL may have others.
+# Parameters of the function's forward; other releases of TRL may have others.
 _ARGUMENTS = (
     *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
     *("final_logit_softcapping", "logit_scale", "outputs"),
 )
 HEAD = Patch(
     "the head of TRL's trainers, as one operator",
-    "TRL's chunked loss ends the graph, and its memory is predicted too low",
+    "TRL's chunked loss breaks the graph, and its memory is predicted too low",
     "trl",
     since="1.12",
     tested="1.16",
@@ -40,7 +40,7 @@ HEAD = Patch(
         Name(_USES, _IS_TRITON),
     ),
 )
-# The function's results behind the log probabilities, of which it computes those that are asked for.
+# The function's results after the log probabilities, computed if requested.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -57,17 +57,17 @@ def label_log_probs(
     outputs: str,
     autocast: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log probabilities of labels in float32, logarithms of the softmax's sums, and what else is asked for.
+    """Returns log probabilities of labels in float32, logarithms of the softmax's sums, and requested outputs.
 
     Args:
         hidden: [tokens, units].
         weight: [vocabulary, units].
-        labels: [tokens]; negative ones are none.
+        labels: [tokens]; a negative value means no label.
         outputs: names of `_OUTPUTS`, separated by commas.
-        autocast: the dtype of autocast; None outside of it.
+        autocast: the dtype of autocast; None if it is off.
 
     Returns:
-        Each [tokens], or empty where it is not asked for. Tokens without a label have any value.
+        Tensors of shape [tokens], empty if not requested. Values of tokens without a label are arbitrary.
     """
     function, scored = _function(), _scored(labels)
     context, asked = FunctionCtx(), tuple(filter(None, outputs.split(",")))
@@ -108,15 +108,15 @@ def label_log_probs_backward(
     autocast: torch.dtype | None,
     needed: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients of hidden states, weight and bias, as far as they are needed.
+    """Returns the needed gradients of hidden states, weight and bias.
 
     Args:
-        gradient, of_entropy: [tokens], of the log probabilities and of the entropies.
+        gradient, of_entropy: [tokens], gradients of the log probabilities and of the entropies.
     """
     function, scored = _function(), _scored(labels)
     context: Any = FunctionCtx()
     with _autocast(hidden, autocast):
-        # Without tokens nothing is computed; the context has what the function's backward asks for.
+        # Without tokens nothing is computed, but the context gets the attributes that the backward reads.
         function.forward(context, hidden[:0], weight, bias, labels[:0], temperature, chunk_size, softcap, scale, ())
     hidden, labels, log_z, entropy = (_picked(each, scored) for each in (hidden, labels, log_z, entropy))
     context.saved_tensors = (hidden, weight, bias, labels.clamp(min=0), log_z, entropy)
@@ -165,12 +165,12 @@ def _flops(hidden: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: A
 def _flops_of_backward(
     gradient: Any, of_entropy: Any, hidden: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    # The products once more, and one for each gradient.
+    # The products again, and one for each gradient.
     return 3 * _flops(hidden, weight)
 
 
 class LabelLogProbs:
-    """In the place of TRL's function within a trace: its `apply` is the operator."""
+    """Replaces TRL's function in a trace: its `apply` calls the operator."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -188,7 +188,7 @@ class LabelLogProbs:
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
         given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs)
-        # DeepSpeed gathers a parameter where it is used.
+        # A weight that DeepSpeed has yet to gather has fewer dimensions.
         if not torch.compiler.is_compiling() or weight.dim() < 2:
             return self._function.apply(*given)
         device = hidden.device.type
@@ -199,15 +199,15 @@ class LabelLogProbs:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Replacements in TRL's files, by their names there; none where no trainer of TRL is imported, or another TRL."""
+    """Yields replacements in TRL's files; none if no trainer of TRL is imported, or the release does not match."""
     file: Any = sys.modules.get(_USES)
     if file is None or not HEAD.applies:
         return
-    # Not those of the file, where they may be replaced while another thread trains.
+    # Not the file's attributes, which may be replaced while another thread trains.
     function, uses = _function(), _kernels()._use_triton
 
     def is_triton(device: torch.device) -> bool:
-        # The number of labels would be a symbol; the operator looks for them itself.
+        # The number of labels would be a symbol in a trace; the operator selects the tokens itself.
         return not torch.compiler.is_compiling() and bool(uses(device))
 
     yield file, _FUNCTION, LabelLogProbs(function)
@@ -215,8 +215,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def with_labels(module: fx.GraphModule) -> None:
-    """Give the operator the labels themselves in a graph that dynamo has traced, in which those that are none are
-    clamped to 0."""
+    """Pass the operator the original labels in a graph of dynamo, where TRL clamps negative ones to 0."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.label_log_probs.default):
         if labels := _unclamped(node.args[3]):
             with module.graph.inserting_before(node):
@@ -225,7 +224,7 @@ def with_labels(module: fx.GraphModule) -> None:
 
 
 def _unclamped(targets: Any) -> fx.Node | None:
-    """The node whose result is clamped and reshaped to these; None where it is not so."""
+    """Returns the node of the labels that were clamped and reshaped to `targets`; None if there is none."""
     for name in ("reshape", "clamp"):
         if not isinstance(targets, fx.Node) or (targets.op, targets.target) != ("call_method", name):
             return None
@@ -238,7 +237,7 @@ def _kernels() -> Any:
 
 
 def token_chunk() -> int:
-    """Tokens whose products are computed at a time."""
+    """Returns the number of tokens per chunk."""
     return int(_kernels().TOKEN_CHUNK_SIZE)
 
 
@@ -247,7 +246,7 @@ def _function() -> Any:
 
 
 def _scored(labels: Tensor) -> Tensor | None:
-    """The tokens that are computed, a mask [tokens]; None: all, as TRL does it without Triton."""
+    """Returns a mask [tokens] of the tokens to compute; None: all, as in TRL without Triton."""
     return labels >= 0 if _kernels()._use_triton(labels.device) else None
 
 

@@ -1,4 +1,4 @@
-"""The private names of torch that read, partition and run a joint graph."""
+"""Reads, partitions and runs joint graphs, by torch's private names."""
 
 import contextlib
 import operator
@@ -22,38 +22,40 @@ from torch.utils.checkpoint import CheckpointPolicy
 from optimum_memopt.compat.torch import current_autocast, without_modes
 
 LIBRARY = "optimum_memopt"
-# An `autograd.Function`, in what dynamo has traced.
+# The operator of an `autograd.Function` in a graph that dynamo has traced.
 _FUNCTION = torch.ops.higher_order.autograd_function_apply
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """A gradient of a forward output, fed to the backward."""
+    """True for the gradient of a forward output, an input of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_tagged_backward(node: fx.Node) -> bool:
-    """Traced while autograd ran the backward, also where the operator reads no gradient (a transposed weight)."""
+    """True for a node traced while autograd ran the backward, even if it reads no gradient (a transposed weight)."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def is_tagged_forward(node: fx.Node) -> bool:
-    """Traced before autograd ran the backward (`create_joint` in `torch/_functorch/_aot_autograd/
+    """True for a node traced before autograd ran the backward (`create_joint` in `torch/_functorch/_aot_autograd/
     graph_capture_wrappers.py`)."""
     return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def is_untagged(node: fx.Node) -> bool:
-    """Traced after the forward, by no operator that autograd ran itself: dynamo replays the backward of a
-    `torch.autograd.Function` from a graph of its own, whose nodes have no tag (`AutogradFunctionApply` in
-    `torch/_functorch/autograd_function.py`)."""
+    """True for a node traced after the forward, but not by an operator that autograd ran itself.
+
+    Dynamo replays the backward of a `torch.autograd.Function` from a separate graph, whose nodes have no tag
+    (`AutogradFunctionApply` in `torch/_functorch/autograd_function.py`).
+    """
     return node.meta.get("partitioner_tag") is None
 
 
 def is_random(node: fx.Node) -> bool:
-    """True where it draws random numbers, so that a recompute would give others.
+    """True if a node draws random numbers, so that a recompute would draw others.
 
-    Attention has the tag also where its probability of dropout is 0 and it draws nothing. inductor draws the seeds of
-    all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so that each mask's seed is
+    Attention has the tag even if its dropout probability is 0 and it draws nothing. inductor draws the seeds of all
+    dropouts at once (`torch/_inductor/inductor_prims.py`); looking up one counts too, so that each mask's seed is
     saved by itself.
     """
     is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -61,10 +63,10 @@ def is_random(node: fx.Node) -> bool:
 
 
 def remove_dead_code(graph: fx.Graph, draws: Callable[[fx.Node], bool]) -> None:
-    """Remove what nobody reads, but for those operators that draw random numbers for which `draws` holds.
+    """Remove unread operators, except those that draw random numbers and for which `draws` is true.
 
-    Without a compiler they stay, as in plain PyTorch: what draws after them would draw something else. torch's own
-    partition removes none (`Graph.eliminate_dead_code`), or all, see `dynamo.compile_without_compiler`.
+    Without a compiler these stay, as in plain PyTorch: later operators would draw other numbers. torch's own partition
+    removes none of them (`Graph.eliminate_dead_code`), or all, see `dynamo.compile_without_compiler`.
     """
 
     def has_effect(node: fx.Node) -> bool:
@@ -75,9 +77,9 @@ def remove_dead_code(graph: fx.Graph, draws: Callable[[fx.Node], bool]) -> None:
 
 
 def reads_seed(node: fx.Node) -> bool:
-    """True where it draws again what another operator drew, from a seed that it is given.
+    """True if a node draws another operator's random numbers again, from a seed among its arguments.
 
-    The backward of CUDA's attention reads it in the memory of the host, whatever device the trace says
+    The backward of CUDA's attention reads the seed in host memory, whatever device the trace says
     (`aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
     """
     names = _arguments(node)
@@ -93,7 +95,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def arguments_by_name(operator: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator's call, those left out with their default; none for what has no schema."""
+    """Returns the arguments of an operator's call by name, with defaults for omitted ones; empty without a schema."""
     schema = getattr(operator, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     given = dict(zip((argument.name for argument in arguments), positional, strict=False)) | dict(named)
@@ -101,9 +103,11 @@ def arguments_by_name(operator: Any, positional: Sequence[Any], named: Mapping[s
 
 
 def is_float32_statistic(node: fx.Node) -> bool:
-    """A mean or deviation that is traced in half precision, and that a CPU computes in float32: that of a norm whose
-    input is in half precision and whose weight is not, as under autocast (`aten/src/ATen/native/layer_norm.cpp`,
-    `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`)."""
+    """True for a norm's mean or deviation that is traced in half precision but computed in float32 on a CPU.
+
+    It is if the norm's input is in half precision and its weight is not, as under autocast
+    (`aten/src/ATen/native/layer_norm.cpp`, `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`).
+    """
     if node.target is not operator.getitem or node.args[1] == 0:
         return False
     (norm,) = node.all_input_nodes
@@ -116,8 +120,11 @@ def is_float32_statistic(node: fx.Node) -> bool:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost; symbolic sizes
-    are those of the first batch, since comparing symbols would be a guard. Sizes that depend on data count as 2."""
+    """Returns the dimensions of `torch.empty_like(tensor)`, from the outermost in memory to the innermost.
+
+    Symbolic sizes have the values of the first batch, since comparing symbols would add a guard. Sizes that depend on
+    data count as 2.
+    """
     shape, stride = (
         [int(number.node.hint or 2) if isinstance(number, torch.SymInt) else number for number in numbers]
         for numbers in (tensor.shape, tensor.stride())
@@ -128,11 +135,12 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
+    """Returns the inputs that the forward writes to, such as running statistics; the backward cannot read their former
+    values.
 
-    Without a compiler AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
-    (`torch/_functorch/_aot_autograd/descriptors.py`). For inductor the writes are operators of the graph, `copy_` of
-    the new value to the input (`keep_inference_input_mutations`).
+    Without a compiler AOTAutograd writes the new values back outside of the graph; the descriptors of the outputs name
+    these inputs (`torch/_functorch/_aot_autograd/descriptors.py`). For inductor the writes are operators of the graph,
+    `copy_` of the new value to the input (`keep_inference_input_mutations`).
     """
     (output,) = graph.find_nodes(op="output")
     descriptors = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
@@ -142,7 +150,7 @@ def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes to, by its schema."""
+    """Returns the arguments that an operator writes to, by its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -151,13 +159,13 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
-# Functions of Python's operators that write to their first argument.
+# Functions of Python's `operator` module that write to their first argument.
 _IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul", "setitem"})
 
 
 def written_in_place(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a graph that dynamo has traced, and that it writes to: by methods and functions whose names end in
-    an underscore, and by operators of Python."""
+    """Returns the inputs that a graph of dynamo writes to, by methods and functions whose names end in an underscore
+    or by Python's in-place operators."""
     written: dict[fx.Node, None] = {}
     for node in graph.nodes:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -165,7 +173,7 @@ def written_in_place(graph: fx.Graph) -> list[fx.Node]:
             continue
         targets = node.args[0] if node.args else ()
         for target in targets if isinstance(targets, list | tuple) else [targets]:
-            # A view's first argument is what it shows.
+            # The first argument of a view is its base.
             while isinstance(target, fx.Node) and target.op != "placeholder":
                 target = target.args[0] if target.args else None
             if isinstance(target, fx.Node):
@@ -181,33 +189,34 @@ def remove_unread_writes(graph: fx.Graph) -> None:
 
 
 def input_position(node: fx.Node) -> int | None:
-    """Which argument of the compiled graph a placeholder is."""
+    """Returns the position of a placeholder among the arguments of the compiled graph."""
     return _position(node.meta.get("desc"), PlainAOTInput)
 
 
 def output_positions(graph: fx.Graph) -> list[int | None]:
-    """Which result of the compiled graph each output of a forward is; None: one that its caller does not get."""
+    """Returns each forward output's position among the results of the compiled graph; None if its caller does not get
+    it."""
     (output,) = graph.find_nodes(op="output")
     return [_position(desc, PlainAOTOutput) for desc in _descriptors(output)]
 
 
 def tangent_position(node: fx.Node) -> int | None:
-    """Which result of the compiled graph a gradient that the backward is given belongs to."""
+    """Returns the position of the result of the compiled graph that a tangent is the gradient of."""
     desc = node.meta.get("desc")
     return _position(desc.output, PlainAOTOutput) if isinstance(desc, TangentAOTInput) else None
 
 
 def gradient_positions(graph: fx.Graph) -> list[int | None]:
-    """Which argument of the compiled graph each output of a backward is the gradient of."""
+    """Returns the position of the argument of the compiled graph that each backward output is the gradient of."""
     (output,) = graph.find_nodes(op="output")
     found = (desc.grad_of if isinstance(desc, GradAOTOutput) else None for desc in _descriptors(output))
     return [_position(desc, PlainAOTInput) for desc in found]
 
 
 def replace_saved(forward: fx.Graph, saved: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Let a partitioned forward return other tensors in the place of one that it saves for the backward.
+    """Make a partitioned forward return other tensors in place of one that it saves for the backward.
 
-    The descriptor of each result stays beside it; those of new results are that of the tensor they stand for.
+    Each result keeps its descriptor; new results have that of the tensor they replace.
     """
     (output,) = forward.find_nodes(op="output")
     results, descriptors = list(cast(Sequence[Any], output.args[0])), list(_descriptors(output))
@@ -228,12 +237,12 @@ def _position(desc: Any, kind: type) -> int | None:
 
 
 def drop_unread_results(module: fx.GraphModule) -> None:
-    """Replaces the unread results of traced `autograd.Function`s by None.
+    """Replace the unread results of traced `autograd.Function`s by None.
 
-    torch 2.11 returns intermediate values of the forward beside its results. Where the forward writes to its result
+    torch 2.11 returns intermediate values of the forward beside its results. If the forward writes to its result
     (`output += bias`, as in ZeRO 3's linear layers), one of them is the same tensor: autograd sends the gradient to
-    the last of the two, and parameters get zeros, with `torch.compile` too. 2.9, 2.10 and 2.12 return the results
-    alone (`torch/_dynamo/variables/higher_order_ops.py`).
+    the last of the two, and parameters get zeros, also with plain `torch.compile`. 2.9, 2.10 and 2.12 return only the
+    results (`torch/_dynamo/variables/higher_order_ops.py`).
     """
     parts = (part for part in module.modules() if isinstance(part, fx.GraphModule))
     calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=_FUNCTION)]
@@ -255,15 +264,15 @@ def extract(
     num_fwd_outputs: int,
     unread: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
+    """Returns a forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
 
-    `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
-    `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
-    be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
+    `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on.
+    `reordering_to_mimic_autograd_engine` moves each copy to just before its first use; without it all layers would be
+    recomputed at the beginning of the backward. `raise_getitems` frees the unread outputs of an operator at once.
 
     Args:
-        unread: operators of the forward that run for their effect, as the checks of `one_hot`. As dead code they would
-            stay in the backward, too, with all that they read: a codebook that is no longer what it was.
+        unread: operators of the forward that run for their effect, such as the checks of `one_hot`. As dead code they
+            would stay in the backward too, with all that they read, such as a codebook that has changed since.
     """
     tags = {node: node.meta.get(_TAG) for node in unread}
     for node in tags:
@@ -279,12 +288,13 @@ def extract(
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
 
 
-# Of nodes that belong into one of the two graphs (`_has_tag_must_be_in_forward`, `torch/_functorch/partitioners.py`).
+# The key in a node's `meta` of the graph that it must be in (`_has_tag_must_be_in_forward` in
+# `torch/_functorch/partitioners.py`).
 _TAG = "partitioner_tag"
 
 
 def _kept(*args: Any, **kwargs: Any) -> None:
-    """Stands for an operator in a graph that a pass changes."""
+    """Replaces the target of a node that a pass must not change."""
 
 
 def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
@@ -293,13 +303,13 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     inductor does so before it partitions; without a compiler, dropout of 0 would save its input twice.
 
     Args:
-        graph: changed in place.
-        returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
-            backward reads must not change with it; the pass only knows of inputs and outputs.
+        graph: the graph, changed in place.
+        returned: nodes that allocate the forward's outputs. They stay, since the caller may write to an output, which
+            must not change what the backward reads; the pass only knows inputs and outputs.
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    # The pass knows operators by their targets; a reader that is a copy would be removed for what it reads.
+    # The pass matches nodes by target. Users are protected too: one that is a copy would be replaced by its input.
     tensors = [node for node in returned if isinstance(node.meta.get("val"), torch.Tensor)]
     kept = {node: node.target for each in tensors for node in (each, *each.users) if node.op == "call_function"}
     for node in kept:
@@ -311,7 +321,7 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
             node.target = target
 
 
-# `clone` of an input within the passes that inductor runs on a joint graph; see `hide_snapshots`.
+# Replaces `clone` of an input during the passes that inductor runs on a joint graph; see `hide_snapshots`.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
 _library.define("snapshot(Tensor source, *, MemoryFormat? memory_format=None) -> Tensor")
 
@@ -319,8 +329,8 @@ _library.define("snapshot(Tensor source, *, MemoryFormat? memory_format=None) ->
 def hide_snapshots(graph: fx.Graph) -> None:
     """Keep inductor from removing copies of inputs before the graph is partitioned.
 
-    It takes a copy for its source (`remove_noop_ops`, called in `torch/_inductor/fx_passes/joint_graph.py`), which the
-    forward may write to before the backward reads the copy.
+    inductor replaces a copy by its source (`remove_noop_ops`, called in `torch/_inductor/fx_passes/joint_graph.py`),
+    which the forward may write to before the backward reads the copy.
     """
     if any(map(is_tangent, graph.nodes)):
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
@@ -337,9 +347,9 @@ def reveal_snapshots(graph: fx.Graph) -> None:
 def default_partition(
     joint: fx.GraphModule, joint_inputs: Any, kept: Iterable[fx.Node] = (), **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch.compile's own partition, which recomputes none of the nodes that are `kept`.
+    """Partition a graph as torch.compile does, but recompute none of the nodes in `kept`.
 
-    They have the tag of a checkpoint's policy meanwhile, as torch's own such nodes have
+    During the call these nodes have the tag of a checkpoint policy, as nodes that torch itself forces to be saved
     (`torch/_functorch/partitioners.py`, `force_save_bw_mutation_src`).
     """
     tagged = [node for node in kept if "recompute" not in node.meta]
@@ -353,21 +363,24 @@ def default_partition(
 
 
 def is_checkpointed(graph: fx.Graph) -> bool:
-    """True where the model checkpoints a part of what was traced: torch's own partition recomputes that, and can do so
-    during the trace alone where random numbers are drawn in it (`functionalize_rng_ops`)."""
+    """True if the model checkpoints a part of the traced code.
+
+    torch's own partition recomputes that part. If it draws random numbers, this is only possible during the trace
+    (`functionalize_rng_ops`).
+    """
     return any("recompute" in node.meta for node in graph.nodes)
 
 
 def has_higher_order(graph: fx.Graph) -> bool:
-    """True where a function is an operator's argument: run alone, flex attention computes all scores."""
+    """True if an operator takes a function as an argument: run alone, flex attention computes all scores."""
     return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.nodes)
 
 
 def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
+    """Compile as `aot_eager` does (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
 
-    Kernels return other strides than were traced (`softplus_backward`, `_native_batch_norm_legit_functional`), and a
-    view of these would be an error. inductor does the same to its graphs (`torch/_inductor/compile_fx.py`).
+    Some kernels return other strides than were traced (`softplus_backward`, `_native_batch_norm_legit_functional`), on
+    which a `view` may raise an error. inductor changes its graphs in the same way (`torch/_inductor/compile_fx.py`).
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -377,10 +390,10 @@ def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 
 def run_backward_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """`run_operators`, whose results are no views, as inductor's are not.
+    """Compile as `run_operators` does, with results that are not views, like inductor's.
 
-    A view keeps its base, so that autograd would make a third tensor of two gradients of one parameter that it adds
-    up, instead of adding in place (`can_accumulate_inplace` in `torch/csrc/autograd/input_buffer.cpp`, 2.13).
+    A view keeps its base alive, so autograd would add two gradients of one parameter into a third tensor instead of in
+    place (`can_accumulate_inplace` in `torch/csrc/autograd/input_buffer.cpp`, 2.13).
     """
     run = run_operators(graph, inputs)
 
@@ -391,23 +404,26 @@ def run_backward_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., 
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The same function, which AOTAutograd calls with a list of arguments that it may empty (`make_boxed_func` in
-    `torch/_functorch/_aot_autograd/utils.py` makes one of a function of arguments)."""
+    """Mark a function as boxed, and return it: AOTAutograd passes it a list of arguments, which it may clear.
+
+    `make_boxed_func` in `torch/_functorch/_aot_autograd/utils.py` is for functions of separate arguments.
+    """
     run._boxed_call = True
     return run
 
 
 def _without_base(result: Any) -> Any:
-    """The same tensor, which is the view of none (`_reinterpret_tensor` of inductor's programs, torch 2.9 to 2.15)."""
+    """Returns a tensor with the same memory that is not a view (`_reinterpret_tensor` of inductor's programs, torch
+    2.9 to 2.15)."""
     if type(result) is not torch.Tensor or not result._is_view():
         return result
-    # 2.15 takes tuples alone, and no `torch.Size`.
+    # 2.15 takes only tuples, not `torch.Size`.
     return torch._C._dynamo.guards._reinterpret_tensor(result, tuple(result.shape), result.stride(), 0)
 
 
 @contextlib.contextmanager
 def without_modes_and_autocast() -> Iterator[None]:
-    """Operators run as they are called, also while a graph is traced: on real tensors, without autocast."""
+    """Run operators on real tensors and without autocast, even while a graph is traced."""
     with without_modes(), contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -415,10 +431,10 @@ def without_modes_and_autocast() -> Iterator[None]:
 
 
 def autocast_dtype(node: fx.Node, device_type: str) -> torch.dtype | None:
-    """The dtype that autocast gives an operator of a graph that dynamo has traced, None where it is off.
+    """Returns the autocast dtype at an operator of a graph that dynamo has traced; None if autocast is off there.
 
-    Dynamo calls its backend in the state that the traced function was called in; what the function itself changes is
-    in the graph (`torch/_dynamo/variables/ctx_manager.py`, `AutocastModeVariable`).
+    Dynamo calls its backend in the autocast state in which the traced function was called; changes by the function
+    itself are in the graph (`torch/_dynamo/variables/ctx_manager.py`, `AutocastModeVariable`).
     """
     dtype = current_autocast(device_type)
     inside: dict[fx.Node, torch.dtype | None] = {}

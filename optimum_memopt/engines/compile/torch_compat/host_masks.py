@@ -1,8 +1,8 @@
-"""Attention masks that accelerate moves to the device: whether they mark padding is read before, on the host.
+"""Reads on the host whether an attention mask marks padding, before accelerate moves it to the device.
 
-A forward runs without a mask that marks nothing (`attention.py`). Read on the device, each mask would be waited for
-before the forward, while the device has nothing to do. accelerate's data loaders, Trainer's among them, move batches
-by one function of their file (`accelerate/data_loader.py`, 1.3 to 1.15).
+A forward runs without a mask that marks no padding (`attention.py`). To read masks on the device, each forward would
+wait for it, while the device is idle. accelerate's data loaders, including Trainer's, move batches by one function of
+their file (`accelerate/data_loader.py`, 1.3 to 1.15).
 """
 
 import functools
@@ -20,32 +20,32 @@ from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
 _FILE, _MOVES = "accelerate.data_loader", "send_to_device"
 MOVED = Patch(
-    "padding of batches that data loaders move",
+    "padding of batches moved by data loaders",
     "each step waits for the device to read its attention mask",
     "accelerate",
     since="1.3",
     tested="1.3 to 1.15",
     names=(Name(_FILE, _MOVES, ("tensor", "device")),),
 )
-# Of a mask on the device: whether all is true, and the version of which that is known.
+# An attribute of a mask on the device: whether all its elements are true, and the tensor version that was read.
 _KNOWN = "_memopt_is_true"
 
 
 def is_true(mask: torch.Tensor) -> bool:
-    """True where a mask marks no padding; waits for the device where that was not read before."""
+    """True if a mask marks no padding; waits for the device unless this was read on the host."""
     known: tuple[bool, int] | None = getattr(mask, _KNOWN, None)
     return known[0] if known is not None and known[1] == version_of(mask) else is_known_true(mask)
 
 
 def note(batch: Any, moved: Any) -> None:
-    """Marks the moved masks with whether their copies on the host are all true."""
+    """Record on each moved mask whether its copy on the host is all true."""
     if not isinstance(batch, Mapping) or not isinstance(moved, Mapping):
         return
     for name, mask in batch.items():
         on_device = moved.get(name)
         if not is_mask(name) or not _is_on_host(mask) or on_device is mask:
             continue
-        # An inference tensor has no version, and trains nothing.
+        # An inference tensor has no version, and is not for training.
         if isinstance(on_device, torch.Tensor) and not on_device.is_inference():
             setattr(on_device, _KNOWN, (is_known_true(mask), version_of(on_device)))
 
@@ -76,7 +76,7 @@ class _Watch:
             self._wanted -= 1
             if self._wanted == 0 and self._noting is not None:
                 file: Any = importlib.import_module(_FILE)
-                # Where somebody has wrapped it since, it stays inside of theirs, and notes nothing.
+                # If other code has wrapped it since, it stays inside that wrapper, and records nothing.
                 if getattr(file, _MOVES) is self._noting:
                     setattr(file, _MOVES, self._stock)
                 self._stock = self._noting = None

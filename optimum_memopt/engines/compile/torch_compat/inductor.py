@@ -1,6 +1,6 @@
 """The private names of inductor that the compile engine uses: its compiler, and the programs that it writes.
 
-Seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
+Checked in torch 2.13.0 and present since 2.9, unless stated otherwise.
 """
 
 import types
@@ -27,15 +27,19 @@ def compile_with_inductor(
     saw: Callable[[fx.Graph, Any, bool], None] | None,
     is_draft: Callable[[], bool] = lambda: False,
 ) -> Callable:
-    """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
+    """Compile a traced graph with inductor (`torch/_inductor/compile_fx.py`).
+
+    `custom_partitioner_fn` exists since 2.9 (pytorch PR 157711).
 
     Args:
-        partitioner: its `uuid` is part of inductor's cache key.
-        wrap_backward: takes the compiled backward, and returns the function that runs in its place.
-        saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
+        module: the traced graph.
+        inputs: its inputs.
+        partitioner: partitions the joint graph; its `uuid` is part of inductor's cache key.
+        wrap_backward: takes the compiled backward, and returns the function to run instead.
+        saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and True
             for the backward. None: no programs are written, and the graphs run operator by operator.
-        is_draft: asked when the graphs are there. True: no programs are written, and a graph that fails to run raises
-            DraftFailedError.
+        is_draft: called for each graph once it exists. If it returns True, no program is written, and a graph that
+            fails to run raises DraftFailedError.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -45,7 +49,7 @@ def compile_with_inductor(
         if is_draft():
             return _as_draft(fx_graph.run_operators(module, inputs))
         if "get_decomp_fn" in options:
-            # A table of functions cannot be part of the cache's key, a function by its name can (2.13).
+            # A table of functions cannot be part of the cache key, but a function can, by its name (2.13).
             options["get_decomp_fn"] = _inductor_decompositions
         compiled = compile_fx_inner(module, inputs, **options)
         is_backward = bool(options.get("is_backward"))
@@ -54,7 +58,7 @@ def compile_with_inductor(
 
     passes = _HideSnapshots(inductor_config.joint_custom_pre_pass)
     patches = {"custom_partitioner_fn": partitioner, "joint_custom_pre_pass": passes, **inductor_patches()}
-    # Other results than functions are for programs that are compiled ahead of time.
+    # `compile_fx` returns something else than a function only for ahead-of-time compilation.
     compiled = compile_fx(
         module, inputs, compile_inner, config_patches=patches, decompositions=_inductor_decompositions()
     )
@@ -72,11 +76,11 @@ def _as_draft(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """inductor's, without that of an embedding's gradient, which PyTorch's kernel computes.
+    """Returns inductor's decompositions without the one of an embedding's gradient, which PyTorch's kernel computes.
 
-    inductor adds it up in float32 by atomic additions, and casts it then: in half precision that holds three times the
-    gradient of the vocabulary, at the end of the backward, where all other gradients are held too
-    (`embedding_dense_backward` in `torch/_decomp/decompositions.py`, 2.13). inductor itself takes the kernel on XPUs
+    inductor sums this gradient in float32 with atomic additions, and casts it afterwards. In half precision this takes
+    three times the embedding gradient's memory, at the end of the backward, when all other gradients are held too
+    (`embedding_dense_backward` in `torch/_decomp/decompositions.py`, 2.13). inductor itself uses the kernel on XPUs
     (`torch/_inductor/lowering.py`).
     """
     from torch._inductor.decomposition import select_decomp_table
@@ -89,7 +93,7 @@ def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 class _HideSnapshots(CustomGraphPass):
-    """The pass `fx_graph.hide_snapshots`, behind one that the user has set."""
+    """Runs the pass `fx_graph.hide_snapshots` after passes that the user has set."""
 
     def __init__(self, of_user: Any) -> None:
         self._of_user = dynamo.tree_leaves([] if of_user is None else of_user)
@@ -100,16 +104,19 @@ class _HideSnapshots(CustomGraphPass):
         fx_graph.hide_snapshots(graph)
 
     def uuid(self) -> Any:
-        """None, which keeps the graph out of inductor's cache, where the user's has none."""
+        """Returns a cache id; None, which keeps the graph out of inductor's cache, if a pass of the user has none."""
         uuids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._of_user]
         return None if None in uuids else str(("snapshots", *uuids))
 
 
 def silenced(runner: Any) -> Callable[..., Any]:
-    """The program of `runner` without its work: memory is allocated by torch's operators, kernels do nothing.
+    """Returns the program of `runner` without its work: torch's operators allocate memory, kernels do nothing.
 
-    `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
-    functions that allocate past its dispatcher, checks, and kernels. NotImplementedError: it was not written so.
+    `torch/_inductor/codegen/wrapper.py` writes the program: a class with the method `call`, whose globals are torch,
+    C++ functions that allocate without the dispatcher, checks, and kernels.
+
+    Raises:
+        NotImplementedError: the program has another form.
     """
     if runner is None or getattr(runner, "partitions", None):
         raise NotImplementedError("a program that is not one Python function")
@@ -130,8 +137,8 @@ def silenced(runner: Any) -> Callable[..., Any]:
 
 
 class _Silent:
-    """A kernel or check that does nothing. Returns its first argument, as `copy_if_misaligned` does with an aligned
-    tensor."""
+    """Stands for a kernel or check, and does nothing. Returns its first argument, as `copy_if_misaligned` does for an
+    aligned tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return next(iter(args), None)

@@ -1,5 +1,7 @@
-"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold; and
-those of CUDA's operators, used where there is no device."""
+"""Private names of torch and Triton: which kernels run, whether they are correct, and what memory they hold.
+
+Also CUDA's operators for machines without a GPU.
+"""
 
 import contextlib
 import functools
@@ -18,20 +20,21 @@ from torch import fx
 from optimum_memopt.errors import MemOptError
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
-# Elements of them in 16 bytes: tensor cores read and write rows at full rate that begin at multiples of these.
+# Half-precision elements in 16 bytes: tensor cores access rows at full rate if they begin at multiples of this.
 ALIGNED = 8
 
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """How many a device has and how many threads are resident on each, which decide how a kernel is split."""
+    """A device's number of multiprocessors and resident threads on each, which decide how a kernel is split."""
 
     count: int
     threads: int
 
 
 def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
-    """Those of a CUDA device of this machine; None for another device, and for one that only fake tensors have."""
+    """Returns the multiprocessors of a CUDA device of this machine; None for other devices, and for a CUDA device that
+    only fake tensors are on."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(device)
@@ -50,16 +53,16 @@ def check_fp8(device: torch.device) -> None:
     if (found := torch.cuda.get_device_capability(device)) < _FP8_GPU:
         version, needed = (".".join(map(str, each)) for each in (found, _FP8_GPU))
         raise MemOptError(
-            f"activations in fp8 by inductor on a GPU of compute capability {version}: Triton needs {needed}; use "
-            "--memory_opt_compiler aot_eager, or leave out --memory_opt_compress and strategy 4"
+            f"inductor cannot save activations in fp8 on a GPU of compute capability {version}: Triton needs "
+            f"{needed}; use --memory_opt_compiler aot_eager, or leave out --memory_opt_compress and strategy 4"
         )
 
 
 def inductor_patches() -> dict[str, Any]:
-    """inductor's switches while it compiles, for kernels that this release gets wrong.
+    """Returns settings of inductor that avoid wrong kernels of this release.
 
     `triton.mix_order_reduction` (on by default since 2.10) computes reductions over rows and over columns in one
-    kernel, and reduces its workspace afterwards. Where that result is a slice of a larger tensor the slice is never
+    kernel, and reduces its workspace afterwards. If that result is a slice of a larger tensor, the slice is never
     written: gradients are wrong without an error (https://github.com/pytorch/pytorch/issues/193061). The fix writes
     through the slice with `copy_` (pytorch PR 193103).
     """
@@ -78,15 +81,15 @@ def _drops_slices() -> bool:
 
 
 def triton_has_a_compiler() -> bool:
-    """True where Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
+    """True if Triton finds the C compiler that builds its launchers (`triton/runtime/build.py`, 3.7)."""
     named = os.environ.get("CC")
     return any(shutil.which(command) for command in ([named] if named else ["gcc", "clang", "cc"]))
 
 
 @functools.cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """True where oneDNN computes matrix products of this half-precision dtype on the CPU, as torch asks it
-    (`aten/src/ATen/native/mkldnn/RegisterMkldnnOpContextClass.cpp`); it heeds `ONEDNN_MAX_CPU_ISA`."""
+    """True if oneDNN computes matrix products of this half-precision dtype on the CPU, by torch's own check
+    (`aten/src/ATen/native/mkldnn/RegisterMkldnnOpContextClass.cpp`), which respects `ONEDNN_MAX_CPU_ISA`."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     asked = getattr(torch.ops.mkldnn, name, None) if name and torch.backends.mkldnn.is_available() else None
     return bool(asked and asked())
@@ -94,8 +97,8 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def has_instructions_for(dtype: torch.dtype) -> bool:
-    """True where oneDNN, if it multiplies this half-precision dtype, has instructions for it; else it computes in
-    float32. It takes float16 only with them, bfloat16 with any AVX512."""
+    """True if the CPU has instructions for this half-precision dtype, given that oneDNN multiplies it; else oneDNN
+    computes in float32. It accepts float16 only with such instructions, bfloat16 with any AVX512."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return dtype == torch.float16 or (
         torch.cpu._is_avx512_bf16_supported() and limit not in ("AVX512_CORE", "AVX512_CORE_VNNI")
@@ -103,11 +106,10 @@ def has_instructions_for(dtype: torch.dtype) -> bool:
 
 
 def cpu_allocations(run: Callable[[], Any]) -> list[int]:
-    """Bytes that a call asks torch's CPU allocator for, in order; what it releases is negative. Empty where another
-    profiler is on, or torch has none that tells.
+    """Returns the bytes that a call requests from torch's CPU allocator, in order; frees are negative.
 
-    Kineto takes a tenth of a second to start, and logs; the profiler before it does neither
-    (`torch/csrc/autograd/profiler_legacy.h`, 2.13).
+    Empty if another profiler is on, or torch lacks the legacy profiler. Kineto takes a tenth of a second to start, and
+    logs; the legacy profiler does neither (`torch/csrc/autograd/profiler_legacy.h`, 2.13).
     """
     from torch import autograd
 
@@ -128,11 +130,11 @@ def cpu_allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def start_libraries(device: torch.device) -> None:
-    """Have cuBLAS allocate its workspaces on a CUDA device of this machine now, so that they count among what the
+    """Make cuBLAS allocate its workspaces on a CUDA device of this machine now, so that they count as memory that the
     process holds.
 
-    torch gives it one a thread and stream (`aten/src/ATen/cuda/CublasHandlePool.cpp`; 32 MiB each on an H100): here
-    for the thread that runs forwards, and for autograd's thread of the device.
+    torch has one workspace per thread and stream (`aten/src/ATen/cuda/CublasHandlePool.cpp`; 32 MiB each on an H100).
+    This allocates those of the thread that runs forwards and of autograd's thread for the device.
     """
     if device.type == "cuda" and torch.cuda.is_available():
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
@@ -141,17 +143,17 @@ def start_libraries(device: torch.device) -> None:
 
 
 _NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
-# PyTorch 2.11 takes cuDNN's kernels where they are wrong; cuDNN 9.26 has right ones (pytorch PR 196861).
+# PyTorch selects cuDNN's wrong kernels since 2.11; cuDNN 9.26 fixes them (pytorch PR 196861).
 _CUDNN_SINCE_TORCH = Version("2.11")
 _FIXED_IN_CUDNN = 92600
 _CUDNN_GPU = (9, 0)
-# Lengths of the keys with which it goes wrong: 64 more than a multiple of 128.
+# Key lengths with wrong gradients: 64 more than a multiple of 128.
 _TILE, _REMAINDER = 128, 64
 
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention that is traced within takes another kernel than cuDNN's."""
+    """Disable cuDNN's kernel for attention that is traced within."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -161,10 +163,10 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 def cudnn_attention_warning(graph: fx.Graph) -> str:
-    """Why a graph that dynamo traced is to run without cuDNN's attention; empty where nothing speaks against it.
+    """Returns why a graph of dynamo must run without cuDNN's attention; empty if it may use it.
 
-    Gradients of the queries under a mask go wrong, for some lengths, where a query's scores are all very negative. Of
-    a symbolic length torch guards on which it is: batches of the others have a graph of their own, with cuDNN.
+    With a mask and some key lengths, gradients of the queries are wrong if a query's scores are all very negative. For
+    a symbolic length torch guards on the answer: batches of other lengths have a separate graph, with cuDNN.
     """
     version = torch.backends.cudnn.version()
     is_old = version is not None and version < _FIXED_IN_CUDNN
@@ -176,7 +178,7 @@ def cudnn_attention_warning(graph: fx.Graph) -> str:
 
 
 def cudnn_may_give_nan(capability: tuple[int, int], length: int | torch.SymInt) -> bool:
-    """True for a GPU, and a length of the keys under a mask, for which cuDNN's backward may be wrong."""
+    """True if cuDNN's backward may be wrong for a GPU and a length of masked keys."""
     return capability == _CUDNN_GPU and bool(length % _TILE == _REMAINDER)
 
 
@@ -208,8 +210,8 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def fused_dropout() -> Iterator[None]:
-    """Dropout on the CPU saves a boolean mask, as CUDA's kernel does, where the CPU's own saves one in the input's
-    dtype (`aten/src/ATen/native/Dropout.cpp`, 2.13)."""
+    """Make dropout on the CPU save a boolean mask, as CUDA's kernel does; the CPU's own saves one in the input's dtype
+    (`aten/src/ATen/native/Dropout.cpp`, 2.13)."""
 
     def dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         result: torch.Tensor = torch.ops.aten.native_dropout(tensor, p, train)[0] if train and 0 < p < 1 else tensor
@@ -221,8 +223,8 @@ def fused_dropout() -> Iterator[None]:
 
 
 def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:
-    """Optimizers on the CPU update all parameters at a time, as they do on CUDA where nobody says otherwise
-    (`torch/optim/optimizer.py`, 2.13)."""
+    """Make optimizers on the CPU use their foreach implementations, the default on CUDA (`torch/optim/optimizer.py`,
+    2.13)."""
     from torch.optim import optimizer
 
     name = "_get_foreach_kernels_supported_devices"
@@ -234,5 +236,5 @@ def is_half(value: Any) -> bool:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """A copy of the state of a device's default generator: bytes, on the CPU."""
+    """Returns a copy of the state of a device's default generator: bytes, on the CPU."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

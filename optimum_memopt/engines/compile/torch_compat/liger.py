@@ -1,6 +1,7 @@
 """Replacements for code of Liger Kernel that torch cannot trace: how it selects kernels, and its loss without logits.
 
-The kernels themselves torch traces, a launch as one operator (`torch/_higher_order_ops/triton_kernel_wrap.py`, 2.13).
+torch can trace the kernels themselves, each launch as one operator (`torch/_higher_order_ops/triton_kernel_wrap.py`,
+2.13).
 """
 
 import contextlib
@@ -16,10 +17,10 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
 _DISPATCH = "liger_kernel.backends.dispatch"
-# That modules of models call by it.
+# The operators that a model's modules call through the dispatch.
 _OPERATORS = ("rope", "cross_entropy")
-# Since 0.8.1, some functions select their kernel at each call, in a function that torch may not trace: that breaks the
-# graph in each layer.
+# Since 0.8.1, some functions select their kernel at each call, in a function that torch may not trace, which breaks
+# the graph in each layer.
 LIGER = Patch(
     "Liger Kernel's choice of kernels",
     "each call of Liger Kernel's rotary embedding breaks the graph",
@@ -32,10 +33,10 @@ LIGER = Patch(
     ),
 )
 _FUNCTIONS, _LOSS = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
-# Its loss without logits waits for the device, and reads attributes of a function that torch cannot trace.
+# Liger Kernel's loss without logits waits for the device, and reads attributes of a function that torch cannot trace.
 LOSS = Patch(
     "Liger Kernel's loss without logits",
-    "Liger Kernel's loss ends the graph, and its memory is not predicted",
+    "Liger Kernel's loss breaks the graph, and its memory is not predicted",
     "liger_kernel",
     since="0.5",
     tested="0.8.5",
@@ -44,11 +45,11 @@ LOSS = Patch(
 
 
 def replacements(device: torch.device, chunks_loss: bool) -> Iterator[Replacement]:
-    """Returns replacements for the functions of Liger Kernel that torch cannot trace.
+    """Yields replacements for the functions of Liger Kernel that torch cannot trace.
 
     Args:
-        device: of the tensors that they are called with.
-        chunks_loss: the engine chunks losses; False: Liger Kernel's is computed outside of all graphs.
+        device: the device of their arguments.
+        chunks_loss: whether the engine chunks losses; False: Liger Kernel's loss is computed outside of all graphs.
     """
     if chunks_loss and LOSS.applies:
         functions: Any = sys.modules[_FUNCTIONS]
@@ -65,7 +66,7 @@ def replacements(device: torch.device, chunks_loss: bool) -> Iterator[Replacemen
 def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
     calls: dict[str, Callable[..., Any]] = {}
     for name in _OPERATORS:
-        # One that there is no kernel for is refused where it is called. A model on a CPU may be planned for a GPU.
+        # An operator without a kernel raises at its call. A model on a CPU may be planned for a GPU.
         with contextlib.suppress(RuntimeError):
             calls[name] = file.resolve_impl(name, device=device if device.type == "cuda" else None).call
     dispatch = file.dispatch
@@ -81,7 +82,7 @@ def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
 def _loss_of_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss in torch's operators, which the engine finds in the graph and chunks."""
 
-    # Who calls it asks for the names of its parameters.
+    # Wrapped, since callers inspect the names of its parameters.
     @functools.wraps(stock)
     def loss(
         input: torch.Tensor,
@@ -96,7 +97,7 @@ def _loss_of_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
         softcap: float | None = None,
         **others: Any,
     ) -> Any:
-        # The type in which gradients are summed is float32 here in any case, and the size of chunks is no result.
+        # Gradients are accumulated in float32 here in any case, and the chunk size does not change the result.
         more = {name for name, value in others.items() if value and name not in ("accum_dtype", "chunk_mem_const")}
         if ce_weight is not None or lse_square_scale or more or reduction not in ("mean", "sum"):
             settings = (bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap)

@@ -1,8 +1,8 @@
 """Patches of code of other packages, and the private names that each needs.
 
-Private names change between releases. A patch says what it needs and what is lost without it, so that a release in
-which it cannot apply is a warning when the engine attaches, a line of `optimum-cli memopt env` and one of the plan
-table's header; and an error under FSDP2 and ZeRO 3, which cannot do without theirs (`releases.py`).
+Private names change between releases. A patch declares the names that it needs and what is lost without it. If it
+cannot apply to a release, this causes a warning when the engine attaches, a line of `optimum-cli memopt env` and one
+of the plan table's header; under FSDP2 and ZeRO 3, whose patches are required, it is an error (`releases.py`).
 """
 
 import contextlib
@@ -25,11 +25,11 @@ class Name:
     """A name in a module of another package.
 
     Attributes:
-        module: `transformers.masking_utils`.
-        name: in it, with dots.
-        parameters: of the function, its first ones by name, of which an empty one is any.
-        mentions: names in its source, as attributes that a class sets.
-        instead: what an earlier release has in its place.
+        module: the module's dotted path, `transformers.masking_utils`.
+        name: the dotted name in it.
+        parameters: the names of the function's first parameters; an empty string matches any.
+        mentions: strings that its source must contain, such as attributes that a class sets.
+        instead: the name that an earlier release has in its place.
     """
 
     module: str
@@ -39,7 +39,7 @@ class Name:
     instead: str = ""
 
     def problem(self) -> str:
-        """Returns the missing name, or an empty string."""
+        """Returns what is missing, in words; empty if nothing is."""
         place = f"{self.module}.{self.name}"
         found = self._find(self.name)
         if found is _MISSING:
@@ -53,7 +53,7 @@ class Name:
 
     def _find(self, name: str) -> Any:
         try:
-            # DeepSpeed logs while it is imported, to what is stdout then.
+            # DeepSpeed logs to the current stdout while it is imported.
             with contextlib.redirect_stdout(sys.stderr):
                 found: Any = importlib.import_module(self.module)
         except ImportError:
@@ -84,12 +84,12 @@ class Patch:
     """A patch of another package's code.
 
     Attributes:
-        subject: what it is about.
-        loss: what becomes of that without the patch.
-        package: that it patches.
-        since: the first release with the code that it patches; before, there is nothing to patch.
-        tested: releases that it was tested with.
-        names: that it needs.
+        subject: the subject of the patch, for reports.
+        loss: the consequence if the patch cannot apply.
+        package: the package that it patches.
+        since: the first release with the patched code; earlier ones have nothing to patch.
+        tested: the releases that it was tested with.
+        names: the private names that it needs.
     """
 
     subject: str
@@ -100,7 +100,7 @@ class Patch:
     names: tuple[Name, ...]
 
     def problem(self) -> str:
-        """Why it cannot apply, in one line; empty where it can, and where there is nothing to patch."""
+        """Returns why the patch cannot apply, in one line; empty if it can, or if there is nothing to patch."""
         version = self._version
         problem = next(filter(None, (name.problem() for name in self.names)), "") if version else ""
         if not problem:
@@ -109,16 +109,16 @@ class Patch:
 
     @property
     def _version(self) -> str:
-        """The installed release; empty where there is none, or an earlier one without the code."""
+        """Returns the installed release; empty if there is none, or it is too early to have the code."""
         installed = installed_version([self.package])
         return "" if installed is None or Version(installed[1]) < Version(self.since) else installed[1]
 
     @property
     def is_in_use(self) -> bool:
-        """True where its package is imported."""
+        """True if its package is imported."""
         return self.package in sys.modules
 
     @property
     def applies(self) -> bool:
-        """False where it cannot, and where there is nothing to patch."""
+        """True if the package is imported, has the code, and all names match."""
         return self.is_in_use and bool(self._version) and not self.problem()

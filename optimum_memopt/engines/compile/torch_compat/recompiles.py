@@ -1,6 +1,6 @@
 """Recompiles: torch's reasons, the code that each comes from, and code that is left to Python.
 
-All seen in torch 2.13.0. Before it, reasons have no stack, and the place is that of the function that torch compiled.
+Checked in torch 2.13.0. Before it, reasons have no stack, and the place is that of the function that torch compiled.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ import torch
 from torch._dynamo import convert_frame, trace_rules
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# In the reason of a graph break that is meant to be.
+# Marks the reason of an intended graph break.
 MEANT = "optimum_memopt runs it untraced"
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[3])
 _HERE = str(Path(__file__).parent)
-# Before a recompile reason.
+# Prefix of a recompile reason.
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
-# What dynamo calls the rest of a function behind a graph break.
+# Dynamo's name for the rest of a function after a graph break.
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)$")
-# Of the stack behind a reason (`get_guard_fail_reason_helper` in `torch/_dynamo/guards.py`).
+# A frame of the stack after a reason (`get_guard_fail_reason_helper` in `torch/_dynamo/guards.py`).
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
-# `self.calls == 3`, `self.head.scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
+# torch's guards on Python numbers: `self.calls == 3`, `self.head.scale == 0.5`, `alpha == 1.0`.
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {NUMBER.pattern}$")
-# The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
+# The model's name in a traced wrapper that takes `*args` (`decide.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _MODULES = re.compile(r"\._modules\['(?P<name>[^']+)'\]")
-# An argument, as a wrapper that takes `**kwargs` has it.
+# An argument's name in a wrapper that takes `**kwargs`.
 _BY_NAME = re.compile(r"\bkwargs\['(?P<name>\w+)'\]")
 _SIZE = re.compile(r"^L\[['\"](?P<name>\w+)['\"]\](?P<rest>.*)\.size\(\)\[(?P<dim>\d+)\]$")
 _SIZE_MISMATCH = re.compile(r"^tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\.")
@@ -50,7 +50,7 @@ class CodePlace:
 
     @classmethod
     def of(cls, file: str, line: int, function: str) -> "CodePlace":
-        """The place, in the function itself where torch has made one of the rest of it."""
+        """Returns a place; a function that torch made for the rest after a graph break gets its original's name."""
         return cls(file, line, _RESUMED.sub(r"\g<function>", function))
 
     def __str__(self) -> str:
@@ -73,12 +73,12 @@ def _is_around_model(file: str) -> bool:
 
 
 def place_in(stack: Iterable[traceback.FrameSummary]) -> CodePlace | None:
-    """The innermost place of a stack that is the user's; None where there is none."""
+    """Returns the innermost place of a stack in the user's code; None if there is none."""
     return next((place for place in reversed(_places(stack)) if is_of_the_user(place.file)), None)
 
 
 def place_text(stack: Iterable[traceback.FrameSummary]) -> str:
-    """Returns the user's line in a stack, as `, at model.py:28, in forward`; empty where there is none."""
+    """Returns the user's line in a stack, as `, at model.py:28, in forward`; empty if there is none."""
     place = place_in(stack)
     return "" if place is None else f", at {place}"
 
@@ -92,8 +92,8 @@ class Recompile:
     """A recompile of one function.
 
     Attributes:
-        guard: that failed.
-        places: the functions from the compiled one to the one that the guard comes from.
+        guard: the guard that failed.
+        places: the stack of functions from the compiled one to the one that the guard comes from.
     """
 
     guard: str
@@ -101,7 +101,7 @@ class Recompile:
 
     @classmethod
     def of(cls, metrics: Any) -> "Recompile | None":
-        """From torch's `CompilationMetrics`; None where nothing had been compiled before."""
+        """Returns a recompile from torch's `CompilationMetrics`; None if it was the first compile."""
         if not metrics.recompile_reason:
             return None
         frames = _FRAME.finditer(metrics.recompile_reason)
@@ -113,44 +113,45 @@ class Recompile:
 
     @property
     def number(self) -> str:
-        """The name of the Python number whose value has changed; empty where something else has."""
+        """Returns the name of the Python number that has changed; empty if something else has."""
         match = _CHANGED_NUMBER.match(self.guard)
         return match["name"] if match else ""
 
     @property
     def place(self) -> CodePlace | None:
-        """The user's line that the guard comes from, as far as torch tells; None: it does not."""
+        """Returns the user's line that the guard comes from; None if torch does not report one."""
         return next((place for place in reversed(self.places) if is_of_the_user(place.file)), None)
 
     @property
     def functions(self) -> frozenset[CodePlace]:
-        """The places of those functions that Python may run in the place of what is compiled: the user's. Empty where
-        torch tells of none of them."""
+        """Returns the places of the user's functions, which Python may run instead of compiled code; empty if torch
+        reports none."""
         return frozenset(place for place in self.places if is_of_the_user(place.file))
 
     @property
     def is_around_model(self) -> bool:
-        """True where the function that torch has compiled is this package's, around the model's forward."""
+        """True if torch has compiled a wrapper of this package around the model's forward."""
         return _is_around_model(self.places[0].file)
 
     def with_sizes(self, specialized: Mapping[tuple[str, int], tuple[CodePlace, ...]]) -> "Recompile":
-        """With the place where a size became a constant, see `specialized_sizes`: a guard on it has none."""
+        """Returns the recompile with the place where a size became a constant, see `specialized_sizes`; torch's guard
+        on the size has no place."""
         size = _SIZE_MISMATCH.match(self.guard)
         places = None if size is None else specialized.get((size["name"], int(size["dim"])))
-        # Functions may have arguments of one name.
+        # Two functions may have arguments of the same name.
         is_same = places and (places[0].file, places[0].function) == (self.places[0].file, self.places[0].function)
         return Recompile(self.guard, places) if places and is_same else self
 
 
 def source_name(source: Any) -> str:
-    """Returns the place where dynamo has found a value, as `L['input_ids']`."""
+    """Returns the name of a value's source in dynamo, as `L['input_ids']`."""
     # A property since 2.11, a method before.
     name: str = source.name if isinstance(source.name, str) else source.name()
     return name
 
 
 def specialized_sizes(shapes: ShapeEnv | None) -> dict[tuple[str, int], tuple[CodePlace, ...]]:
-    """The places where sizes of arguments became constants in a trace, by the argument's name and the dimension."""
+    """Returns the stacks at which sizes of arguments became constants in a trace, by argument name and dimension."""
     stacks: Mapping[Any, Iterable[traceback.FrameSummary]] = getattr(shapes, "specialization_stacks", {})
     found = {}
     for source, stack in stacks.items():
@@ -166,16 +167,16 @@ def first_line(text: str) -> str:
 
 
 def _guard_in(reason: str) -> str:
-    """The guard in a reason of torch's to recompile, `0/1: x > 1  # if x > 1`."""
+    """Returns the guard in a recompile reason of torch, `0/1: x > 1  # if x > 1`."""
     guard = _COMPILE_ID.sub("", first_line(reason))
     return _MODULES.sub(r".\g<name>", _BY_NAME.sub(r"\g<name>", _MODEL.sub("self", guard)))
 
 
 def numbers_first() -> contextlib.AbstractContextManager[Any]:
-    """Within it torch gives a number that has changed as the reason of a recompile where it can.
+    """Make torch report a changed number as the reason of a recompile, if there is one.
 
-    It has a reason for each of the graphs that were there, and gives the first one (`_compile` in
-    `torch/_dynamo/convert_frame.py`), which may be about a graph for tensors of another kind.
+    torch has a reason for each earlier graph, and reports the first (`_compile` in `torch/_dynamo/convert_frame.py`),
+    which may be about a graph for tensors of another kind.
     """
     name = "get_and_maybe_log_recompilation_reasons"
     reasons = getattr(convert_frame, name)
@@ -188,14 +189,15 @@ def numbers_first() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType]) -> Iterator[None]:
-    """Within it functions with one of these places are neither compiled nor traced in others; what they call is, but
-    for this package's functions around the model's forward.
+    """Exclude functions at these places from compilation and from traces of others.
 
-    torch asks `check_verbose` for both (in `torch/_dynamo`: `CatchErrorsWrapper` in `convert_frame.py`,
-    `check_inlineable` in `symbolic_convert.py`), and leaves the code object of a frame to Python from then on.
+    The functions that they call are still compiled, except this package's wrappers around the model's forward. torch
+    calls `check_verbose` for both decisions (in `torch/_dynamo`: `CatchErrorsWrapper` in `convert_frame.py`,
+    `check_inlineable` in `symbolic_convert.py`), and then leaves a frame's code object to Python for good.
 
     Args:
-        skipped: gets these code objects.
+        places: the functions to exclude.
+        skipped: a list to which these code objects are appended.
     """
     if not places:
         yield
@@ -220,6 +222,6 @@ def left_to_python(places: Collection[CodePlace], skipped: list[types.CodeType])
 def _code_of(function: Any) -> types.CodeType | None:
     if isinstance(function, types.CodeType):
         return function
-    # Of dynamo's variable for a function.
+    # `get_code` is a method of dynamo's variable for a function.
     code = function.get_code() if hasattr(function, "get_code") else getattr(function, "__code__", None)
     return code if isinstance(code, types.CodeType) else None

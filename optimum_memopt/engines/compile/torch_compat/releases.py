@@ -1,4 +1,4 @@
-"""The patches that the installed releases of torch, transformers, PEFT, TRL and DeepSpeed do not take."""
+"""Finds patches that do not apply to the installed torch, transformers, PEFT, TRL, DeepSpeed and others."""
 
 import torch
 
@@ -13,18 +13,18 @@ from optimum_memopt.engines.compile.torch_compat.trace_fixes import COLLECTED, L
 from optimum_memopt.engines.compile.torch_compat.zero3 import LINEAR, PARTITIONED
 from optimum_memopt.errors import UnsupportedModelError
 
-# Those without which a model trains all the same, with less of a plan.
+# Optional patches: without them a model still trains, with a less complete plan.
 LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, EXPERTS, LINEAR, liger.LIGER, liger.LOSS)
 PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
 
 
 def what_is_less() -> tuple[str, ...]:
-    """A line for each patch that cannot apply here, and without which a model trains all the same."""
+    """Returns a line for each optional patch that cannot apply here."""
     return tuple(filter(None, (patch.problem() for patch in LESS if patch.is_in_use)))
 
 
 def check_for_ranks(model: torch.nn.Module, by_zero3: bool) -> None:
-    """Raise UnsupportedModelError for a model whose parameters are shared by ranks in a way that is not known here."""
+    """Raise UnsupportedModelError if a model's parameters are sharded, and the required patch cannot apply."""
     is_sharded = fully_shard.is_sharded(model)
     for patch, is_needed in ((fully_shard.SHARDED, is_sharded), (PARTITIONED, by_zero3)):
         if is_needed and (why := patch.problem()):

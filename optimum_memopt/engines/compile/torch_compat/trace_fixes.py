@@ -1,9 +1,9 @@
 """Replacements for code of transformers, PEFT and TRL that torch cannot trace, in place while a compiled forward runs.
 
-transformers collects hidden states, attentions and others by hooks on the modules that return them
-(`transformers/utils/output_capturing.py`, 5.23). It puts all hooks of a model in the first forward that is asked for
-one kind, and leaves them there; a hook of another kind does nothing. LLaVA and the models like it ask for the hidden
-states of their vision tower in each forward.
+transformers collects hidden states, attentions and other outputs by hooks on the modules that return them
+(`transformers/utils/output_capturing.py`, 5.23). The first forward that requests one kind of output registers the
+hooks of all kinds, which stay; hooks of other kinds do nothing. LLaVA and similar models request the hidden states of
+their vision tower in each forward.
 """
 
 import contextlib
@@ -34,11 +34,9 @@ from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.compile.torch_compat.traced_sizes import mark_static
 from optimum_memopt.generators import GeneratorStates
 
-# DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
-
 
 class _OneAtATime(contextlib.ContextDecorator):
-    """Held by the thread that traces or simulates; it may take it several times."""
+    """A reentrant lock, held by the thread that traces or simulates."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -50,31 +48,35 @@ class _OneAtATime(contextlib.ContextDecorator):
         self._lock.release()
 
 
-# Meanwhile functions of transformers, torch's switches and hooks of all modules are others for the whole process, and
-# torch's fake tensors are in one mode.
+# While it is held, functions of transformers, torch's switches and global module hooks are replaced for the whole
+# process, and torch's fake tensors are in one mode.
 one_at_a_time = _OneAtATime()
 
+# DeBERTa picks the rows that have a label by an index whose length depends on data; other models set `problem_type`.
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
 _ONE_LABEL = "single_label_classification"
-# What `PreTrainedModel.loss_function` uses, after a warning that breaks the graph, where no name of a loss fits the
-# class's name (GPT2LMHeadModel).
+# The loss that `PreTrainedModel.loss_function` uses, after a warning that breaks the graph, if no loss's name matches
+# the class's name (GPT2LMHeadModel).
 _LOSS_WITHOUT_NAME = "ForCausalLM"
 # DeBERTa (the first one) puts a size into a tensor and slices with it, in each layer.
 _SIZE_IN_A_TENSOR = "compute_attention_span"
-# PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
+# PEFT's DoRA reads the `__module__` of a weight's class, in each of its layers (seen in PEFT 0.21).
 _CLASS_OF_WEIGHT = "dequantize_module_weight"
-# Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
+# The fewest dimensions of images and videos: batch, channels, height, width. With symbols for all of them, Swin
+# compiles for minutes.
 _IMAGE_DIMS = 4
-# Models that pack images of several sizes into a row: functions that read these sizes (`transformers/vision_utils.py`,
-# 5.23), and the methods of the modules that find the places of images in a text (Idefics: the second).
+# In models that pack images of several sizes into a row: the prefix of functions that read these sizes
+# (`transformers/vision_utils.py`, 5.23), and methods of the modules that find the places of images in a text (Idefics:
+# the second).
 _READ_SIZES = "get_vision_"
 _FINDS_IMAGES = ("get_placeholder_mask", "inputs_merger")
-# Arguments by which a forward loops over images (Pixtral, Mistral 3), or puts their features into a text (Kosmos).
+# Arguments that a forward reads to loop over images (Pixtral, Mistral 3), or to put their features into a text
+# (Kosmos).
 _READ_BY_FORWARD = {"image_sizes", "image_embeds_position_mask"}
 _COMPUTES_LOSS = "labels"
-# Adds the features of images to their places in a text, between its layers.
+# A method that adds the features of images at their places in a text, between the layers.
 _ADDS_FEATURES = "_deepstack_process"
-# Of transformers' hooks that collect outputs.
+# Names of transformers' hooks that collect outputs.
 _COLLECTS = "transformers.utils.output_capturing"
 _HOOK = "output_capturing_hook"
 _COLLECTOR = "_active_collector"
@@ -93,8 +95,8 @@ COLLECTED = Patch(
     ),
 )
 LOSS_BY_NAME = Patch(
-    "losses of models whose class names none",
-    "a warning about the loss breaks the graph of GPT-2 and models like it",
+    "losses of models whose class does not name one",
+    "a warning about the loss breaks the graph of GPT-2 and similar models",
     "transformers",
     since="5.0",
     tested="5.0 to 5.24",
@@ -103,12 +105,13 @@ LOSS_BY_NAME = Patch(
 
 
 class TraceFixes:
-    """The fixes of one model under one compiled forward.
+    """The trace fixes of one model under one compiled forward.
 
     Args:
-        compiled: compiles a forward, of which the first argument is the module; None: what is outside of layers runs
-            as in plain PyTorch anyway.
-        chunks_loss: losses over a vocabulary may be computed in chunks.
+        model: the model.
+        compiled: compiles a forward whose first argument is the module; None: code outside of layers runs in eager
+            mode anyway.
+        chunks_loss: whether losses over a vocabulary may be computed in chunks.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class TraceFixes:
         chunks_loss: bool = True,
     ) -> None:
         self._config: Any = getattr(model, "config", None)
-        # Functions of modules and in their files, by their names, and those that are called instead.
+        # Replacements for methods of modules and for functions in their files.
         self._replaced: list[Replacement] = [
             *fused_lm_head.replacements(),
             *expert_adapters.replacements(),
@@ -138,7 +141,7 @@ class TraceFixes:
         self._split_rows = list(row_splitters(model))
         self._packed = list(packed_attentions(self._split_rows))
         self._compiled = compiled
-        # Of modules in those whose forwards read values.
+        # Compiled forwards of the children of modules that read values.
         self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
         inner = () if compiled is None else model.modules()
         finders = [module for module in inner if module is not model and _finds_images(module)]
@@ -152,7 +155,7 @@ class TraceFixes:
                 self._replaced.append((module, _ADDS_FEATURES, untraced(getattr(module, _ADDS_FEATURES))))
         self._in_8_bits = list(filter(is_8bit, model.modules()))
         self._collects = COLLECTED.applies
-        # The forward itself sets a `problem_type` of None to this.
+        # The value to which the forward itself sets a `problem_type` of None.
         self._set_by_forward: str | None = None
 
     @contextlib.contextmanager
@@ -164,10 +167,11 @@ class TraceFixes:
         Args:
             inputs: keyword arguments of the forward.
             others: replacements for this call, beside the model's.
-            stops_at_hooks: a forward that puts hooks ends in `HooksPutError` there, before more of it is compiled.
+            stops_at_hooks: whether a forward that registers hooks raises `HooksPutError` there, before more of it is
+                compiled.
         """
         for product in self._in_8_bits:
-            # A graph that is compiled before the move would be guarded on where the scales were.
+            # A graph that is compiled before the move would have guards on the scales' old place.
             move_to_state(product)
         for tensor in inputs.values():
             if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
@@ -193,24 +197,24 @@ class TraceFixes:
 
     @property
     def opens_modules(self) -> bool:
-        """True where modules that read values run outside of all graphs."""
+        """True if modules that read values run outside of all graphs."""
         return bool(self._read_values)
 
     def run_ahead(self, forward: Callable[[], Any]) -> None:
-        """Run the module that reads values before the forward that calls it is traced; within `around_call`."""
+        """Run the module that reads values before the forward that calls it is traced; call within `around_call`."""
         self._ahead.run(forward)
 
     def forget(self) -> None:
-        """Have what is compiled in modules that read values compiled again."""
+        """Drop the compiled forwards in modules that read values, so that they are compiled again."""
         self._forwards.clear()
 
     def _opened(self, module: torch.nn.Module) -> Iterator[Replacement]:
-        """A module runs as in plain PyTorch, and those in it are compiled by themselves."""
+        """Yields replacements that run a module in eager mode, and compile each of its children by itself."""
         is_ahead = self._ahead.is_for(module)
         yield module, "forward", self._ahead.forward() if is_ahead else _untraced_forward(module)
         assert self._compiled is not None
         for child in _called_in(module):
-            # One that is opened too is in place already.
+            # The forward of a child that is opened too is already replaced.
             if next(child.children(), None) is not None and "forward" not in vars(child):
                 if child not in self._forwards:
                     self._forwards[child] = self._compiled(own_forward())
@@ -226,7 +230,7 @@ class TraceFixes:
         has_one_label = before is None and _each_row_has_one_label(config, labels)
         if has_one_label:
             config.problem_type = _ONE_LABEL
-        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
+        # A problem type that the first forward has set would fail a guard in the second step: each forward sets it.
         elif before is not None and before == self._set_by_forward:
             config.problem_type = None
         try:
@@ -241,15 +245,15 @@ class TraceFixes:
 
 
 class _ReachedError(Exception):
-    """A forward has come to the call of a module, with these arguments."""
+    """Raised when a forward calls a given module; holds the arguments of the call."""
 
     def __init__(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         self.given = args, inputs
 
 
 class _RunAhead:
-    """The module that reads values, in a forward of transformers that calls it once and computes a loss from what it
-    returns. Run before, it breaks no graph: the logits stay in the one that has the loss."""
+    """Runs the module that reads values ahead of a forward of transformers that calls it once and computes a loss from
+    its results. It then breaks no graph: the logits stay in the graph of the loss."""
 
     def __init__(self, model: torch.nn.Module, finders: list[torch.nn.Module]) -> None:
         calls = [
@@ -262,11 +266,11 @@ class _RunAhead:
         self._results: Any = None
 
     def is_for(self, module: torch.nn.Module) -> bool:
-        """True for a module that runs ahead; one with hooks around it runs where it is called."""
+        """True for the module that runs ahead; with hooks on it, it runs at its call."""
         return module is self._module and not any(hooks_around_call(module)) and not global_hooks()
 
     def forward(self) -> Callable[..., Any]:
-        """The stand-in for the module's forward: it returns the results."""
+        """Returns the stand-in for the module's forward, which returns the results of the run ahead."""
 
         def results(*args: Any, **kwargs: Any) -> Any:
             return self._results
@@ -292,13 +296,14 @@ class _RunAhead:
         reached_with = GeneratorStates.of(before.device) if before.changed() else None
         self._results = type(module).forward(module, *args, **inputs)
         if reached_with is not None:
-            # The forward draws these numbers once more; those behind the module are right where that draws none.
+            # The traced forward draws the numbers before the module again. Later ones are right if the module draws
+            # none.
             if reached_with.changed():
                 self._module = None
             before.restore()
 
     def forget(self) -> None:
-        """Hold no results any longer."""
+        """Release the results."""
         self._results = None
 
 
@@ -307,14 +312,14 @@ def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _finds_images(module: torch.nn.Module) -> bool:
-    """True for modules that put images into a text: they read where, how many, and how large."""
-    # PEFT's wrapper of a model has the attributes of that.
+    """True for modules that put images into a text, and read their places, number and sizes."""
+    # On the class: PEFT's wrapper of a model has the model's attributes too.
     finds = any(hasattr(type(module), name) for name in _FINDS_IMAGES) and "forward" not in vars(module)
     return finds and _COMPUTES_LOSS not in arguments_of(module)
 
 
 def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The innermost modules that are given what their forwards read."""
+    """Yields the innermost modules whose forwards have an argument of `_READ_BY_FORWARD`."""
     for module in model.modules():
         given = arguments_of(module)
         reads = _READ_BY_FORWARD & given and _COMPUTES_LOSS not in given and "forward" not in vars(module)
@@ -324,7 +329,7 @@ def _loop_over_images(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _called_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules in it that its forward calls."""
+    """Yields a module's children, and those in lists and dicts of modules, which its forward calls."""
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
             yield from _called_in(child)
@@ -337,10 +342,10 @@ def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
 
 
 def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
-    """PEFT's function for modules whose weight is quantized; that of others is the weight itself.
+    """Returns a function that returns a module's weight, dequantized by PEFT's function if it is quantized.
 
-    Weights of 4 bits are dequantized here as PEFT does it, but for what torch cannot trace there: that their `data` is
-    read, and that they are put back on their device.
+    4-bit weights are dequantized here as in PEFT, without the steps that torch cannot trace: reading their `data`, and
+    moving them back to their device.
     """
 
     def weight(module: Any) -> Any:
@@ -356,7 +361,7 @@ def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _each_row_has_one_label(config: Any, labels: Any) -> bool:
-    """True where DeBERTa's loss would pick all rows; then it is the plain cross entropy, in float32 too."""
+    """True if DeBERTa's loss would pick all rows; it then equals plain cross entropy, in float32 too."""
     return (
         getattr(config, "model_type", None) in _PICKS_LABELLED_ROWS
         and isinstance(labels, torch.Tensor)
@@ -369,14 +374,14 @@ def _each_row_has_one_label(config: Any, labels: Any) -> bool:
 
 
 class HooksPutError(Exception):
-    """A forward has put hooks on modules that collect what these return."""
+    """Raised when a forward has registered hooks on modules that collect their outputs."""
 
 
 class _Collector:
-    """The outputs that the running forward collects, by their kinds.
+    """The outputs that the running forward collects, by kind.
 
-    It stands for a `ContextVar`, which torch does not trace: transformers' own class is a global while torch traces
-    and none where Python runs, so that nothing is collected from a traced module in one that is not.
+    Replaces a `ContextVar`, which torch does not trace. transformers' own class uses a global variable while torch
+    traces, but not when Python runs, so nothing is collected from a traced module inside an untraced one.
     """
 
     collected: dict[str, Any] | None = None
@@ -392,12 +397,12 @@ class _Collector:
         (self.collected,) = token
 
 
-# torch guards on it: each forward has the same.
+# One object for all forwards, since torch guards on it.
 _collector = _Collector()
 
 
 def kind_of(hook: Any) -> str | None:
-    """The kind of output that a hook of a module collects; None: it is not transformers'."""
+    """Returns the kind of output that a module's hook collects; None if the hook is not transformers'."""
     code = getattr(hook, "__code__", None)
     if code is None or code.co_name != _HOOK or "key" not in code.co_freevars:
         return None
@@ -406,13 +411,13 @@ def kind_of(hook: Any) -> str | None:
 
 
 def collected_kinds() -> frozenset[str]:
-    """The kinds that are collected where a module is called, traced or not; within `around_call`."""
+    """Returns the kinds of output that the current forward collects, traced or not; call within `around_call`."""
     traced = Trace.keys_set_to(_collector, "collected") if Trace.current() is not None else None
     return frozenset(_collector.collected or ()) if traced is None else traced
 
 
 def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward in which hooks collect nothing."""
+    """Returns a forward during which hooks collect nothing."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before, _collector.collected = _collector.collected, None
@@ -425,7 +430,7 @@ def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collector_replacements(stops_at_hooks: bool) -> Iterator[Replacement]:
-    """Replacements in transformers' file, with which torch can trace its hooks."""
+    """Yields replacements in transformers' file that make its hooks traceable."""
     file: Any = sys.modules[_COLLECTS]
     puts = getattr(file, _PUTS_HOOKS)
 

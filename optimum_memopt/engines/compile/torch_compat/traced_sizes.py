@@ -1,6 +1,6 @@
-"""Sizes while torch traces: symbols and constants, what they stand for, and what torch has assumed of them.
+"""Sizes in a trace of torch: symbols and constants, their sources, and torch's guards on them.
 
-Seen in torch 2.13.0, and there since 2.9, unless stated otherwise.
+Checked in torch 2.13.0, and present since 2.9, unless stated otherwise.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, so
 
 
 def _shapes_of_trace() -> ShapeEnv | None:
-    # A mode has none where sizes stay the same.
+    # A fake mode has no shape environment if all sizes are static.
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     return getattr(mode, "shape_env", None)
 
 
 def constant(size: "int | torch.SymInt") -> int | None:
-    """A size that is no symbol of a trace; None: it is one."""
+    """Returns a size as a number; None if it is a symbol of a trace."""
     return int(size) if is_concrete_int(size) else None
 
 
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
+    """Make these sizes constants of the compiled graph; other sizes recompile (`torch/_dynamo/decorators.py`)."""
     dims = tuple(dims)
     if is_traceable_wrapper_subclass(tensor) or vars(tensor):
         torch._dynamo.mark_static(tensor, list(dims))
@@ -40,17 +40,17 @@ def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
 
 @functools.cache
 def _static_marks(dims: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """The attributes by which torch knows these sizes as constants. To copy them takes a tenth of the time, which each
-    layer of each step would take."""
+    """Returns the tensor attributes that mark these sizes as static. Copying them takes a tenth of the time of
+    `mark_static`, which would run for each layer of each step."""
     marked = torch.empty([0] * (max(dims, default=-1) + 1))
     torch._dynamo.mark_static(marked, list(dims))
     return list(vars(marked).items())
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:
-    """While a graph is partitioned: each symbol and the sizes that it stands for, as `L['input_ids'].size()[0]`.
+    """Returns, while a graph is partitioned, the sources of each symbol, as `L['input_ids'].size()[0]`.
 
-    A symbol that turned out to equal another one is found at that one (`replacements`).
+    The sources of a symbol that equals another one are listed under the other (`replacements`).
     """
     shapes = _shapes_of_trace()
     texts: dict[sympy.Symbol, list[str]] = {}
@@ -64,16 +64,17 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
 
 
 def constant_numbers() -> contextlib.AbstractContextManager[None]:
-    """Within it whole numbers are constants of what is traced, as in any trace but one for all sizes."""
+    """Make Python integers constants of a trace, as in any trace that is not dynamic."""
     return torch._dynamo.config.patch(specialize_int=True)
 
 
 def constant_sizes() -> dict[tuple[str, int], tuple[CodePlace, ...]]:
-    """While a graph is partitioned: see `specialized_sizes`."""
+    """Returns, while a graph is partitioned, the `specialized_sizes` of its trace."""
     return specialized_sizes(_shapes_of_trace())
 
 
 def size_guards() -> list[sympy.Basic]:
-    """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
+    """Returns, while a graph is partitioned, the guards on sizes so far; torch checks them before it runs the
+    graph."""
     shapes = _shapes_of_trace()
     return [] if shapes is None else [guard.expr for guard in shapes.guards]

@@ -1,4 +1,4 @@
-"""ZeRO 3: the private names of DeepSpeed's `runtime/zero/` (0.19) that say what a rank holds."""
+"""ZeRO 3: what a rank holds, by private names of DeepSpeed's `runtime/zero/` (0.19)."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from optimum_memopt.errors import MemOptError
 _FILES = "deepspeed.runtime.zero"
 PARTITIONED = Patch(
     "parameters that ZeRO 3 partitions",
-    "ZeRO 3 goes without a plan",
+    "no plan under ZeRO 3",
     "deepspeed",
     since="0.18",
     tested="0.18 to 0.19",
@@ -47,11 +47,11 @@ PARTITIONED = Patch(
         ),
     ),
 )
-# A linear layer's backward asks whether its weight has to be gathered, by an attribute that has another value in each
-# layer (since 0.19.1). torch before 2.13 compares the value in each forward, and compiles each layer by itself.
+# A linear layer's backward checks whether its weight must be gathered, by an attribute whose value differs per layer
+# (since 0.19.1). torch before 2.13 guards on the value, and compiles each layer separately.
 LINEAR = Patch(
     "linear layers under ZeRO 3",
-    "torch before 2.13 compiles each layer again under ZeRO 3",
+    "torch before 2.13 recompiles each layer under ZeRO 3",
     "deepspeed",
     since="0.18",
     tested="0.18 to 0.19",
@@ -60,7 +60,7 @@ LINEAR = Patch(
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Replacements in DeepSpeed's files while a forward runs, whose graphs are given gathered weights."""
+    """Yields replacements in DeepSpeed's files for a forward whose graphs get gathered weights."""
     file = sys.modules.get(f"{_FILES}.linear")
     if hasattr(file, "is_zero_param"):
         yield file, "is_zero_param", lambda parameter: False
@@ -68,15 +68,15 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @dataclass(frozen=True)
 class PartitionedParameter:
-    """A parameter of which each rank has a share.
+    """A parameter of which each rank holds a shard.
 
     Attributes:
-        order: among those that are gathered together.
-        shape: of all shares together.
-        share: elements of one, the padding of the last included.
-        dtype: that it is kept and gathered in.
-        is_persistent: it stays gathered from step to step.
-        reduced: its place among those of its layer whose gradients are reduced; -1: it is not trained.
+        order: its DeepSpeed id, which orders parameters that are gathered together.
+        shape: the shape of the whole parameter.
+        share: the elements of one shard, including the padding of the last.
+        dtype: the dtype in which it is stored and gathered.
+        is_persistent: whether it stays gathered from step to step.
+        reduced: its position in the order in which gradients are reduced; -1: it is not trained.
     """
 
     order: int
@@ -92,15 +92,15 @@ class Partitioning:
     """A model whose parameters are partitioned. Numbers are elements.
 
     Attributes:
-        ranks: that share them.
-        parameters: by name in the model.
-        prefetched: how many a module has gathered ahead.
-        reuse: parameters that are used again within so many stay gathered.
-        live: the most that are gathered ahead.
-        bucket: gradients that are reduced together.
-        computed: the type of gradients.
-        reduced: the one that they are reduced in.
-        accumulated: the one that they are added up in.
+        ranks: the number of ranks that share the parameters.
+        parameters: the parameters, by name in the model.
+        prefetched: how many elements a module prefetches.
+        reuse: parameters that are used again within this many elements stay gathered.
+        live: the number of gathered elements at which prefetching stops.
+        bucket: the gradient elements that are reduced together.
+        computed: the dtype of gradients.
+        reduced: the dtype in which gradients are reduced.
+        accumulated: the dtype in which gradients are accumulated.
     """
 
     ranks: int
@@ -115,15 +115,15 @@ class Partitioning:
 
 
 def _optimizer_of(model: torch.nn.Module) -> Any:
-    """DeepSpeed's; None for a model that it does not train with stage 3."""
+    """Returns a model's DeepSpeed optimizer; None if DeepSpeed does not train it with stage 3."""
     return next((getattr(parameter, "_z3_optimizer", None) for parameter in model.parameters()), None)
 
 
 def partitioning_of(model: torch.nn.Module) -> Partitioning | None:
-    """None for a model that DeepSpeed does not train with stage 3.
+    """Returns a model's partitioning; None if DeepSpeed does not train it with stage 3.
 
     Raises:
-        MemOptError: its shares lie elsewhere, or are quantized.
+        MemOptError: the shards are on another device, or quantized.
     """
     if (optimizer := _optimizer_of(model)) is None:
         return None
@@ -138,7 +138,7 @@ def partitioning_of(model: torch.nn.Module) -> Partitioning | None:
         "zenflow": optimizer.zenflow,
     }
     if used := [name for name, is_used in options.items() if is_used]:
-        raise MemOptError(f"{used[0]} changes what is on the device")
+        raise MemOptError(f"{used[0]} changes what the device holds")
     trained = [id(parameter) for group in optimizer.fp16_groups for parameter in group]
     places = {parameter: place for place, parameter in enumerate(trained)}
     return Partitioning(
@@ -164,22 +164,22 @@ def _described(parameter: Any, reduced: int) -> PartitionedParameter:
     )
 
 
-# How the coordinator's own attributes begin.
+# Prefix of the coordinator's name-mangled attributes.
 _OWN = "_PartitionedParameterCoordinator"
 
 
 def gather_ahead(model: torch.nn.Module, elements: int) -> None:
-    """Have each module gather so many elements ahead from now on; all ranks at the same moment of a step."""
+    """Set the number of elements that each module prefetches; all ranks must call this at the same point of a step."""
     hooks = _optimizer_of(model).parameter_offload
     hooks._prefetch_bucket_sz = elements
     setattr(hooks.param_coordinator, f"{_OWN}__prefetch_bucket_sz", elements)
 
 
 def forgetting(model: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that has DeepSpeed forget the modules that run from now on, for a forward that runs again.
+    """Returns a function that makes DeepSpeed forget the modules that run from now on, for a forward that is rerun.
 
-    Else its first step notes their order twice; the next one, which goes by that, decides for good what to release
-    (`__params_to_release` is cached).
+    Otherwise DeepSpeed's first step records their order twice, and the next step decides by it for good which
+    parameters to release (`__params_to_release` is cached).
     """
     optimizer = _optimizer_of(model)
     if optimizer is None:
@@ -201,10 +201,10 @@ def forgetting(model: torch.nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def gathered_again(leaf: torch.nn.Module) -> Iterator[None]:
-    """Around a forward of a leaf module that a backward runs.
+    """Gather a leaf module around a forward that a backward recomputes.
 
-    As around its own backward, and a step of the order that DeepSpeed goes by: in a forward that a backward runs it
-    would count frozen parameters among those of the module whose backward has begun.
+    Uses the hooks of the module's own backward, which DeepSpeed records as a step of its order: with a forward's hooks
+    inside a backward, it would count frozen parameters among those of the module whose backward has begun.
     """
     hooks = _optimizer_of(leaf).parameter_offload
     hooks.pre_sub_module_backward_function(leaf)
@@ -215,15 +215,15 @@ def gathered_again(leaf: torch.nn.Module) -> Iterator[None]:
 
 
 def shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's shares of the partitioned parameters, by their names in the model."""
+    """Returns this rank's shards of the partitioned parameters, by parameter name."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {name: parameter.ds_tensor for name, parameter in parameters if hasattr(parameter, "ds_tensor")}
 
 
 def updated(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The flat tensors that the optimizer updates, one after the other; empty for a model that is not partitioned.
+    """Returns the flat tensors that the optimizer updates one by one; empty for a model that is not partitioned.
 
-    The largest one's gradients are copied for its update.
+    Each update copies that tensor's gradients, so the largest tensor counts.
     """
     optimizer = _optimizer_of(model)
     return [] if optimizer is None else list(optimizer.fp32_partitioned_groups_flat)

@@ -1,9 +1,9 @@
-"""The engine while it trains.
+"""The engine during training.
 
 engine           CompileEngine
 batch_kind       which batches run the same graphs
 length_buckets   compiled forwards by length
 planned_forward  a forward under one plan
-outputs_watch    how long a loop holds the model's outputs
-loss_watch       what a loop computes from them
+outputs_watch    how long a training loop holds the model's outputs
+loss_watch       memory that a training loop takes for its loss
 """

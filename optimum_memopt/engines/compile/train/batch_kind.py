@@ -1,4 +1,4 @@
-"""The kind of a batch. Batches of one kind run the same graphs, as far as can be told beforehand, under one plan."""
+"""The kind of a batch. Batches of one kind run the same graphs, as far as can be predicted, under one plan."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,20 +7,21 @@ import torch
 
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 
-# The arguments of a forward by their paths, each with what torch guards on.
+# The arguments of a forward by their paths, each with the properties that torch guards on.
 InputKinds = frozenset[tuple[str, Hashable]]
-# torch makes 0 and 1 constants of a graph, and any other size a symbol.
+# torch makes sizes 0 and 1 constants of a graph, and any other size a symbol.
 _SYMBOLIC = 2
 _LONGEST_NAME = 64
 _QUOTED = 3
 
 
 class BatchKind(NamedTuple):
-    """
+    """The properties of a batch that a plan depends on.
+
     Attributes:
         masks: attention masks that are made for the batch.
-        trains: for each parameter of the model.
-        inputs: empty where ranks must plan alike.
+        trains: for each parameter of the model, whether it trains.
+        inputs: kinds of the arguments; empty if ranks must plan alike, or without a budget.
     """
 
     masks: KeptMasks
@@ -28,11 +29,11 @@ class BatchKind(NamedTuple):
     inputs: InputKinds = frozenset()
 
     def first_after(self, other: "BatchKind") -> str:
-        """The first batch of this kind behind one of another, in words."""
+        """Describes the first batch of this kind after one of another kind."""
         if self.masks != other.masks:
             return self.masks.first_after(other.masks)
         if self.trains != other.trains:
-            return "other parameters train than before"
+            return "the trained parameters changed"
         now, before = dict(self.inputs), dict(other.inputs)
         changed = sorted({path for path, _ in self.inputs ^ other.inputs})
         texts = [_text(path, now, before) for path in changed[:_QUOTED]]
@@ -40,8 +41,8 @@ class BatchKind(NamedTuple):
 
 
 def input_kinds(args: Sequence[Any], inputs: Mapping[str, Any]) -> InputKinds:
-    """Returns what torch guards on: of a tensor its type and the sizes that are constants, of flags and names their
-    values, of numbers nothing, since they may differ in every step."""
+    """Returns the properties of arguments that torch guards on: type and constant sizes of tensors, values of flags
+    and names. Values of numbers are left out, since they may differ in every step."""
     return frozenset((*_kinds((f"argument {at}", value) for at, value in enumerate(args)), *_kinds(inputs.items())))
 
 
@@ -66,4 +67,4 @@ def _text(path: str, now: Mapping[str, Hashable], before: Mapping[str, Hashable]
         return f"no {path}"
     if (kind := now[path]) is None or isinstance(kind, bool | str):
         return f"{path}={kind!r}"
-    return f"{path} of another type or shape" if path in before else path
+    return f"{path} of a different type or shape" if path in before else path

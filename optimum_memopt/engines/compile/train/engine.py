@@ -1,4 +1,4 @@
-"""Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
+"""Trains a model in place through torch.compile; a partitioner applies plans written in ONNX Runtime's grammar."""
 
 import contextlib
 import functools
@@ -56,22 +56,25 @@ if TYPE_CHECKING:
 
 
 _MAY_HOLD = (
-    "the training loop may hold the model's outputs, which count; where it reads the loss alone, "
-    'memory_opt_loss="chunked" returns no others'
+    "the training loop may hold the model's outputs, which count toward the peak; if it reads only the loss, use "
+    'memory_opt_loss="chunked", which returns no other outputs'
 )
-_CHUNKED = 'or memory_opt_loss="chunked", which never holds all logits, where the training loop reads the loss alone'
+_CHUNKED = 'or memory_opt_loss="chunked", which never holds all logits, if the training loop reads only the loss'
 
 
 class CompileEngine(in_place.InPlaceEngine):
     """The `compile` engine.
 
-    Forwards with gradients enabled, in either mode of the model, run through torch.compile, all others through the
-    model's own forward. Without a config or level torch partitions the graph as it always does.
+    Forwards with gradients enabled run through torch.compile, in training and evaluation mode; all others run through
+    the model's own forward. Without a plan, torch partitions the graph as usual.
 
     Args:
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
-        dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
+        dynamic: batch sizes stay symbolic; False: tracing is several times as fast, but for the first batch's sizes
+            only.
         loss: one of `options.LOSSES`.
+        variants: the most plans that a run may have under a budget.
+        with_frontier: the solver also computes the time-memory frontier.
         unit: one of `options.UNITS`.
         releases_gradients: see `ReleasedGradients`.
     """
@@ -100,15 +103,15 @@ class CompileEngine(in_place.InPlaceEngine):
         self._released: ReleasedGradients | None = None
         self._logs_norm = False
         self._smoothing: LabelSmoothing | None = None
-        # None where the model is not sharded by ZeRO 3.
+        # None if ZeRO 3 does not shard the model.
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
         self._outputs: OutputsWatch | None = None
         # A parameter that trained in the last forward.
         self._trained: Callable[[], torch.Tensor | None] = lambda: None
-        # Gradients pass through the forward to what is neither a parameter nor a tensor among its arguments.
+        # Gradients flow to a tensor that is neither a parameter nor an argument.
         self._has_other_gradients = self._has_said_frozen = False
-        # Modules whose weights of 4 bits evaluations may not pack meanwhile.
+        # Modules whose weights of 4 bits must not be packed by evaluations while the engine is attached.
         self._unpacked: list[torch.nn.Module] = []
         super().__init__(selection)
 
@@ -156,7 +159,7 @@ class CompileEngine(in_place.InPlaceEngine):
             host_copies.release_pinned()
 
     def norm_with(self, norm: Callable[..., Any]) -> Callable[..., Any]:
-        """`norm`, which returns that of the gradients that are there, with that of those that were released."""
+        """Wrap `norm`, which computes the norm of existing gradients, so that released gradients count, too."""
         self._logs_norm = True
 
         def norm_of_all(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +169,8 @@ class CompileEngine(in_place.InPlaceEngine):
         return norm_of_all
 
     def smooth_labels(self, smoothing: Any) -> bool:
-        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked."""
+        """Compute the Trainer's smoothed loss in training forwards with labels. Returns False if the engine cannot,
+        since the loss may not be chunked or the smoother is not a plain `LabelSmoother`."""
         if not self._loss.may_chunk or (smoothing is not None and type(smoothing.smoother) is not LabelSmoother):
             return False
         if smoothing != self._smoothing:
@@ -180,7 +184,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def _forwards(self) -> LengthBuckets | None:
-        """The compiled forwards, which count outputs as the loop holds them."""
+        """Returns the compiled forwards, updated with the outputs that the training loop holds."""
         if self._buckets is not None and self._outputs is not None:
             self._buckets.hold_outputs(self._outputs.held)
         return self._buckets
@@ -193,8 +197,8 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Predicts a training step of any batch and sequence length under the plan for the largest batch; None before
-        the first training forward."""
+        """Returns the predictor of training steps with any batch size and sequence length, under the plan for the
+        largest batch; None before the first training forward."""
         return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
@@ -237,18 +241,18 @@ class CompileEngine(in_place.InPlaceEngine):
             self._outputs.stop()
             self._outputs = None
         self._pending = Pending()
-        # Seen before the forward was planned otherwise.
+        # The largest batch seen before the forward was replanned in another way.
         self._largest: LargestBatch | None = None
         self._is_plain = False
         self._eager_loss: EagerLoss | None = None
-        # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
+        # Plan one graph: with separate layers, whose inputs and outputs are saved, no plan fit the budget.
         self._is_whole = False
-        # Nothing fits where the loop holds outputs.
+        # Assume that the loop drops outputs: with held ones, no plan fit the budget.
         self._drops_outputs = False
         self._keep_freed(False)
 
     def _keep_freed(self, keeps: bool) -> None:
-        """Have malloc keep what steps free, or return it to the system."""
+        """Have malloc keep the memory that steps free, or return it to the system."""
         if keeps != self._keeps_freed:
             self._keeps_freed = keeps
             (process.keep_freed_memory if keeps else process.keep_no_more)()
@@ -260,7 +264,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._releases_gradients and self._released is None:
             self._released = self._release_gradients()
         if self._buckets is None:
-            # It may have been sharded since the engine was put on it.
+            # The model may have been sharded since the engine was attached.
             check_model(self._model)
             releases.check_for_ranks(self._model, by_zero3=self._leafs is not None)
             start_libraries(next(self._model.parameters()).device)
@@ -275,7 +279,7 @@ class CompileEngine(in_place.InPlaceEngine):
             )
         call = self._call(args, kwargs)
         if self._outputs is None:
-            # A loop that gets logits may hold them.
+            # A training loop that gets logits may hold them.
             may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
             assumed = HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD
             self._outputs = OutputsWatch(self._model, assumed, self._loss_watch(call.inputs))
@@ -289,55 +293,56 @@ class CompileEngine(in_place.InPlaceEngine):
         except DoesNotFitError as error:
             failed = error
         if failed is not None:
-            # What it was raised through holds what the graphs that have run saved for the backward.
+            # The frames of its traceback hold activations that the graphs saved for the backward.
             forget_frames(failed)
             return self._plan_otherwise(failed, args, kwargs)
         if self._leafs is not None:
             self._leafs.gather_ahead(self._model, self._buckets.largest.gather_ahead)
         if is_first and self._is_on_cpu and not self._selection.name:
-            # Behind the first forward, whose prediction reads what the process holds.
+            # After the first forward, since its prediction reads the memory that the process holds.
             run = self._run_now()
             peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
-            # What malloc keeps of one step may be in no place that the next one can use.
+            # Only with room for it: the next step may not be able to reuse the blocks that malloc keeps.
             self._keep_freed(host_available() >= peak)
         self._outputs.watch(outputs)
         return outputs
 
     def _loss_watch(self, inputs: Mapping[str, object]) -> LossWatch | None:
-        """Returns the watch of what a training loop computes from outputs of a forward with these inputs; None for a
-        Trainer, and where ranks gather parameters in between."""
+        """Returns a watch of the memory that a training loop takes for its loss, for a forward with these inputs; None
+        for a Trainer, and if ranks gather parameters meanwhile."""
         if self.outputs_read_by is not None or self._is_sharded:
             return None
         return LossWatch(0.0 if self._drops_outputs else assumed_loss(self._model, inputs))
 
     def _plan_otherwise(self, error: DoesNotFitError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of a forward that no plan fits: planned for a loop that drops them, then as one graph.
+        """Replan a forward for which no plan fits, and return its outputs: first as if the training loop dropped the
+        outputs, then as one graph.
 
         Raises:
-            DoesNotFitError: it does not fit then either.
+            DoesNotFitError: no plan fits then either.
         """
         assert self._buckets is not None and self._outputs is not None
         if self._outputs.is_assumed and self._outputs.held.until:
             if self._is_sharded:
                 raise DoesNotFitError(f"{error}; {_MAY_HOLD}", error.lowest) from None
-            also = ", and computed no loss of its own" if self._outputs.held.loss else ""
+            also = " and computes no loss of its own" if self._outputs.held.loss else ""
             get_logger().warning(
-                f"planning as if the training loop dropped the model's outputs before the backward{also}: "
-                "nothing fits while it holds them"
+                f"assuming that the training loop drops the model's outputs before the backward{also}: "
+                "no plan fits while it holds them"
             )
             return self._start_again(args, kwargs, self._is_whole, True)
         is_layered = self._unit == AUTO and not self._is_whole and self._buckets.largest.traced.has_regions
         if not is_layered or self._is_sharded:
             raise self._with_advice(error)
-        get_logger().info(f"planning one graph for the whole forward, where more may be recomputed: {error}")
+        get_logger().info(f"planning one graph for the whole forward, which allows more recompute: {error}")
         try:
             return self._start_again(args, kwargs, True, self._drops_outputs)
         except DoesNotFitError as of_whole:
-            # On a CPU the process has grown since, often by more than is gained.
+            # On a CPU, the process has grown since, often by more than one graph saves.
             raise self._with_advice(min(error, of_whole, key=lambda each: each.lowest)) from None
 
     def _with_advice(self, error: DoesNotFitError) -> DoesNotFitError:
-        """Returns the error, with what else a training loop may do where it gets logits that it may not read."""
+        """Returns the error; with advice to chunk the loss, if the training loop gets logits that it may not read."""
         if self.outputs_read_by is not None or self._buckets is None or _CHUNKED in str(error):
             return error
         would_chunk = self._buckets.largest.traced.would_chunk
@@ -356,10 +361,10 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._train_forward(*args, **kwargs)
 
     def _has_gradients(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """True where a parameter, an argument or a tensor seen in an earlier forward requires a gradient."""
+        """True if a parameter, an argument or a tensor seen in an earlier forward requires a gradient."""
         trained = self._trained()
         if trained is None or not trained.requires_grad:
-            # Other parameters train than in the last forward, or none.
+            # The parameter that was found last no longer trains: look for another one.
             trained = next((each for each in self._model.parameters() if each.requires_grad), None)
             self._trained = weakref.ref(trained) if trained is not None else lambda: None
         if trained is not None or self._has_other_gradients:
@@ -369,18 +374,20 @@ class CompileEngine(in_place.InPlaceEngine):
     def _frozen_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the outputs of plain PyTorch: a frozen model, such as a reference model, saves no activations."""
         outputs = self._attached.training_forward.plain_forward(*args, **kwargs)
-        # A cache of keys and values that is given, or a tensor that a module holds, may have a gradient.
+        # A given key-value cache, or a tensor that a module holds, may require a gradient.
         self._has_other_gradients = any(each.requires_grad for each in tensors_in(outputs))
         if not self._has_other_gradients and not self._has_said_frozen:
             self._has_said_frozen = True
-            get_logger().info(f"forwards of {type(self._model).__name__} in which nothing trains run in plain PyTorch")
+            get_logger().info(
+                f"running forwards of {type(self._model).__name__} in plain PyTorch: nothing in them trains"
+            )
         return outputs
 
     def _release_gradients(self) -> ReleasedGradients:
         """Have the run's optimizer step in the backward.
 
         Raises:
-            MemOptError: it cannot, or the run needs all gradients at once.
+            MemOptError: the optimizer cannot, or the run needs all gradients at once.
         """
         device = next(self._model.parameters()).device.type
         is_float16, count = current_autocast(device) == torch.float16, world_size()
@@ -394,7 +401,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def _is_sharded(self) -> bool:
-        """True where ranks gather parameters together."""
+        """True if ranks gather parameters together."""
         return self._leafs is not None or shared_model(self._model).is_shared
 
     def _layers(self) -> list[torch.nn.Module]:
@@ -404,7 +411,7 @@ class CompileEngine(in_place.InPlaceEngine):
     def _new_forward(
         self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str
     ) -> PlannedForward:
-        # The plan of the largest batches has no purpose of its own.
+        # The plan for the largest batch has no purpose.
         with_curve, with_lengths = (
             not purpose and is_wanted for is_wanted in (self._with_frontier, self._most_variants > 1)
         )
@@ -415,7 +422,7 @@ class CompileEngine(in_place.InPlaceEngine):
             with_curve=with_curve,
             with_lengths=with_lengths,
             is_sharded=self._is_sharded,
-            # On other ranks none may fail.
+            # A draft might fail on one rank alone.
             drafts=self._compiler == "inductor" and not self._is_sharded,
             loss=weak_method(self._loss_of_step),
         )
@@ -423,7 +430,7 @@ class CompileEngine(in_place.InPlaceEngine):
             planner = former.planner.for_another(largest, wanted)
             return PlannedForward(self._model, former.traced, planner, self._pending, purpose, is_later=True)
         plan = self._selection.plan
-        # A file of one graph was made for the whole forward.
+        # A plan file with one graph was made for the whole forward.
         is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
         unit = MODEL if is_whole and self._unit == AUTO else self._unit
         spec = TraceSpec(
@@ -448,14 +455,18 @@ class CompileEngine(in_place.InPlaceEngine):
         return PlannedForward(self._model, traced, Planner(self._model, wanted), self._pending, purpose)
 
     def _loss_of_step(self, inputs: Mapping[str, object]) -> EagerLoss | None:
-        """Returns the loss that the run computes outside of the forward, which is given these inputs."""
+        """Returns the loss that the run computes outside of the forward; None if there is none.
+
+        Args:
+            inputs: keyword arguments of the forward.
+        """
         if self._eager_loss is None and (step := self._run_now().loss()) is not None:
             patch, forward = self._attached.training_forward, weak_method(self._plain_forward)
             self._eager_loss = eager_loss(self._model, patch, forward, step, inputs)
         return self._eager_loss
 
     def _plain_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of the model's own forward, changed as those of the one that trains."""
+        """Returns the outputs of the model's own forward, with the changes that compiled outputs have."""
         assert self._buckets is not None
         return self._buckets.largest.traced.plainly(self._call(tuple(args), kwargs))
 

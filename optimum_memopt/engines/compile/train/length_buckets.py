@@ -1,18 +1,18 @@
 """The compiled forwards of one model: each batch runs the cheapest whose step is predicted to be within the budget.
 
-Without a budget there is one. With a budget there may be several. That of the largest batch is compiled first, by
-whichever batch comes first. Its solver also finds what plans for shorter batches would take, and for which lengths one
-is worth compiling: those that save most of an epoch's time, by the lengths of the run's batches, or where they are not
-known, as if all lengths were as frequent. Each is compiled when the first batch comes that it is made for. From then
-on its predicted peak decides, so that it also runs batches that are longer, but fit. None is traced again: a bucket is
-another choice for the same graphs.
+Without a budget there is one forward; with a budget there may be several. The forward for the largest batch is
+compiled with the first batch, whatever its size. Its solver also finds the time of plans for shorter batches, and the
+lengths for which one is worth compiling: those that save most of an epoch's time, by the lengths of the run's batches,
+or, if these are not known, as if all lengths were equally frequent. Each is compiled when its first batch comes. From
+then on its predicted peak decides, so that it also runs longer batches that fit. None is retraced: a bucket is another
+choice for the same graphs.
 
-A batch over the budget under all of them gets a plan of its own, as the largest so far. The one that was the largest
-stays for shorter batches where the number of buckets allows it.
+A batch that exceeds the budget under all plans gets a plan of its own, as the new largest batch. The plan for the
+former largest one stays for shorter batches if the number of buckets allows it.
 
-Batches of several kinds run other graphs: with padding, with other inputs, for another task. Each kind has a plan,
-made when its first batch comes. What a batch does not tell, as a model's attribute, is seen once the graphs have run:
-then that forward runs again under a plan for them.
+Batches of other kinds run other graphs: with padding, with other inputs, for another task. Each kind has a plan, made
+when its first batch comes. Differences that a batch does not show, such as an attribute of the model, are found once
+the graphs have run: then that forward is rerun under a plan for them.
 """
 
 from collections import Counter
@@ -38,10 +38,11 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.optimizers import Optimizer
 
-# Makes a forward, not compiled yet: the former one whose budget and traces it shares, the largest batch that it is for
-# (None: the run's), and what it is for.
+# Makes a forward that is not compiled yet. Arguments: the former forward, whose budget and traces it shares; the
+# largest batch of the new one (None: the run's); its purpose.
 _NewForward = Callable[[PlannedForward | None, LargestBatch | None, str], PlannedForward]
-# Of batches, with a plan each. Where there are more, inputs tell no kinds, as names that differ in each batch.
+# The most kinds of batches with plans of their own. More mean that inputs do not define kinds: names that differ in
+# each batch, for example.
 _MOST_KINDS = 16
 
 
@@ -51,6 +52,7 @@ class LengthBucket:
 
     Attributes:
         length: tokens of the longest batch that its plan is made for.
+        share: extra time of the plan, as a share of the time without a plan.
     """
 
     forward: PlannedForward
@@ -63,7 +65,8 @@ class _KindPlans:
     """The forwards for batches of one kind.
 
     Attributes:
-        shorter: from the cheapest to the dearest.
+        largest: the forward for the largest batch.
+        shorter: forwards for shorter batches, from the cheapest to the most expensive.
     """
 
     kind: BatchKind
@@ -75,9 +78,10 @@ class LengthBuckets:
     """The compiled forwards of one model.
 
     Args:
-        may_rerun: this rank may run a forward again on its own; False where ranks gather parameters together.
+        most: the most plans for batches of one kind.
         pending: forwards of the model whose backward is still to come.
-        largest: the largest batch, where that is known without the run's data.
+        may_rerun: this rank may rerun a forward on its own; False if ranks gather parameters together.
+        largest: the largest batch, if it is known without the run's data.
     """
 
     def __init__(
@@ -90,23 +94,24 @@ class LengthBuckets:
     ) -> None:
         self._most, self._new_forward, self._may_rerun, self._is_over = most, new_forward, may_rerun, False
         self._pending = pending
-        # From the cheapest to the dearest.
+        # From the cheapest to the most expensive.
         self._shorter: tuple[LengthBucket, ...] = ()
         self._extra = ExtraByLength()
         self._held = NOTHING_HELD
         self.largest = self._new_largest(None, None)
         self.largest.planner.limit.largest = largest
-        # The kind of the last batch, and the plans for others; of one kind there may be several, the last used last.
+        # The kind of the last batch, and the plans for other kinds, several of which may be for the same kind; least
+        # recently used first.
         self._kind: BatchKind | None = None
         self._by_batch_kind: list[_KindPlans] = []
         self._must_plan = False
-        # The highest peak with other parameters than those that train.
+        # The highest peak under earlier sets of trainable parameters.
         self._left_peak = 0
-        # For a cheaper plan: less is held than it was solved for.
+        # There is room for a cheaper plan, since less is held than the plan was solved for.
         self._has_room = False
 
     def __call__(self, call: ForwardArgs, may_run_again: bool = True) -> Any:
-        """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
+        """Returns the outputs of the cheapest forward for this batch; see `PlannedForward`."""
         self.largest.traced.masks.note(call.inputs)
         # A forward may write to a dict that it is given (sentence-transformers').
         inputs = self._inputs_of(call)
@@ -122,7 +127,7 @@ class LengthBuckets:
         except DoesNotFitError as error:
             if forward is self.largest:
                 raise
-            # The process has grown since its length was chosen.
+            # The process has grown since the bucket's length was chosen.
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             get_logger().info(f"dropping this length bucket: {error}")
             return self(call, may_run_again)
@@ -130,7 +135,7 @@ class LengthBuckets:
             self._take_plan_for_runs(forward)
             return self(call, may_run_again=False)
         if is_first and forward is self.largest:
-            # Data may have told of batches that need others.
+            # The kind may have changed: masks for the run's largest batch were added before this first forward.
             self._kind = self._kind_of(inputs)
             for plans in self._by_batch_kind:
                 plans.largest.planner.limit.expect_more()
@@ -144,8 +149,8 @@ class LengthBuckets:
             return
         if held.loss > self._held.loss and self.largest.is_compiled and self.largest.planner.solves:
             get_logger().info(
-                f"between forward and backward the training loop takes {held.loss:.3g} times the model's outputs, for "
-                f"which the plan left {self._held.loss:.3g}"
+                f"the training loop takes {held.loss:.3g} times the model's outputs between forward and backward; "
+                f"the plan allowed for {self._held.loss:.3g}"
             )
         self._held = held
         for forward in self._forwards(self._by_batch_kind):
@@ -153,33 +158,34 @@ class LengthBuckets:
             self._has_room |= has_room and forward is self.largest
 
     def _expect_more(self) -> None:
-        """Check all plans anew."""
+        """Have all plans checked against the budget again."""
         for forward in self._forwards(self._by_batch_kind):
             forward.planner.limit.expect_more()
 
     def _forwards(self, kinds: Iterable[_KindPlans]) -> Iterator[PlannedForward]:
-        """Yields the forwards for batches of the current kind and of these, those for shorter batches first."""
+        """Yields the forwards of the current kind, then of `kinds`; within a kind, those for shorter batches first."""
         for largest, shorter in ((self.largest, self._shorter), *((each.largest, each.shorter) for each in kinds)):
             yield from (bucket.forward for bucket in shorter)
             yield largest
 
     def _use_room(self) -> None:
-        """Solve again where the loop holds less than the plan was solved for."""
+        """Solve again, since the loop holds less than the plan was solved for; only if this rank may rerun a forward
+        on its own."""
         self._has_room = False
         if self._may_rerun:
-            get_logger().info("the training loop holds less than was assumed: solving again with that memory")
+            get_logger().info("the training loop holds less than assumed: solving again to use that memory")
             self.largest, self._shorter = self._new_largest(self.largest, self.known_largest), ()
 
     @property
     def known_largest(self) -> LargestBatch | None:
-        """The largest batch that a plan is made for; None where that is the one at hand."""
+        """Returns the largest batch that the plan must fit; None if that is the current batch."""
         limit = self.largest.planner.limit
-        # Another forward of the step may be larger than the one at hand.
+        # Another forward of the step may be larger than the current one.
         seen = largest_of(limit.solved_for) if self._pending.most != ALONE else None
         return limit.largest or seen
 
     def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:
-        """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""
+        """Returns the highest peak of a step with the batches so far, in bytes; None if nothing is predicted."""
         if self.largest.predictor is None:
             return None
         return max(self._left_peak, *self._peaks(optimizer, gradient_accumulation).values())
@@ -189,7 +195,7 @@ class LengthBuckets:
         return max(self._peaks(run.optimizer, run.gradient_accumulation).values(), default=0)
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """The step with the highest peak of the batches so far; None where nothing is predicted."""
+        """Returns the step with the highest peak of the batches so far; None if nothing is predicted."""
         peaks = self._peaks(optimizer, gradient_accumulation)
         timeline = None
         if highest := max(peaks, key=peaks.__getitem__, default=None):
@@ -205,7 +211,7 @@ class LengthBuckets:
     def _peaks(
         self, optimizer: Optimizer | None, gradient_accumulation: bool
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
-        """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
+        """Returns the highest peak in bytes for each plan and each predictor of its forward, one per trace."""
         peaks = {}
         trains = self.largest.traced.trains
         for forward in self._forwards(each for each in self._by_batch_kind if each.kind.trains == trains):
@@ -216,7 +222,8 @@ class LengthBuckets:
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
-        # A cheaper plan for a shorter batch saves more than others beside it leave room for.
+        # With several forwards before a backward, a cheaper plan for a shorter batch would save more than the others
+        # leave room for.
         if self._shorter and self._pending.most == ALONE and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
             for bucket in self._shorter:
@@ -229,7 +236,9 @@ class LengthBuckets:
                 self._replace_largest()
             elif not self._is_over:
                 self._is_over = True
-                get_logger().warning(f"NOT within the budget: {line.partition(':')[0]}, and ranks share parameters")
+                get_logger().warning(
+                    f"NOT within the budget: {line.partition(':')[0]}; not replanned, since ranks share parameters"
+                )
         return self.largest
 
     def _replace_largest(self) -> None:
@@ -242,7 +251,7 @@ class LengthBuckets:
 
     @property
     def _may_plan(self) -> bool:
-        """True where batches of this process alone may get further plans."""
+        """True if this process may make further plans, without the other ranks."""
         return self._may_rerun and len(self._by_batch_kind) < _MOST_KINDS
 
     def _inputs_of(self, call: ForwardArgs) -> InputKinds:
@@ -252,12 +261,12 @@ class LengthBuckets:
     def _kind_of(self, inputs: InputKinds) -> BatchKind:
         traced = self.largest.traced
         if not self.largest.planner.solves:
-            # A plan by rule is for all batches; what is predicted and shown of it is for what trains.
+            # A plan without a budget is for all batches; only its prediction and table depend on what trains.
             return BatchKind(KeptMasks(padding=False, local=False), traced.trains)
         return BatchKind(traced.masks.kept, traced.trains, inputs)
 
     def _plan_for_kind(self, inputs: InputKinds) -> None:
-        """Take the forwards that were planned for batches and parameters of this kind."""
+        """Switch to the forwards planned for these inputs, and for the masks and trainable parameters of now."""
         before = self._kind
         if (
             before is None
@@ -265,7 +274,7 @@ class LengthBuckets:
             or ((now := self._kind_of(inputs)) == before and not self._must_plan)
         ):
             return
-        # Solving runs the forward again, and the other ranks may have no batch of this kind.
+        # Solving reruns the forward, and the other ranks may have no batch of this kind.
         if self.largest.planner.solves and not self._may_rerun:
             return
         if now.trains != before.trains:
@@ -274,22 +283,22 @@ class LengthBuckets:
         if now != before and plans is not None:
             self._take(plans, before)
         elif self._may_plan or now[:2] != before[:2]:
-            why = now.first_after(before) if now != before else "this batch runs other graphs than those before"
+            why = now.first_after(before) if now != before else "this batch runs different graphs than earlier ones"
             self._take(None, before, why)
         self._kind = now
 
     def _take_plan_for_runs(self, forward: PlannedForward) -> None:
-        """Take the forwards whose budget was solved for what this one has run, or new ones."""
+        """Switch to forwards whose plan was solved for the graph runs of this one, or to new ones."""
         assert self._kind is not None
         runs = forward.last_runs
         if forward is not self.largest and runs is not None and self.largest.planner.covers(runs):
-            # It was a variant for shorter batches.
+            # The plan for the largest batch covers these runs: drop this bucket for shorter batches.
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             return
         covering = (
             each for each in reversed(self._by_batch_kind) if runs is not None and each.largest.planner.covers(runs)
         )
-        self._take(next(covering, None), self._kind, "this batch runs other graphs than those before")
+        self._take(next(covering, None), self._kind, "this batch runs different graphs than earlier ones")
 
     def _take(self, plans: _KindPlans | None, before: BatchKind, why: str = "") -> None:
         former, others = self.largest, [each for each in self._by_batch_kind if each is not plans]
@@ -309,7 +318,7 @@ class LengthBuckets:
         return forward
 
     def _made(self, former: PlannedForward | None, largest: LargestBatch | None, purpose: str) -> PlannedForward:
-        """Returns a new forward, which counts the outputs that the loop holds; arguments as of `_NewForward`."""
+        """Returns a new forward that counts the outputs held by the training loop; arguments: see `_NewForward`."""
         forward = self._new_forward(former, largest, purpose)
         forward.hold_outputs(self._held)
         return forward

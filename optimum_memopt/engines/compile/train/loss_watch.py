@@ -1,9 +1,9 @@
-"""Finds out what a training loop allocates between a forward and its backward, as for a loss of its own.
+"""Measures the memory that a training loop allocates between a forward and its backward, as for its own loss.
 
-A loss that is computed from logits may take several times as much as these. On CUDA the allocator's history of the
-first steps tells, which no step waits for. Before the first one, a loop whose model is given no labels is taken to
-compute a cross entropy: log-probabilities and their gradient, in float32. Of several forwards before one backward,
-what the losses of the earlier ones leave is held throughout the step.
+A loss computed from logits may take several times their memory. On CUDA it is read from the allocator's history of the
+first steps, for which no step waits. Before the first step, a loop that passes no labels to the model is assumed to
+compute a cross entropy: log-probabilities and their gradient, in float32. With several forwards before one backward,
+the memory that losses of the earlier ones leave is held throughout the step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +16,15 @@ from optimum_memopt.engines.compile.torch_compat.allocation_history import Taken
 from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
 from optimum_memopt.logs import best_effort
 
-# Backwards whose history is read; and histories that are started, of which some come to no backward.
+# The most histories that are read in a backward, and that are started: some reach no backward.
 _MOST_READINGS, _MOST_STARTS = 2, 12
-# As a share of the outputs; what is less is no loss.
+# The least memory that counts as a loss, as a share of the outputs.
 _LEAST = 0.01
 _WHAT = "what the training loop takes between forward and backward"
 
 
 class WatchedStorage(NamedTuple):
-    """The storage of an output: a loop may keep a detached view of it alone."""
+    """The storage of an output. The storage is watched, since a loop may keep only a detached view of the output."""
 
     number: int
     bytes: int
@@ -36,7 +36,7 @@ class WatchedStorage(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """A forward whose history is recorded: its outputs, and the addresses of their memory."""
+    """A forward after which the allocator's history is recorded: its outputs and their addresses."""
 
     device: torch.device
     outputs: list[WatchedStorage]
@@ -44,32 +44,32 @@ class _Recording(NamedTuple):
 
 
 class LossWatch:
-    """The memory of a training loop between a forward and its backward, read from CUDA's allocator history.
+    """Reads the memory of a training loop between a forward and its backward from CUDA's allocator history.
 
     Args:
-        assumed: `most`, until a step has shown it.
+        assumed: value of `most` until a step has been measured.
 
     Attributes:
-        most: at once, in multiples of the outputs' bytes.
-        left: when the model's backward begins, beside the gradients that it is given; in the same unit.
+        most: peak of the loop's memory, in multiples of the outputs' bytes.
+        left: memory held when the model's backward begins, without the gradients passed to it; in the same unit.
         earlier: bytes that losses of earlier forwards of a step leave.
-        is_assumed: no step has shown it yet.
+        is_assumed: no step has been measured yet.
     """
 
     def __init__(self, assumed: float = 0.0) -> None:
         self.most, self.left, self.earlier, self.is_assumed = assumed, 0.0, 0, True
         self._readings = self._starts = 0
         self._recording: _Recording | None = None
-        # Bytes left by the losses of earlier forwards of the step that runs.
+        # Bytes left by the losses of earlier forwards of the current step.
         self._earlier = 0
 
     @property
     def is_read(self) -> bool:
-        """True where no further step is watched."""
+        """True if no further step is watched."""
         return self._readings >= _MOST_READINGS or self._starts >= _MOST_STARTS
 
     def begin(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The loop has got these outputs."""
+        """Start to record, after a forward has returned these outputs to the loop."""
         self.stop()
         if outputs and not self.is_read:
             with best_effort(_WHAT):
@@ -79,12 +79,12 @@ class LossWatch:
                     self._recording = _Recording(device, storages_of(outputs), addresses)
 
     def pass_on(self) -> None:
-        """Another forward begins before the backward."""
+        """Count what the last loss has left, when another forward may begin before the backward."""
         if (taken := self.stop()) is not None:
             self._earlier += max(0, taken.left)
 
     def end(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The model's backward begins with these."""
+        """Read the history when the model's backward begins with these gradients."""
         recording, earlier, self._earlier = self._recording, self._earlier, 0
         if (taken := self.stop()) is None or recording is None:
             return
@@ -96,8 +96,8 @@ class LossWatch:
         self.most, self.left, self.earlier, self.is_assumed = most, left, earlier, False
 
     def stop(self) -> Taken | None:
-        """Stop the history. Returns what the loop has taken beside the outputs; None if no history, or only a part of
-        one, was recorded."""
+        """Stop the history. Returns the memory that the loop has allocated beside the outputs; None if no history, or
+        only a part of one, was recorded."""
         recording, self._recording = self._recording, None
         taken = None
         if recording is not None:
@@ -105,13 +105,13 @@ class LossWatch:
                 taken = stop_history(recording.device, recording.addresses)
         if recording is None or taken is None:
             return None
-        # Outputs that nothing holds any more are no gain of the loop's.
+        # Freed outputs must not reduce the memory of the loop.
         dropped = bytes_of(each for each in recording.outputs if not each.is_alive)
         return taken._replace(left=taken.left + dropped)
 
 
 def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
-    """Returns the loss that a loop is taken to compute of a forward with these inputs, as `LossWatch.most`."""
+    """Returns the assumed value of `LossWatch.most` after a forward with these inputs."""
     parameter = next(model.parameters())
     if parameter.device.type != "cuda" or any("label" in name for name in inputs):
         return 0.0
@@ -120,7 +120,7 @@ def assumed_loss(model: torch.nn.Module, inputs: Mapping[str, object]) -> float:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[WatchedStorage]:
-    """Returns the storages of tensors, each once."""
+    """Returns the distinct storages of tensors."""
     found = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
     return [WatchedStorage(number, each.nbytes(), StorageWeakRef(each)) for number, each in found.items()]
 

@@ -1,10 +1,9 @@
 """Finds out how long a training loop holds the outputs of its forwards.
 
-`out = model(**batch)` keeps the logits until the variable is assigned again: through the backward, the step of the
-optimizer and the next forward. `loss = model(**batch).loss` drops them at once. Nothing tells which before the first
-step has run, so that a loop that gets logits is taken to hold them; a Trainer is not. Each step is watched: what one
-has shown counts from then on. Where something has wrapped the forward, as accelerate does for autocast, the loop may
-hold copies of what it has returned.
+`out = model(**batch)` keeps the logits until the variable is assigned again: through the backward, the optimizer step
+and the next forward. `loss = model(**batch).loss` drops them at once. Before the first step, a loop that gets logits
+is assumed to hold them; a Trainer is not. Each step is watched, and its result counts from then on. If the forward is
+wrapped, as by accelerate for autocast, the loop may hold copies of the outputs.
 """
 
 import contextlib
@@ -21,11 +20,11 @@ from optimum_memopt.engines.compile.train.loss_watch import LossWatch, WatchedSt
 
 
 class OutputsWatch:
-    """How long the outputs of one model's forwards are held.
+    """Watches how long the outputs of one model's forwards are held.
 
     Args:
-        assumed: until a step has shown it.
-        loss: what the loop computes from them; None: it is not watched.
+        assumed: the assumption until a step has been watched.
+        loss: watch of the loop's memory for its loss; None: it is not watched.
     """
 
     def __init__(self, model: torch.nn.Module, assumed: HeldUntil, loss: LossWatch | None = None) -> None:
@@ -33,40 +32,45 @@ class OutputsWatch:
         self._remove_hook: Callable[[], None] | None = None
         self._seen: HeldUntil | None = None
         self._copies, self._more = 0.0, 0
-        # Of the last forward: its outputs, what it has returned itself, and what nothing else than the loop holds when
-        # the backward begins. Of those before it, what is still alive.
+        # For the last forward: the outputs that the loop gets, those that the forward itself returned, and references
+        # to objects that only the loop still holds when the backward begins. For earlier forwards: live outputs.
         self._outputs: list[WatchedStorage] = []
         self._results: list[WatchedStorage] = []
         self._returned: list[weakref.ref[Any]] = []
         self._earlier: list[WatchedStorage] = []
-        # Bytes of the last one's.
+        # Bytes of the last forward's outputs.
         self._last = 0
         self._is_over = self._was_held = False
         self._is_told = True
 
     @property
     def held(self) -> HeldOutputs:
-        """The held outputs, by the step that held them longest; by assumption before the first step."""
+        """Returns the held outputs, by the step that held them longest; before the first step, as assumed."""
         until = self._assumed if self._seen is None else self._seen
         if (loss := self._loss) is None:
             return HeldOutputs(until, self._copies, self._more)
-        # Assumed as a multiple of the forward's results, of which the loop may get larger copies.
+        # The assumption is a multiple of the forward's own outputs, but the loop may get larger copies of them.
         most = loss.most / self._copies if loss.is_assumed and self._copies else loss.most
         return HeldOutputs(until, self._copies, self._more + loss.earlier, most, loss.left)
 
     @property
     def is_assumed(self) -> bool:
-        """True where no step has shown it yet."""
+        """True if no step has been watched yet."""
         return self._seen is None
 
     @property
     def bytes(self) -> int:
-        """Bytes of outputs of earlier forwards that are still held, and of what the loop holds with the last ones."""
+        """Returns the bytes of outputs that are still held, and of the loop's own memory that it holds with the last
+        ones."""
         alive = _alive_bytes([*self._earlier, *self._outputs])
         return alive + round(self.held.left * min(alive, self._last))
 
     def begin(self, is_wrapped: bool = False) -> None:
-        """A forward is about to run, which something has wrapped that may return other outputs."""
+        """Note that a forward is about to run.
+
+        Args:
+            is_wrapped: the forward is wrapped, so that the loop may get other outputs.
+        """
         if self._loss is not None:
             self._loss.pass_on()
         if self._is_over:
@@ -77,13 +81,13 @@ class OutputsWatch:
         self._is_told = not is_wrapped or self._remove_hook is not None
         model = self._model()
         if not self._is_told and model is not None:
-            # It is called from the model's next call on; under autocast it will most likely tell of copies.
+            # The hook runs from the model's next call on. Until then, assume copies under autocast.
             self._remove_hook = add_hook(model, "forward", _hook(weakref.WeakMethod(self._watch_returned)))
             autocast = current_autocast(next(model.parameters()).device.type)
             self._copies = IN_FLOAT32 if autocast is not None else 0.0
 
     def stop(self) -> None:
-        """Leave the model as it was."""
+        """Stop watching, and remove the hook from the model."""
         if self._loss is not None:
             self._loss.stop()
         if self._remove_hook is not None:
@@ -95,22 +99,23 @@ class OutputsWatch:
         tensors = list(tensors_in(outputs))
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
         if node is not None and not any(tensor.dim() for tensor in tensors):
-            # There is the loss alone.
+            # The loss is the only output.
             self._note(HeldUntil.BACKWARD)
             return
         if not self._is_told or node is None:
             return
-        # Hidden states are saved for backwards to come; a graph saves its own results as other tensors.
+        # Only outputs of this graph show what the loop holds: hidden states of other graphs are saved for their
+        # backwards, but a graph saves its own results as other tensors.
         self._hold([tensor for tensor in tensors if tensor.dim()], outputs, node)
         self._results = self._outputs
         held = weakref.WeakMethod(self._note_backward)
 
         def note_backward(*_: Any) -> None:
-            # The engine may have been detached since.
+            # The engine may have been detached by now.
             if (note := held()) is not None:
                 note()
 
-        # Not behind it: for such a hook autograd holds what the backward is given until it is done.
+        # A pre-hook: for a hook after the backward, autograd would hold its input gradients until it is done.
         node.register_prehook(note_backward)
         if (loss := self._loss) is not None and not loss.is_read:
             nodes = {each.grad_fn for each in tensors if each.grad_fn is not None}
@@ -118,7 +123,7 @@ class OutputsWatch:
                 each.register_prehook(lambda gradients: loss.end([one for one in gradients if one is not None]))
 
     def _watch_returned(self, outputs: Any) -> None:
-        """Watch what the loop gets in the place of the outputs of the last forward."""
+        """Watch the outputs that the loop gets, if they are not those of the last forward."""
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.dim()]
         known = {each.number for each in self._results}
         if not known:
@@ -140,7 +145,7 @@ class OutputsWatch:
             self._loss.begin(tensors)
 
     def _note_backward(self) -> None:
-        """Note what is held when the backward of the first graph begins."""
+        """Note which outputs are held when the backward of the first graph begins."""
         self._is_over, self._was_held = True, any(ref() is not None for ref in self._returned)
         self._more = max(self._more, _alive_bytes(self._earlier))
         if not self._was_held:
@@ -151,7 +156,7 @@ class OutputsWatch:
 
 
 def _hook(watch: Callable[[], Callable[[Any], None] | None]) -> Callable[..., None]:
-    """A hook of a module's forward that passes on its outputs."""
+    """Returns a forward hook that passes the outputs of a module to the watch."""
 
     def hook(module: torch.nn.Module, args: Any, outputs: Any) -> None:
         if torch.is_grad_enabled() and (method := watch()) is not None:

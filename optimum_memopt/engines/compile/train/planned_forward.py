@@ -1,4 +1,4 @@
-"""A model's training forward under one plan: compiled, shown, predicted, or plain PyTorch where it cannot be."""
+"""A model's training forward under one plan: compiled, shown in a table, predicted; plain PyTorch is the fallback."""
 
 import contextlib
 import gc
@@ -35,22 +35,22 @@ from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
-# torch's names of values that it has on its stack at a graph break.
+# Prefix of torch's names for values on the stack at a graph break.
 _UNNAMED = "___"
 
 
-# In the place of outputs: the forward is to run again under another plan, from the state before it.
+# Returned instead of outputs: rerun the forward under another plan, from the state before it.
 RUN_AGAIN = object()
-# Recompiles for one cause around the layers, until Python runs the code that it comes from. In layers, whose plan that
-# would end, torch's limit is one for all causes.
+# Recompiles for one cause outside of layers, after which the code that causes them is left to Python. In layers, where
+# that would end the plan, only the limit for all causes together counts.
 _MOST_OF_CAUSE = 4
 
 
 class Recompiles:
-    """The recompiles of a model after its first forward, by their causes.
+    """Counts the recompiles of a model after its first forward, by cause.
 
-    Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
-    changes at every step.
+    Guards that differ only in their numbers have the same cause: batches of many sizes, or a number of the model that
+    changes in every step.
     """
 
     def __init__(self) -> None:
@@ -59,29 +59,29 @@ class Recompiles:
 
     @property
     def is_over(self) -> bool:
-        """True where as many forwards as the limit have recompiled."""
+        """True if the number of forwards that recompiled has reached the limit."""
         return self._count >= dynamo.recompile_limit()
 
     def add(self, recompiles: Iterable[Recompile]) -> list[Recompile]:
-        """Note a forward's recompiles, none where there was none; returns one for each cause."""
+        """Count the recompiles of a forward, if any. Returns one for each cause."""
         of_causes = {_cause(recompile): recompile for recompile in recompiles}
         self._count += bool(of_causes)
         self._causes.update(list(of_causes))
         return list(of_causes.values())
 
     def line(self, recompile: Recompile) -> str:
-        """The line to log for the first recompile of a cause; empty for later ones."""
+        """Returns the log line for the first recompile of a cause; empty for later ones."""
         is_first = self._causes[_cause(recompile)] == 1
         return f"recompiled the training graph; failed guard: {_described(recompile)}" if is_first else ""
 
     def too_many(self, recompile: Recompile, is_in_layers: bool) -> str:
-        """Why Python is to run the code that a recompile comes from; empty where that is compiled on."""
+        """Returns why the code that causes a recompile is left to Python; empty if it stays compiled."""
         count = self._causes[_cause(recompile)]
         if not self.is_over and (is_in_layers or count < _MOST_OF_CAUSE):
             return ""
         name, times = recompile.number, f"{count} times" if count > 1 else f"in one of {self._count} forwards"
         advice = _as_tensor(name) if name else "pad batches to fewer lengths (pad_to_multiple_of)"
-        return f"recompiled {times} for this guard: {_described(recompile)}; to have it compiled, {advice}"
+        return f"recompiled {times} for this guard: {_described(recompile)}; to keep it compiled, {advice}"
 
 
 def _cause(recompile: Recompile) -> tuple[str, CodePlace | None]:
@@ -93,7 +93,7 @@ def _described(recompile: Recompile) -> str:
 
 
 def _as_tensor(name: str) -> str:
-    """Advice that keeps a number from being a constant of the graph."""
+    """Returns advice on how to keep a number from becoming a constant of the graph."""
     if name.startswith(_UNNAMED):
         return "compute that number as a tensor, whose value torch does not guard on"
     owner, _, attribute = name.rpartition(".")
@@ -103,23 +103,25 @@ def _as_tensor(name: str) -> str:
         return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
     return (
         f"make {name} a tensor, whose value torch does not guard on: register_buffer({attribute!r}, torch.tensor(…), "
-        f"persistent=False), changed in place (.fill_, .add_)"
+        f"persistent=False), and change it in place (.fill_, .add_)"
     )
 
 
 class PlannedForward:
-    """Compiles at its first call, under a budget until the step is within it, and again for arguments of another kind.
+    """Compiles the forward at its first call, replanning until the step is within a budget, and again for new kinds of
+    arguments.
 
     Args:
-        traced: which it may share with those for other batches.
+        traced: the traced forward, which planned forwards for other batches may share.
         pending: forwards of the model whose backward is still to come, under any plan.
         purpose: see `GraphChoices`.
-        is_later: another one has trained the model, so that what is asked for and is not in the graphs is no error.
+        is_later: another planned forward has trained the model, so that requested ids that are not in the graphs are
+            no error.
 
     Attributes:
-        predictors: None before the first call, and where nothing is predicted.
+        predictors: None before the first call, and if nothing is predicted.
         is_plain: plain PyTorch trains the model.
-        last_runs: of the graphs in the last call, where its plan was not made for them; else None.
+        last_runs: graph runs of the last call, if the plan was not made for them; else None.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class PlannedForward:
         self._is_strict = traced.spec.strict and not is_later
         self.last_runs: RunKeys | None = None
         self._may_run_again = self._has_warned = False
-        # The choices of the last call, where some are not those of the plan.
+        # The choices of the last call, if some are not from the plan.
         self._others: GraphChoices | None = None
         self._reset()
 
@@ -152,21 +154,24 @@ class PlannedForward:
 
     @property
     def is_compiled(self) -> bool:
-        """True once a forward has run."""
+        """True after the first forward."""
         return self.table is not None
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
+        """Returns the predictor for steps with the graphs of the table; None if nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None
 
     def __call__(self, call: ForwardArgs, may_run_again: bool = False) -> Any:
-        """The forward's outputs; or `RUN_AGAIN`, where it ran graphs that its plan was not made for, nothing of it is
-        held any more, and `may_run_again`.
+        """Run the forward, and return its outputs.
+
+        Args:
+            may_run_again: return `RUN_AGAIN` instead of outputs, with the state restored, if graphs ran that the plan
+                was not made for and that may exceed the budget.
 
         Raises:
-            MemOptError: the plan does not go with the model, nothing fits a budget, or under a plan that must hold the
-                compiled forward fails, or is recompiled again and again.
+            MemOptError: the plan does not match the model, no plan fits a budget, or the compiled forward fails or is
+                recompiled too often under a plan that must hold.
         """
         if self.is_compiled:
             return self._run(call, may_run_again)
@@ -178,12 +183,12 @@ class PlannedForward:
 
         def restore() -> None:
             known = {id(each) for each in (*self.traced.overwritten, *(parameter for parameter, _ in before.frozen))}
-            # Ranks that gather parameters write to them.
+            # If ranks gather parameters, gathering writes to them.
             for name, each in () if self.planner.is_sharded else held.items():
                 if id(each) not in known and writes_to(each) != writes[name]:
                     raise UnsupportedModelError(
-                        f"the forward of {type(self._model).__name__} writes to {name} in Python that torch does not "
-                        "trace, and has to run again to be planned, which would write to it twice",
+                        f"the forward of {type(self._model).__name__} writes to {name} in Python code that torch does "
+                        "not trace, and planning reruns the forward, which would write twice",
                         "write to it outside of the forward, or choose a plan by name or level",
                     )
             self.traced.restore_overwritten()
@@ -193,7 +198,7 @@ class PlannedForward:
             if (largest := self.planner.limit.largest) is not None:
                 self.traced.masks.expect(largest)
             if self.planner.is_sharded:
-                # Segments name arguments of layers, of which a mask is one.
+                # Segments name layer arguments, among which are masks, so all ranks need the same masks.
                 self.traced.masks.agree()
             return Attempt(self._run(call), self.predictor, self.plan_file)
 
@@ -205,7 +210,7 @@ class PlannedForward:
         if autograd.checkpoint() is None:
             outputs = self.planner.plan(attempt, again, call.inputs)
         else:
-            # One of the user's around the model counts what is saved, in whatever runs.
+            # A user's checkpoint around the model counts the tensors saved in every run: hide those of planning.
             with saved_tensors_hooks(_unchanged, _unchanged):
                 self.planner.plan(attempt, again, call.inputs)
             restore()
@@ -216,11 +221,11 @@ class PlannedForward:
         return outputs
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
-        """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
+        """True if the plan is made for a batch of these sizes, whether or not it is compiled yet."""
         return self.planner.limit.largest is not None and is_covered(sizes, self.planner.limit.largest)
 
     def is_within(self, inputs: Mapping[str, object]) -> bool:
-        """True where a step with this batch is predicted to be within the budget; False where nothing is predicted."""
+        """True if a step with this batch is predicted to be within the budget; False if nothing is predicted."""
         is_within = False
         if self.predictors is not None:
             with self.predicting():
@@ -228,7 +233,7 @@ class PlannedForward:
         return is_within
 
     def excess(self, inputs: Mapping[str, object]) -> str:
-        """A line about a batch that would pass the budget; empty where it does not, or where that is not known."""
+        """Returns a line on a batch whose step would exceed the budget; empty if it would not, or that is unknown."""
         line = ""
         if self.planner.solves and self.predictors is not None:
             with self.predicting():
@@ -237,8 +242,8 @@ class PlannedForward:
         return line
 
     def hold_outputs(self, held: HeldOutputs) -> bool:
-        """Count these outputs as held by the training loop from now on; true where that leaves room for a
-        cheaper plan."""
+        """Count these outputs as held by the training loop from now on. Returns True if that leaves room for a cheaper
+        plan."""
         if held == self._held_outputs:
             return False
         self._held_outputs = held
@@ -251,7 +256,8 @@ class PlannedForward:
         return has_room
 
     def gather_ahead(self, elements: int) -> bool:
-        """Count as if each module gathered so many elements ahead, where that is within the budget on all ranks."""
+        """Predict steps with this many elements gathered ahead of each module. Returns False, and changes nothing, if
+        that is not within the budget on all ranks."""
         predictor, sharding = self.predictor, self.traced.sharding
         if predictor is None or sharding is None or (sharding := sharding.gathering_ahead(elements)) is None:
             return False
@@ -261,7 +267,7 @@ class PlannedForward:
         return has_room
 
     def predicting(self) -> contextlib.AbstractContextManager:
-        """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
+        """Returns a context for code that reads the predictor: an error is logged and ends all predictions."""
         return best_effort("the predicted peak", lambda: setattr(self, "predictors", None))
 
     def add_to_header(self, lines: list[str]) -> None:
@@ -270,11 +276,11 @@ class PlannedForward:
             self.table = replace(self.table, header=(*self.table.header, *lines))
 
     def run_plainly(self, call: ForwardArgs) -> Any:
-        """The outputs of the model's own forward, changed as those of the compiled one."""
+        """Returns the outputs of the model's own forward, with the changes that compiled outputs have."""
         return _refusing(self.traced.plainly(call), call)
 
     def give_up(self, why: str, failed: Exception | None = None) -> None:
-        """Say that plain PyTorch trains the model from now on; the table has that line alone.
+        """Warn that plain PyTorch trains the model from now on; the table consists of that line.
 
         Raises:
             UnsupportedModelError: the plan must hold.
@@ -294,16 +300,16 @@ class PlannedForward:
         if refuses and state.is_all:
             choice.matched.check()
         if choice.mismatch:
-            line = f"--memory_opt_plan: the file was made for another graph: {choice.mismatch}"
+            line = f"--memory_opt_plan: the file was made for a different graph: {choice.mismatch}"
             if refuses:
                 raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
-            self.traced.say(f"{line}; applied where it fits")
+            self.traced.say(f"{line}; applying the parts that match")
         return choice
 
     def _choose_apart(self) -> None:
-        """Have the rest of a forward choose apart from this plan, until it is known to be within the budget."""
+        """Use separate choices for the rest of a forward, until it is known to be within the budget."""
         if self.planner.has_unplanned:
-            # All of it may take more than the budget otherwise.
+            # Save little, since the forward might exceed the budget otherwise.
             others = GraphChoices(weak_method(self._save_little))
         elif self._others is None:
             others = self._choices.copied()
@@ -324,7 +330,7 @@ class PlannedForward:
             try:
                 traced = self._traced_call(call)
             except OtherRunsError as error:
-                # They hold what the graphs that have run saved for the backward.
+                # The frames hold activations that the graphs saved for the backward.
                 traceback.clear_frames(error.__traceback__)
                 traced = self._traced_call(call, records=True)
             if self.table is None:
@@ -371,7 +377,8 @@ class PlannedForward:
         return self.traced(call, self._choices, records)
 
     def _is_over(self, traced: TracedCall, inputs: Mapping[str, Any]) -> bool:
-        """True where a forward ran graphs that its plan was not made for, and can run again under another one."""
+        """True if a forward ran graphs that the plan was not made for, and must be rerun under another plan. If it
+        cannot be rerun, a step over the budget is logged."""
         planner, over, is_known = self.planner, "", False
         runs = runs_of(traced.ran, traced.tape)
         if self.predictors is None or planner.covers(runs):
@@ -388,14 +395,14 @@ class PlannedForward:
         if self._may_run_again and traced.before is not None:
             return True
         if over:
-            self.traced.say(f"NOT within the budget: this step runs other graphs than those that were planned: {over}")
+            self.traced.say(f"NOT within the budget: this step runs graphs that were not planned: {over}")
         return False
 
     def _note_recompiles(self, recompiles: Iterable[Recompile]) -> None:
-        """Have Python run code that is recompiled again and again; all of it where that is none of the user's.
+        """Leave code that is recompiled too often to Python; the whole model if that code is not the user's.
 
         Raises:
-            UnsupportedModelError: nothing would be compiled, and the plan must hold.
+            UnsupportedModelError: nothing would be compiled, but the plan must hold.
         """
         for recompile in self._recompiles.add(recompiles):
             functions = recompile.functions
@@ -408,16 +415,16 @@ class PlannedForward:
             if self.traced.run_in_python(functions):
                 in_order = sorted(functions, key=lambda place: [*recompile.places, place].index(place))
                 names = ", ".join(dict.fromkeys(place.function for place in in_order))
-                get_logger().warning(f"running {names} in plain Python, outside of plan and prediction: {why}")
+                get_logger().warning(f"running {names} in plain Python, outside the plan and the prediction: {why}")
             elif self._recompiles.is_over:
                 self.is_plain = True
                 self.give_up(why)
 
     def _show(self, traced: TracedCall, inputs: Mapping[str, Any]) -> None:
-        """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
+        """Make the table from the graphs of the first forward; log remarks for graphs compiled later."""
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
-            # Of layers, or of what is around them, there may be no new one.
+            # All graphs that ran count: the new ones may be only those of layers, or only those around layers.
             for remark in matched_in(producer, traced.ran).remarks:
                 self.traced.say(f"in the new graph: {remark}")
             return
@@ -445,13 +452,13 @@ class PlannedForward:
         self.predictors = Predictors(shown.predictor) if shown.predictor is not None else None
 
     def _plain_outputs(self, call: ForwardArgs, failed: Exception) -> Any:
-        """Plain PyTorch's outputs, where the compiled forward has failed.
+        """Returns plain PyTorch's outputs after the compiled forward has failed.
 
         Raises:
             UnsupportedModelError: the plan must hold.
-            Exception: plain PyTorch's own, where it fails too.
+            Exception: plain PyTorch's own, if it fails too.
         """
-        # They hold what the graphs that have run saved for the backward.
+        # The frames hold activations that the graphs saved for the backward.
         traceback.clear_frames(failed.__traceback__)
         gc.collect()
         if why := failure_of_compiler(failed):

@@ -1,7 +1,7 @@
-"""ONNX Runtime 1.19.2 on versions of torch that it was not built for.
+"""Runs ONNX Runtime 1.19.2 on versions of torch that it was not built for.
 
-installation  what is installed, without importing it
-ortmodule     ORTModule's import
-extensions    its C++ extensions
-internals     private names that are patched
+installation  inspects the installed ONNX Runtime without importing it
+ortmodule     imports ORTModule
+extensions    builds and loads its C++ extensions
+internals     patches private names of ORT and torch
 """

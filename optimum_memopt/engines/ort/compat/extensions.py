@@ -2,13 +2,13 @@
 
 `torch_interop_utils` runs a user's `torch.autograd.Function` inside ONNX Runtime's graph, `aten_op_executor` runs
 single torch operators there. onnxruntime-training ships them as sources only, and its own build writes into
-site-packages and fails on torch >= 2.7. Here a patched copy is built into a user cache.
+site-packages and fails on torch >= 2.7. This module builds a patched copy in the user's cache.
 
-The sources of onnxruntime-training 1.19.2 were written for torch ~2.4. Every replacement compiles before and after the
+The sources of onnxruntime-training 1.19.2 were written for torch ~2.4. Each replacement compiles before and after the
 change in torch that makes it necessary (`auto`, `decltype`, functions that torch exports), so none depends on the
 installed version. Built and run on torch 2.13.0; compiled against 2.9.1 and 2.15.0.
 
-Nothing here imports `onnxruntime.training`: that import already needs what is built here.
+This module does not import `onnxruntime.training`, whose import already needs the extensions.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, on
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import announced
 
-# Where onnxruntime imports them from.
+# The package that onnxruntime imports the extensions from.
 PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 NAMES = ("aten_op_executor", "torch_interop_utils")
 BUILD_COMMAND = "optimum-cli memopt env --build"
@@ -38,20 +38,26 @@ CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
 
 
 class Substitution(NamedTuple):
-    """A replacement in one file, a path below the wheel's `torch_cpp_extensions/cpu`, where `old` occurs once."""
+    """A replacement in a source file.
+
+    Attributes:
+        file: path below the wheel's `torch_cpp_extensions/cpu`.
+        old: text or pattern that occurs exactly once in the file.
+    """
 
     file: str
     old: str | re.Pattern[str]
     new: str
 
 
-# By the torch release that made each necessary. Since 2.7 symbols of libtorch_python.so without TORCH_PYTHON_API are
-# hidden (https://github.com/pytorch/pytorch/issues/154105): undefined symbol when the extension is imported.
+# Each comment starts with the torch release that made the substitution necessary. Since 2.7, symbols of
+# libtorch_python.so without TORCH_PYTHON_API are hidden (https://github.com/pytorch/pytorch/issues/154105): undefined
+# symbol when the extension is imported.
 SUBSTITUTIONS: tuple[Substitution, ...] = (
     # 2.14: torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one
     # (https://github.com/pytorch/pytorch/pull/178150).
     Substitution("torch_interop_utils/setup.py", '["-O3", "-std=c++17"]', '["-O3"]'),
-    # 2.7: torch::utils::tensor_fromDLPack is hidden; in its place one of exported functions only.
+    # 2.7: torch::utils::tensor_fromDLPack is hidden; the replacement uses exported functions only.
     Substitution(
         "torch_interop_utils/custom_function_shared.h",
         "#include <torch/extension.h>\n",
@@ -77,9 +83,9 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
         )
         for file in ("custom_function_fw.cc", "custom_function_bw.cc")
     ),
-    # 2.7: typeinfo of PyNode is hidden. It was used to read ctx.dirty_tensors, which torch has always cleared by then:
-    # no input counted as dirty, and the second step of an in-place function failed (a leaf Variable that requires grad
-    # has been used in an in-place operation).
+    # 2.7: typeinfo of PyNode is hidden. It was used to read ctx.dirty_tensors, which torch has always cleared by then,
+    # so no input counted as dirty, and the second step of an in-place function failed (a leaf Variable that requires
+    # grad has been used in an in-place operation).
     Substitution(
         "torch_interop_utils/custom_function_fw.cc",
         re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
@@ -113,14 +119,14 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   THPFunction* py_fn = (THPFunction*)ret.ptr();
 """,
     ),
-    # 2.13: THPFunction no longer holds its node weakly (the same pull request); it is the output's grad_fn.
+    # 2.13: THPFunction no longer refers weakly to its node (same pull request); the node is the output's grad_fn.
     Substitution(
         "torch_interop_utils/custom_function_fw.cc",
         "auto saved_for = py_fn->cdata.lock();",
         "const auto& saved_for = cdata;",
     ),
-    # Any torch: the gradient of an unused output always had the shape of the first batch: an error, or a wrong
-    # broadcast, as soon as the batch changes; torch's own record of this call has the right shape
+    # Any torch: the gradient of an unused output always had the shape of the first batch, which gives an error or a
+    # wrong broadcast for a batch of another shape. torch's own record of the call has the right shape
     # (https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp).
     Substitution(
         "torch_interop_utils/custom_function_bw.cc",
@@ -136,8 +142,8 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
           }
 """,
     ),
-    # 2.13: AutogradMeta::grad_fn_ is an intrusive_ptr (https://github.com/pytorch/pytorch/pull/181782): no conversion
-    # to shared_ptr.
+    # 2.13: AutogradMeta::grad_fn_ is an intrusive_ptr (https://github.com/pytorch/pytorch/pull/181782), which does not
+    # convert to shared_ptr.
     Substitution(
         "torch_interop_utils/ctx_pool.h",
         "std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
@@ -147,8 +153,8 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 
 
 def substitute(text: str, substitution: Substitution) -> str:
-    """`text` with the substitution applied. Raises MemOptError where its old text does not occur exactly once: not the
-    sources of onnxruntime-training 1.19.2."""
+    """Returns `text` with the substitution applied. Raises MemOptError unless the old text occurs exactly once, as in
+    the sources of onnxruntime-training 1.19.2."""
     old = substitution.old
     pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
     patched, count = pattern.subn(lambda _: substitution.new, text)
@@ -162,7 +168,8 @@ def substitute(text: str, substitution: Substitution) -> str:
 
 
 def patch_source(file: str, text: str) -> str:
-    """The text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with its substitutions applied."""
+    """Returns the text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with its substitutions
+    applied."""
     for substitution in SUBSTITUTIONS:
         if substitution.file == file:
             text = substitute(text, substitution)
@@ -170,7 +177,7 @@ def patch_source(file: str, text: str) -> str:
 
 
 def sources_dir() -> Path:
-    """The wheel's own C++ sources. Raises MemOptError where onnxruntime-training is not installed."""
+    """Returns the folder of the wheel's C++ sources. Raises MemOptError if onnxruntime-training is not installed."""
     package = onnxruntime_dir()
     sources = package and package.joinpath("training", "ortmodule", "torch_cpp_extensions", "cpu")
     if not (sources and sources.is_dir()):
@@ -182,10 +189,12 @@ def sources_dir() -> Path:
 
 
 def cache_root() -> Path:
-    """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`.
+    """Returns the package's cache folder: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or
+    `~/.cache`.
 
     Raises:
-        MemOptError: there is no home folder. In one for temporary files others may write, so no program is kept there.
+        MemOptError: there is no home folder. A temporary folder is no alternative for programs: other users may write
+            to it.
     """
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
@@ -196,7 +205,7 @@ def cache_root() -> Path:
 
 
 def cache_dir() -> Path:
-    """The folder of the extensions for this exact torch, onnxruntime and Python; it may not exist yet."""
+    """Returns the folder of the extensions for this exact torch, onnxruntime and Python; it may not exist yet."""
     accelerator = torch.version.cuda or torch.version.hip or "cpu"
     sources = hashlib.sha256(repr(SUBSTITUTIONS).encode()).hexdigest()[:8]
     key = (
@@ -209,12 +218,12 @@ def cache_dir() -> Path:
 
 
 def expected_paths(folder: Path) -> dict[str, Path]:
-    """Paths of the extensions in `folder` after a build."""
+    """Returns the paths of the extensions in `folder` after a build, by name."""
     return {name: folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in NAMES}
 
 
 def find() -> dict[str, Path] | None:
-    """The built extensions by name; None unless both exist."""
+    """Returns the paths of the built extensions by name; None unless both exist."""
     try:
         paths = expected_paths(cache_dir())
     except MemOptError:
@@ -223,7 +232,7 @@ def find() -> dict[str, Path] | None:
 
 
 def check_compiler() -> str:
-    """The C++ compiler that a build would call.
+    """Returns the C++ compiler that a build would call.
 
     Raises:
         MemOptError: no compiler or no Python headers; the message says what to install.
@@ -248,7 +257,7 @@ def build() -> dict[str, Path]:
     Takes 1 to 3 minutes. Concurrent processes wait for the first one and use its result. Files appear atomically.
 
     Raises:
-        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; the message has the
+        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; the message then has the
             first error and the path of the compiler's full output.
     """
     if built := find():
@@ -262,7 +271,7 @@ def build() -> dict[str, Path]:
         if built := find():
             return built
         work, log = folder / "build", folder / "build.log"
-        # Left by a build that was killed; the lock guarantees that nobody uses it.
+        # Remove the remains of a killed build; the lock guarantees that no other process uses the folder.
         shutil.rmtree(work, ignore_errors=True)
         try:
             for source in sorted(path for name in NAMES for path in (sources / name).iterdir()):
@@ -300,7 +309,7 @@ def load(paths: dict[str, Path]) -> None:
             except ImportError as error:
                 raise MemOptError(f"{error}; delete {path.parent} and run: {BUILD_COMMAND}") from error
             sys.modules[full_name] = module
-        # A later import of the parent finds the module in sys.modules by itself.
+        # If the parent is imported later, its import finds the module in sys.modules.
         if parent := sys.modules.get(PACKAGE):
             setattr(parent, name, module)
 
@@ -308,9 +317,9 @@ def load(paths: dict[str, Path]) -> None:
 def _compile(folder: Path, log: Path) -> None:
     """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
 
-    The import finds symbols that torch hides, which the linker does not.
+    The import detects symbols that torch hides; the linker does not.
     """
-    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
+    # Python's own flags include debug information, which costs 40 MB of files and half a minute.
     environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
     for arguments in (
         ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
@@ -325,7 +334,7 @@ def _compile(folder: Path, log: Path) -> None:
 
 
 def first_error(output: str) -> str:
-    """The first error line in a compiler's or linker's output; the last line when there is none."""
+    """Returns the first error line in a compiler's or linker's output; the last line if there is none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     error = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
     return next(filter(error.search, lines), lines[-1] if lines else "no output")

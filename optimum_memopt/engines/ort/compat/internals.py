@@ -1,7 +1,7 @@
-"""Private names of torch's modules, and of ORT's export and running session, patched on one ORTModule or for the time
-of one call.
+"""Reads and patches private names of torch's modules, and of ORT's export and session, each patch on one ORTModule or
+for the duration of one call.
 
-ORT's are of onnxruntime-training 1.19.2 (the last release), onnxruntime/training/ortmodule/:
+ORT's names are those of onnxruntime-training 1.19.2 (the last release), onnxruntime/training/ortmodule/:
 `_graph_execution_manager.py`, `_training_manager.py`, `_graph_transition_manager.py`, `_runtime_inspector.py`. Other
 ORTModules in the process are not affected.
 """
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from optimum_memopt.engines.ort.compat.ortmodule import ORTMODULE, TORCHSCRIPT, moved_torch_names
 from optimum_memopt.errors import UnsupportedModelError
 
-# Of a module: its hooks, and how they are called.
+# A module's attributes for its hooks, and for how they are called.
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -36,18 +36,24 @@ MODULE_HOOKS = (
     "_backward_pre_hooks",
 )
 DROPOUTS = torch.nn.modules.dropout._DropoutNd
-# A module's own dicts by name, and the set of names of its non-persistent buffers, at no cost at each step.
+# A module's own dicts of submodules and buffers, and the names of its non-persistent buffers; cheap enough for each
+# step.
 children, buffers = attrgetter("_modules"), attrgetter("_buffers")
 non_persistent_buffers = attrgetter("_non_persistent_buffers_set")
-# For `torch.onnx.export`, which exports by dynamo since torch 2.9: those graphs lack the names and dynamic axes that
-# ORTModule relies on (pytorch PR 162726).
+# `torch.onnx.export` uses dynamo by default since torch 2.9; its graphs lack the names and dynamic axes that ORTModule
+# relies on (pytorch PR 162726).
 EXPORT_ARGUMENTS = {"dynamo": False}
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class SessionInternals:
-    """The training session inside an ORTModule that has not run yet; `module` is the one that ORT exports."""
+    """The training session inside an ORTModule that has not run yet.
+
+    Attributes:
+        options: ORT's `_RuntimeOptions`.
+        module: the module that ORT exports.
+    """
 
     def __init__(self, ort_module: Any) -> None:
         self._manager = ort_module._torch_module._execution_manager(True)
@@ -58,12 +64,12 @@ class SessionInternals:
 
     @property
     def graph(self) -> Any:
-        """The training graph (`onnx.GraphProto`), forward and backward separated by a YieldOp."""
+        """Returns the training graph (`onnx.GraphProto`), in which a YieldOp separates forward and backward."""
         return self._manager._onnx_models.optimized_model.graph
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """Names of the inputs' dynamic dimensions to their values in the first batch."""
+        """Returns the names of the inputs' dynamic dimensions, with their values in the first batch."""
         return {str(name): int(value) for name, value in self._observer.symbolic_dim_name_to_value_map.items()}
 
     @property
@@ -79,10 +85,10 @@ class SessionInternals:
         """Run ORT's export inside the caller's contexts.
 
         Args:
-            during_forward: around each check whether the exported graph fits the inputs.
-            during_export: around each export, inside `during_forward`.
-            during_trace: around the call of the exporter, inside `during_export`; ORT restores torch's random state
-                when that call returns.
+            during_forward: returns the context for each check whether the exported graph fits the inputs.
+            during_export: returns the context for each export, inside `during_forward`.
+            during_trace: returns the context for the call of the exporter, inside `during_export`; ORT restores
+                torch's random state when that call returns.
         """
         transition, owner = self._transition, type(self._transition)
         transition._export_extra_kwargs = {**transition._export_extra_kwargs, **EXPORT_ARGUMENTS}
@@ -112,8 +118,14 @@ class SessionInternals:
     def patch_run(
         self, build_graph: Decorator, session_config: Decorator, create_session: Decorator, backward: Decorator
     ) -> None:
-        """Wrap the steps that build the training graph, that return session options, providers and provider options,
-        and that create the C++ session; and the backward of the `autograd.Function` of this ORTModule."""
+        """Wrap methods of this ORTModule.
+
+        Args:
+            build_graph: wraps the method that builds the training graph.
+            session_config: wraps the method that returns session options, providers and provider options.
+            create_session: wraps the method that creates the C++ session.
+            backward: wraps the backward of its `autograd.Function`.
+        """
         manager, function = self._manager, self._manager._forward_class
         manager._build_graph = build_graph(manager._build_graph)
         manager._get_session_config = session_config(manager._get_session_config)
@@ -123,27 +135,29 @@ class SessionInternals:
     def set_callbacks(
         self, choose: Callable[[Any, Any], None], phase: Callable[[Any], None], built: Callable[[], None]
     ) -> None:
-        """Replace what ORT calls at three moments.
+        """Replace three methods that ORT calls.
 
         Args:
-            choose: gets the C++ agent and the runtime options before the final session is created.
-            phase: gets a `Phase` of _runtime_inspector.py.
-            built: called when the session is created and has read its config; ORT prints its own table there.
+            choose: called with the C++ agent and the runtime options before the final session is created.
+            phase: called with each `Phase` of _runtime_inspector.py.
+            built: called after the session is created and has read its config, instead of printing ORT's own table.
         """
         self._observer.find_memory_optimization_opportunity = choose
         self._observer.inspect_memory = phase
         self._manager._log_feature_stats = built
 
     def fix_label_sparsity_switch(self, enabled: bool) -> AbstractContextManager[Any]:
-        """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None
-        that "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
+        """Returns a context that fixes a bug of ORT: it reads the switch for embedding sparsity instead of label
+        sparsity, and then iterates over the None that "off" returns (_graph_transition_manager.py, `_export_model`:
+        `'NoneType' object is not iterable`)."""
         owner, name = type(self._transition), "_add_check_label_sparsity_hook"
         original = getattr(owner, name)
         return mock.patch.object(owner, name, staticmethod(lambda _, *rest: original(enabled, *rest) or []))
 
     def fix_gradient_management_device(self) -> AbstractContextManager[Any]:
-        """ORT passes the parameters in place of the device (_graph_transition_manager.py, `_post_export_process`:
-        `zeros(): argument 'device' must be torch.device, not dict`)."""
+        """Returns a context that fixes a bug of ORT: it passes the parameters instead of the device
+        (_graph_transition_manager.py, `_post_export_process`: `zeros(): argument 'device' must be torch.device, not
+        dict`)."""
         module = importlib.import_module(f"{ORTMODULE}._mem_efficient_grad_mgmt")
         original = module.post_processing_enable_mem_efficient_training
 
@@ -154,14 +168,16 @@ class SessionInternals:
 
 
 def without_torch_gpu_allocator() -> AbstractContextManager[Any]:
-    """Where torch sees a GPU, ORTModule() imports a third extension, torch_gpu_allocator, which is not built here."""
+    """Returns a context in which ORTModule() does not import a third extension, torch_gpu_allocator, which is not
+    built here; otherwise it does if torch sees a GPU."""
     base = importlib.import_module(f"{ORTMODULE}._graph_execution_manager").GraphExecutionManager
     return mock.patch.object(base, "_get_torch_gpu_allocator_function_addresses", return_value=None)
 
 
 def _accept_buffers_and_numbers(transition_manager: type) -> AbstractContextManager[Any]:
-    """With the skip checks off, ORT asserts at the second forward that every graph input is a parameter or a tensor
-    from the user; inputs can also be buffers (BART) and numbers (num_items_in_batch)."""
+    """Returns a context in which graph inputs may also be buffers (BART) and numbers (num_items_in_batch). With the
+    skip checks off, ORT asserts at the second forward that every graph input is a parameter or a tensor from the
+    user."""
     name = "_reprocess_check"
     original = getattr(transition_manager, name)
 
@@ -182,11 +198,11 @@ def _accept_buffers_and_numbers(transition_manager: type) -> AbstractContextMana
 
 @contextlib.contextmanager
 def register_symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
-    """Register ORT's ONNX symbolics inside the context only: every ORTModule() registers them for the whole process,
-    which would leave ATen and com.microsoft operators in a user's own `torch.onnx.export`.
+    """Returns a context in which ORT's ONNX symbolics are registered. Every ORTModule() registers them for the whole
+    process, which would leave ATen and com.microsoft operators in a user's own `torch.onnx.export`.
 
     Args:
-        custom_functions: also the symbolic for a torch.autograd.Function, which is inlined otherwise.
+        custom_functions: also register the symbolic for `torch.autograd.Function`s, which are inlined otherwise.
     """
     contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")
     functions = importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
@@ -210,31 +226,32 @@ def _symbolics() -> Any:
 
 
 def symbolic_names() -> tuple[str, ...]:
-    """Operators with a symbolic of ORT's; they depend on the extensions and on variables read at ORT's import."""
+    """Returns the operators for which ORT has a symbolic; they depend on the extensions and on variables read at ORT's
+    import."""
     return tuple(sorted(_symbolics()._SYMBOLICS))
 
 
 def keep_output_visible() -> AbstractContextManager[Any]:
-    """Keep stdout and stderr visible during an export.
+    """Returns a context that keeps stdout and stderr visible during an export.
 
     To hide messages of the exporter, ORT redirects both to a temporary file for the whole process (_logger.py,
-    `SuppressLogs`): progress bars, output of other threads and every log line are lost. The exporter's messages are
-    Python warnings today.
+    `SuppressLogs`): progress bars, output of other threads and all log lines are lost. Today the exporter's messages
+    are Python warnings.
     """
     logger = importlib.import_module(f"{ORTMODULE}._logger")
     return mock.patch.object(logger, "_suppress_os_stream_output", return_value=contextlib.nullcontext())
 
 
 def without_exporter_log() -> AbstractContextManager[Any]:
-    """Keep the exporter from printing the graph that it fails at, hundreds of lines on stdout. Its own switch is on
-    during each export (`setup_onnx_logging` in
+    """Returns a context in which the exporter does not print the graph that it fails at, hundreds of lines on stdout.
+    The exporter's own switch is on during each export (`setup_onnx_logging` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/onnx/_internal/torchscript_exporter/utils.py)."""
     return mock.patch.object(torch._C, "_jit_onnx_log", return_value=None)
 
 
 def observe_traced_graphs(observe: Callable[[object], None]) -> AbstractContextManager[Any]:
-    """Call `observe` with each graph (`torch.Graph`) that `torch.onnx.export` has traced, before it converts the graph
-    (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""
+    """Returns a context in which `observe` is called with each graph (`torch.Graph`) that `torch.onnx.export` has
+    traced, before it converts the graph (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""
     utils = importlib.import_module(f"{TORCHSCRIPT}.utils")
     original = utils._trace_and_get_graph_from_model
 
@@ -247,8 +264,8 @@ def observe_traced_graphs(observe: Callable[[object], None]) -> AbstractContextM
 
 
 def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, triton: bool) -> AbstractContextManager:
-    """Apply only the graph rewrites that the options of this model name, and those that other code registered: ORT
-    registers a rewrite when its module is imported, for every model of the process."""
+    """Returns a context in which ORT applies only the graph rewrites that this model's options enable, and rewrites
+    registered by other code. ORT registers a rewrite when its module is imported, for all models of the process."""
     attention = {
         f"{ORTMODULE}.graph_optimizers._aten_attn": efficient_attention,
         "onnxruntime.training.ort_triton.kernel._flash_attn": flash_attention,
@@ -266,7 +283,8 @@ def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, tr
 
 @contextlib.contextmanager
 def preserve_training_modes(module: torch.nn.Module) -> Iterator[None]:
-    """ORTModule() and torch.onnx.export set every submodule to the root's training mode; restore their own."""
+    """Returns a context that restores the training mode of each submodule, which ORTModule() and torch.onnx.export set
+    to the root's."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         yield
@@ -277,10 +295,11 @@ def preserve_training_modes(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_autograd_functions() -> Iterator[list[str]]:
-    """Record which `torch.autograd.Function`s are applied, except ORT's own, which wrap every model.
+    """Returns a context that yields a list of the `torch.autograd.Function`s applied in it, by name, except ORT's own,
+    which wrap every model.
 
-    Without the extensions an export inlines them and silently drops a backward that is not the derivative of the
-    forward.
+    Without the extensions, an export inlines such functions, and silently drops a backward that is not the derivative
+    of the forward.
     """
     seen: list[str] = []
     original = torch.autograd.Function.__dict__["apply"]
@@ -298,11 +317,11 @@ def record_autograd_functions() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def check_checkpointed_functions() -> Iterator[None]:
-    """Refuse checkpointed functions that hold tensors.
+    """Returns a context that refuses checkpointed functions that hold tensors.
 
     A checkpointed layer is exported as a PythonOp that calls the function object of the export. Its tensor arguments
-    come from the graph, but tensors held by a partial or a closure stay those of the first batch, as in transformers'
-    layers that get masks or position embeddings by keyword (`GradientCheckpointingLayer`).
+    come from the graph, but tensors held by a partial or a closure remain those of the first batch, as in
+    transformers' layers that get masks or position embeddings by keyword (`GradientCheckpointingLayer`).
 
     Raises:
         UnsupportedModelError: such a function is checkpointed.

@@ -1,7 +1,8 @@
-"""Imports ONNX Runtime's ORTModule on a torch that it was not built for, without changing torch for anybody else.
+"""Imports ONNX Runtime's ORTModule on a torch that it was not built for, without changing torch for other code.
 
-onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch of this folder is applied where
-it is needed (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
+onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch in this folder is applied only
+if it is needed (never by version), documents what breaks without it, and is limited to ORT's own modules or undone
+afterwards.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from optimum_memopt.engines.ort.compat import extensions
 ORTMODULE = "onnxruntime.training.ortmodule"
 TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
 
-# torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323) and ORT imports them from their old places:
-# without these, `import onnxruntime.training.ortmodule` fails with ModuleNotFoundError.
+# torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323), and ORT imports them under their old names:
+# without these aliases, `import onnxruntime.training.ortmodule` fails with ModuleNotFoundError.
 MOVED_MODULES = {
     "torch.onnx._internal.jit_utils": f"{TORCHSCRIPT}.jit_utils",
     "torch.onnx._type_utils": f"{TORCHSCRIPT}._type_utils",
     "torch.onnx._globals": f"{TORCHSCRIPT}._globals",
 }
-# The same move dropped private names from the public module, which ORT's symbolic for convolutions reads (ViT).
+# The same move dropped private names from the public module that ORT's symbolic for convolutions reads (ViT).
 MOVED_NAMES = {"torch.onnx.symbolic_opset9": ("_convolution", "_convolution_mode")}
 
-# What importing ortmodule replaces for the whole process (ortmodule/__init__.py, lines 120 and 215).
+# Functions that the import of ortmodule replaces for the whole process (ortmodule/__init__.py, lines 120 and 215).
 _REPLACED_BY_IMPORT = (
     ("torch", "manual_seed"),
     ("torch.cuda", "manual_seed"),
@@ -48,7 +49,7 @@ _lock = threading.RLock()
 
 
 def load() -> tuple[types.ModuleType, bool]:
-    """Import `onnxruntime.training.ortmodule` with every patch it needs here, once.
+    """Import `onnxruntime.training.ortmodule` once, with all patches that it needs here.
 
     Returns:
         The package, and whether its C++ extensions for torch are loaded.
@@ -61,7 +62,7 @@ def load() -> tuple[types.ModuleType, bool]:
 
 
 def runs_on_gpus() -> bool:
-    # The CPU build says so in its name, and needs no import for it.
+    # The CPU build is recognized by its package name, without an import.
     if installed_version(("onnxruntime-training-cpu",)) is not None:
         return False
     load()
@@ -72,12 +73,12 @@ def runs_on_gpus() -> bool:
 @functools.cache
 def _load() -> tuple[types.ModuleType, bool]:
     has_extensions = _provide_extensions()
-    # Options are per model; read at import, these two variables would decide for the whole process.
+    # Options are per model, but ORT reads the first two variables at import, for the whole process.
     switches = {
         **dict.fromkeys(("ORTMODULE_USE_EFFICIENT_ATTENTION", "ORTMODULE_USE_FLASH_ATTENTION")),
         "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": str(int(has_extensions)),
     }
-    # onnxruntime.training imports ortmodule too and swallows its ImportError: import nothing of it earlier.
+    # onnxruntime.training also imports ortmodule, and swallows its ImportError: import no part of it earlier.
     with (
         moved_torch_names(),
         environment(switches),
@@ -86,13 +87,14 @@ def _load() -> tuple[types.ModuleType, bool]:
         _block_deepspeed_import(),
     ):
         ortmodule = importlib.import_module(ORTMODULE)
-        # ORT imports these later: the first reads the switch then, the second imports deepspeed and warns without it.
+        # ORT would import these two modules later: the first reads the switch at import, the second imports deepspeed,
+        # and warns if it is missing.
         importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("onnxruntime.training.utils.hooks")
     _silence_missing_nvtx()
-    # Set by the import because ORT's own folder has no compiled extension; every ORTModule() would raise it again.
+    # The import sets this error because ORT's own folder has no compiled extensions; every ORTModule() would raise it.
     ortmodule._FALLBACK_INIT_EXCEPTION = None
     if not has_extensions:
         _run_without_extensions()
@@ -101,7 +103,8 @@ def _load() -> tuple[types.ModuleType, bool]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (None: unset) during a call into ORT, which reads its options nowhere else.
+    """Returns a context that sets environment variables (None: unset) for a call into ORT, which reads its options
+    only from there.
 
     Every call into ORT that changes process-wide state runs inside this context, one thread at a time.
     """
@@ -118,7 +121,8 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved_torch_names() -> Iterator[None]:
-    """Make torch's moved names available at their old places while ORT imports or exports; only the missing ones."""
+    """Returns a context in which torch's moved names are also available under their old names if missing there, for
+    ORT's imports and exports."""
     with contextlib.ExitStack() as undo:
         for old, new in MOVED_MODULES.items():
             if old not in sys.modules:
@@ -140,7 +144,8 @@ def _add(owner: types.ModuleType, name: str, value: object, undo: contextlib.Exi
 
 
 def _silence_missing_nvtx() -> None:
-    """torch's NVTX stub raises ("NVTX functions not installed") on builds without CUDA; ORT calls it unasked."""
+    """Disable ORT's NVTX calls if torch has no NVTX: ORT always makes them, and torch's stub raises on builds without
+    CUDA ("NVTX functions not installed")."""
     try:
         torch.cuda.nvtx.range_push("optimum_memopt")
         torch.cuda.nvtx.range_pop()
@@ -151,7 +156,7 @@ def _silence_missing_nvtx() -> None:
 
 
 def _provide_extensions() -> bool:
-    """Load the built extensions; without them, register a stub under the name that ORT imports."""
+    """Load the built extensions, or register a stub under the name that ORT imports; True if they were loaded."""
     built = extensions.find()
     if built is not None:
         extensions.load(built)
@@ -164,17 +169,18 @@ def _provide_extensions() -> bool:
 
 
 def _run_without_extensions() -> None:
-    """ORT refuses to start without its extensions, although ordinary models do not use them."""
+    """Make ORT start without its extensions, which it requires although most models do not use them."""
     session = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
     session.load_aten_op_executor_cpp_extension = lambda: None
-    # This symbolic exports embeddings as an ATen call, which needs the extension; without it they export as Gather.
+    # This symbolic exports embeddings as an ATen call, which needs the extension; without it, they export as Gather.
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     registry._SYMBOLICS.pop("::embedding", None)
 
 
 @contextlib.contextmanager
 def _undo_replacements() -> Iterator[None]:
-    """Restore what the import replaces: the engine forwards seeds itself and refuses checkpointing."""
+    """Returns a context that restores the functions that the import replaces: the engine forwards seeds itself and
+    refuses checkpointing."""
     with contextlib.ExitStack() as undo:
         for module, name in _REPLACED_BY_IMPORT:
             if hasattr(owner := sys.modules.get(module), name):
@@ -184,9 +190,9 @@ def _undo_replacements() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserve_logging_and_path() -> Iterator[None]:
-    """Undo two side effects of the import: it calls `logging.basicConfig` (onnxruntime/tools/logger.py), which makes
-    a later call by the user a no-op, and appends to `sys.path` a folder with modules such as `utils`
-    (tools/ort_format_model/__init__.py), which would shadow imports that should fail.
+    """Returns a context that undoes two side effects of the import. It calls `logging.basicConfig`
+    (onnxruntime/tools/logger.py), which makes a later call by the user a no-op. It also appends a folder with modules
+    such as `utils` to `sys.path` (tools/ort_format_model/__init__.py), so that imports succeed that should fail.
     """
     root = logging.getLogger()
     handlers, level, path = list(root.handlers), root.level, list(sys.path)
@@ -200,8 +206,9 @@ def _preserve_logging_and_path() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _block_deepspeed_import() -> Iterator[None]:
-    """Keep ORT from importing deepspeed, which it does only to replace the checkpoint function and can do without: the
-    import takes seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
+    """Returns a context in which ORT does not import deepspeed. It does so only to replace DeepSpeed's checkpoint
+    function, and works without; the import takes seconds, and starts DeepSpeed's accelerator detection in runs that do
+    not use it."""
     with contextlib.ExitStack() as undo:
         if "deepspeed" not in sys.modules:
             sys.modules["deepspeed"] = None  # type: ignore[assignment]

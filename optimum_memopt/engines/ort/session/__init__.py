@@ -1,8 +1,8 @@
-"""A model's sessions in ONNX Runtime.
+"""The ONNX Runtime session of a model.
 
-session           builds an ORTModule, and runs forwards through it
-module_with_loss  the loss within the graph
+session           builds an ORTModule and runs forwards through it
+module_with_loss  moves the loss into the graph
 graph_plans       plans of a training graph, and their table
-module_state      Python state that a graph has baked in
-export_cache      exported graphs in a folder
+module_state      Python state baked into a graph
+export_cache      cache folder of exported graphs
 """

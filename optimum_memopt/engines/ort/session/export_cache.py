@@ -2,7 +2,7 @@
 
 ONNX Runtime's own cache uses the module's `repr` as key (onnxruntime 1.19.2, _graph_transition_manager.py:843), which
 is the same for another LoRA scaling, constant or forward. The dependencies of an export cannot be listed in Python
-(attributes, closures, globals, the source of every function called), but tracing resolves all of them into the graph
+(attributes, closures, globals, the source of every called function), but tracing resolves all of them into the graph
 that the exporter converts. So the key is a hash of that graph: a cache hit still costs the trace, about a quarter of
 the export (RoBERTa 12x768: 1.4 of 5.8 CPU-seconds), and never returns another model's graph.
 """
@@ -23,7 +23,7 @@ from optimum_memopt.errors import reason_of
 from optimum_memopt.logs import get_logger
 
 FLAG = "--ort_cache_dir"
-# Bytes of an entry: protobuf has no larger message.
+# Maximum bytes of an entry, protobuf's limit for a message.
 _LARGEST = 2**31
 
 
@@ -32,17 +32,21 @@ class _CacheHit(Exception):
 
 
 class _NotCacheable(Exception):
-    """The traced graph holds something whose value cannot be compared between processes."""
+    """Raised if the traced graph holds a value that cannot be compared between processes."""
 
 
 @contextlib.contextmanager
 def cached_exports(folder: Path, dependencies: Sequence[str]) -> Iterator[None]:
-    """Make `torch.onnx.export` into a buffer read from a folder, and write to it what is missing.
+    """Returns a context in which `torch.onnx.export` into a buffer looks up the graph in a folder, and adds it if
+    missing.
 
     The folder is created with the first entry, and may be shared between processes. The name of an entry contains a
     hash of its content, which detects damaged entries. If the folder cannot be read or written, the export runs
-    without the cache, with a warning. `dependencies` (versions, symbolics) are part of the key, besides the traced
-    graph and the arguments of `torch.onnx.export`.
+    without the cache, with a warning.
+
+    Args:
+        dependencies: versions and symbolics, part of the key besides the traced graph and the arguments of
+            `torch.onnx.export`.
     """
     original = torch.onnx.export
 
@@ -112,16 +116,17 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[str]:
-    """Which names share a tensor: the graph's inputs are named after the first."""
+    """Yields for each name in the state dict the first name of the same tensor, after which the graph's input is
+    named."""
     first: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         yield f"{name} = {first.setdefault(id(tensor), name)}"
 
 
 def _graph_text(graph: Any) -> Iterator[str]:
-    """A traced graph (`torch.Graph`) as text that is the same in every process.
+    """Yields a traced graph (`torch.Graph`) as text that is the same in every process.
 
-    Its `str` has operators, edges, shapes and dtypes, but truncates numbers and omits tensors.
+    Its own `str` has operators, edges, shapes and dtypes, but truncates numbers and omits tensors.
     """
     yield graph.str(False)
     for node in graph.nodes():
@@ -140,7 +145,8 @@ def _graph_text(graph: Any) -> Iterator[str]:
 
 
 def _function_text(node: Any) -> str:
-    """ORT adds an identity function at each output; other functions are exported by their memory address."""
+    """Returns the text of ORT's identity function, which ORT adds at each output. Raises _NotCacheable for other
+    `torch.autograd.Function`s, which are exported by their memory address."""
     function = getattr(node.pyobj(), "__self__", None)
     if not getattr(function, "__module__", "").startswith("onnxruntime."):
         raise _NotCacheable(f"the model has a torch.autograd.Function ({node.pyname()})")

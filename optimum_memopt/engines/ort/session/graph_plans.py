@@ -1,8 +1,8 @@
-"""The plans of a training graph: those that exist, those that are chosen, and their table. Pure.
+"""The plans of a training graph: available and chosen plans, and their table. Pure.
 
-They are read from ONNX Runtime's "MemoryInsight Summary", the text of its C++ memory optimizer. The same call also
-returns a dict of symbolic savings, which counts one arbitrary output of each node (the first of a hash map), so the
-saving of LayerNormalization or Dropout rows varies between identical runs. The text has all outputs.
+The available plans are parsed from ONNX Runtime's "MemoryInsight Summary", the text of its C++ memory optimizer. The
+same call also returns a dict of symbolic savings, but that counts one arbitrary output of each node (the first of a
+hash map), so the saving of LayerNormalization or Dropout rows varies between identical runs. The text has all outputs.
 Source: onnxruntime 1.19.2, orttraining/core/optimizer/memory_optimizer/memory_insight.cc; 1.19.2 is the last release.
 """
 
@@ -38,8 +38,11 @@ class Opportunity:
 
     Attributes:
         config: `cluster_id:strategy:-1`.
+        frequency: number of occurrences.
         savings: bytes of each stashed output, as a formula in dimension names.
-        reuses_buffer: an output reuses another node's buffer, so both nodes may have to be recomputed together.
+        reuses_buffer: whether an output reuses another node's buffer, so that both nodes may need to be recomputed
+            together.
+        applied_count: number of occurrences that ORT recomputes.
     """
 
     config: str
@@ -73,10 +76,10 @@ def to_plans(
     names: Mapping[str, str],
     values: Mapping[str, int],
 ) -> tuple[PlanRow, ...]:
-    """The rows of the plan table.
+    """Returns the rows of the plan table.
 
     Args:
-        combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
+        combinations: ORT's rows to their frequency; a row joins configs by commas if they save memory only together.
         names: ORT's dimension names to the names in the table.
         values: names in the table to their values in the first batch.
     """
@@ -102,7 +105,7 @@ def to_plans(
 
 
 def applied_counts(opportunities: Iterable[Opportunity]) -> Counter[str]:
-    """How often ORT applied each `cluster_id:strategy:-1`."""
+    """Returns how often ORT applied each `cluster_id:strategy:-1`."""
     counts: Counter[str] = Counter()
     for opportunity in opportunities:
         counts[opportunity.config] += opportunity.applied_count
@@ -110,10 +113,11 @@ def applied_counts(opportunities: Iterable[Opportunity]) -> Counter[str]:
 
 
 def residual_normalizations(graph: Any) -> frozenset[str]:
-    """The normalization operators of a training graph whose output is a residual operand (post-LN: BERT, DeBERTa).
+    """Returns the normalization operators of a training graph whose output is a residual operand (post-LN: BERT,
+    DeBERTa).
 
     In post-LN models the input of each normalization depends on the output of the previous one, so recomputing one
-    needs all of them and the chain stays alive through the backward pass. In pre-LN models (GPT-2, Llama, ViT) the
+    needs all of them, and the chain stays alive through the backward. In pre-LN models (GPT-2, Llama, ViT) the
     residual stream bypasses the normalization, and recomputing it saves memory.
     """
     consumers: dict[str, list[str]] = defaultdict(list)
@@ -133,7 +137,7 @@ class ChosenPlans:
     """The plans to apply.
 
     Attributes:
-        configs: `cluster_id:strategy:-1`, in the order of the request.
+        configs: each `cluster_id:strategy:-1`, in the order of the request.
         notes: `cluster_id:strategy:-1` to a note for its row of the table.
         remarks: lines to log once.
     """
@@ -148,7 +152,7 @@ class ChosenPlans:
 
 
 def check_supported(config: PlanConfig) -> None:
-    """Refuse what ONNX Runtime's memory optimizer does not support.
+    """Refuse plans that ONNX Runtime's memory optimizer does not support.
 
     Raises:
         ConfigError: offload, compress, or a count other than -1 and 0: ORT 1.18 and 1.19 apply every occurrence for
@@ -170,7 +174,7 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
     """Match a user's config with `existing`, the plans of the graph.
 
     Raises:
-        ConfigError: an unknown id or strategy, if `strict`; otherwise that is a remark.
+        ConfigError: an unknown id or strategy, if `strict`; otherwise it becomes a remark.
     """
     matched = match(config, existing, here="provider")
     if strict:
@@ -180,7 +184,8 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
 
 
 def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> ChosenPlans:
-    """All plans in `existing` of level 1 (recompute) or 2 (also with compromise), less those that raise the peak."""
+    """Returns the plans in `existing` of level 1 (recompute) or 2 (also with compromise), without plans that raise the
+    peak."""
     strategies = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
     configs, notes, existing = [], {}, tuple(existing)
     for plan in existing:
@@ -199,10 +204,10 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
 
 
 def check_applied(choice: ChosenPlans, counts: Mapping[str, int], strict: bool) -> str:
-    """A line about plans that ORT accepted and applied nowhere, empty without any.
+    """Returns a line about plans that ORT accepted but never applied; empty if there are none.
 
     Raises:
-        MemOptError: there are some and `strict` is set.
+        MemOptError: there are such plans and `strict` is set.
     """
     idle = [config for config in choice.configs if not counts.get(config)]
     remark = f"ONNX Runtime applied none of {', '.join(idle)}" if idle else ""
@@ -216,9 +221,9 @@ class GraphTable:
     """Plans of a training graph.
 
     Attributes:
-        rows: without requested and applied counts.
+        rows: rows of the plan table, without requested and applied counts.
         symbols: canonical dimension names to their values in the first batch.
-        choice: what ORT is asked to apply.
+        choice: plans that ORT is asked to apply.
     """
 
     rows: tuple[PlanRow, ...] = ()
@@ -226,12 +231,12 @@ class GraphTable:
     choice: ChosenPlans = field(default_factory=ChosenPlans)
 
     def to_table(self, counts: Mapping[str, int], header: str) -> PlanTable:
-        """The table, with the counts of `applied_counts` and a line above it."""
+        """Returns the plan table with the counts of `applied_counts`, and `header` as the line above it."""
         rows = tuple(self._with_counts(row, counts) for row in self.rows)
         return PlanTable(engine="ort", plans=rows, symbols=self.symbols, header=(header,))
 
     def _with_counts(self, row: PlanRow, counts: Mapping[str, int]) -> PlanRow:
-        """A joint row is on when all of its parts are."""
+        """Returns a row with its counts and notes; a joint row is requested if all of its parts are."""
         parts, choice = row.config.split(","), self.choice
         requested = ALL if all(part in choice.configs for part in parts) else 0
         applied = min(counts.get(part, 0) for part in parts) if requested else 0

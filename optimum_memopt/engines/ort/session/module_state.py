@@ -1,8 +1,8 @@
-"""Compares the Python state that an exported graph has baked in with the model at each step.
+"""Compares the Python state baked into an exported graph with the model's at each step.
 
-The graph holds what the forward read during tracing: numbers and flags on modules (`Dropout.p`, a LayerNorm's `eps`,
-an attention's `scaling`) and in configs, activation functions, the module tree, tensors that are not parameters. ONNX
-Runtime does not read any of it again.
+The graph has baked in everything that the forward read during tracing: numbers and flags of modules (`Dropout.p`, a
+LayerNorm's `eps`, an attention's `scaling`) and of configs, activation functions, the module tree, tensors that are
+not parameters. ONNX Runtime does not read any of it again.
 """
 
 import copy
@@ -19,22 +19,23 @@ from optimum_memopt.compat.torch import own_parameters, writes_to
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.shared.function_state import MODULE_FIELDS
 
-# What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
+# Config fields that `save_pretrained`, and so every checkpoint of a Trainer, sets. No exported forward reads them, and
 # the dtypes of the parameters are compared separately.
 _CHECKPOINT_FIELDS = frozenset({"architectures", "dtype"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _SETTINGS = (*_PLAIN, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-# Longer containers are tables, which no forward reads as a setting.
+# Longer containers are lookup tables, which no forward reads as a setting.
 _MAX_ITEMS = 64
-# This many changes of one attribute within this many training forwards are a schedule or a counter, not a setting.
+# An attribute that changes `_MAX_CHANGES` times within `_WINDOW` training forwards is a schedule or a counter, not a
+# setting.
 _MAX_CHANGES = 3
 _WINDOW = 16
 
 
 class ModuleState:
-    """A snapshot of a model's Python state, and of autocast on its device; the root's own `forward` is not compared,
-    because wrappers replace it.
+    """A snapshot of a model's Python state, and of autocast on its device. It excludes the root's `forward`, because
+    wrappers replace it.
 
     A comparison takes 1.6 ms for BERT-base (233 modules, 202 parameters; 1 core).
     """
@@ -45,21 +46,26 @@ class ModuleState:
         self.values = dict(_values(model))
 
     def only_caches_changed(self, now: "ModuleState") -> bool:
-        """True where only caches of the forward have changed: attributes that were None and are set by the first call
+        """True if only caches of the forward have changed: attributes that were None until the first call set them
         (`config.problem_type` of classifiers), and containers."""
         return all(isinstance(self.values.get(name, ...), _Items | None) for name in self.changes(now))
 
     def changes(self, now: "ModuleState") -> dict[str, tuple[str, str]]:
-        """Dotted names to their values before and now; empty when nothing that is compared has changed."""
+        """Returns the dotted names of changed values, with the values before and now as text; empty if there are
+        none."""
         before, after = self.values, now.values
-        # As dictionaries compare values: by identity first.
+        # Compare within lists, which checks identity before equality.
         changed = (name for name in {**before, **after} if [before.get(name, ...)] != [after.get(name, ...)])
         autocast = {"autocast": (str(self.autocast), str(now.autocast))} if self.autocast != now.autocast else {}
         return autocast | {name: (_text(before.get(name, ...)), _text(after.get(name, ...))) for name in changed}
 
 
 class SharedCopy:
-    """A shallow copy of a model, `module`, that shares its submodules, parameters and buffers."""
+    """A shallow copy of a model.
+
+    Attributes:
+        module: the copy, which shares the model's submodules, parameters and buffers.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -67,7 +73,7 @@ class SharedCopy:
         self._fields = dict(vars(self.module))
 
     def write_back_attributes(self) -> None:
-        """Copy attributes that the traced forward has set on the copy to the model."""
+        """Set attributes on the model that the traced forward has set on the copy."""
         for name, value in vars(self.module).items():
             if name not in MODULE_FIELDS and isinstance(value, _PLAIN) and self._fields.get(name, self) is not value:
                 self._fields[name] = value
@@ -75,7 +81,11 @@ class SharedCopy:
 
 
 class ReexportLimit:
-    """Detects attributes that keep changing, each time causing a new export; `exceeded` has their names."""
+    """Detects attributes that keep changing, where each change causes a new export.
+
+    Attributes:
+        exceeded: names of the attributes that have reached the limit.
+    """
 
     def __init__(self) -> None:
         self.exceeded: set[str] = set()
@@ -85,10 +95,10 @@ class ReexportLimit:
     def record(self, names: Iterable[str]) -> str:
         """Count a forward and the attributes that have changed before it.
 
-        Training modes, modules and tensors do not count.
+        Changes of training modes, modules and tensors are not counted.
 
         Returns:
-            The first attribute that has reached the limit, empty when none has.
+            The first attribute that has reached the limit; empty if none has.
         """
         self._forwards += 1
         first = ""
@@ -110,7 +120,7 @@ def describe_changes(changes: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _values(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that is compared, by dotted names: those of the modules, then those of the configs that they hold."""
+    """Yields all values to compare with their dotted names: of the modules, then of the configs that they hold."""
     configs: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -120,7 +130,7 @@ def _values(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
                 continue
             yield from _compared(prefix + field, value)
             if (field == "config" or field.endswith("_config")) and hasattr(value, "__dict__"):
-                # Where modules share a config, it has the name nearest to the root.
+                # A config shared by several modules gets the name nearest to the root.
                 configs.setdefault(id(value), (prefix + field, value))
         for child, inner in internals.children(module).items():
             yield f"module {prefix}{child}", inner
@@ -141,9 +151,12 @@ def _compared(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Tensor(NamedTuple):
-    """A tensor, compared by identity and by what an export depends on; the reference keeps its id from being reused.
+    """A tensor, compared by identity and by its properties that an export depends on. The reference keeps its id from
+    being reused.
 
-    Non-persistent buffers, which ORT does not read at each step, come with their version counter.
+    Attributes:
+        facts: shape, requires_grad, dtype, device, and for constants, which ORT does not read at each step, the
+            version counter, else 0.
     """
 
     tensor: torch.Tensor
@@ -172,7 +185,8 @@ _NOT_COMPARED = object()
 
 
 def _copied(value: Any, depth: int = 4) -> Any:
-    """A form of the value to compare with it later; `_NOT_COMPARED` for all that holds anything but settings."""
+    """Returns a snapshot of a value, to compare with later; `_NOT_COMPARED` unless it is a setting, a tensor or a
+    small container of these."""
     if isinstance(value, _SETTINGS):
         return value
     if isinstance(value, torch.Tensor):
@@ -186,7 +200,7 @@ def _copied(value: Any, depth: int = 4) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text that stands for a value in a log line."""
+    """Returns the text of a value for a log line."""
     if value is ...:
         return "not there"
     if isinstance(value, torch.nn.Module):

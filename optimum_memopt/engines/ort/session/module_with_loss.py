@@ -1,12 +1,12 @@
-"""Moves the loss into the graph that ONNX Runtime runs, and uses the sparsity of the labels there.
+"""Moves the loss into the graph that ONNX Runtime runs, and exploits the sparsity of the labels there.
 
-A model that gets labels computes its loss inside its forward, so in ORT. Two things stay outside: the Trainer's label
-smoothing, which takes the labels away from the model, and the fact that a row with an ignored label needs no logits.
-With the loss inside, labelled rows are selected before the loss with ShrunkenGather, which ORT's compute optimizer
-moves up through the projection to the vocabulary, so that projection, loss and their gradients run on labelled rows
-only.
+A model that gets labels computes its loss inside its forward, and so in ORT. Two things are left out: the Trainer's
+label smoothing, which removes the labels from the model's inputs, and the sparsity of the labels, since a row with an
+ignored label needs no logits. With the loss in the graph, ShrunkenGather selects the labelled rows before the loss.
+ORT's compute optimizer moves this operator up through the projection to the vocabulary, so that projection, loss and
+their gradients run on labelled rows only.
 
-ORT inserts that operator itself (`InsertGatherBeforeSceLoss`, 1.19.2) only behind a marker that needs its torch
+ORT itself inserts ShrunkenGather (`InsertGatherBeforeSceLoss`, 1.19.2) only after a marker that needs its torch
 extensions and an `nn.CrossEntropyLoss` submodule, which transformers' models do not have.
 """
 
@@ -32,15 +32,22 @@ _ROWS = "optimum_memopt::rows"
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
 ) -> Callable[..., Any]:
-    """A bound forward with the smoothed loss in its outputs, of the labelled rows only if `sparse`."""
+    """Returns a bound forward with the smoothed loss in its outputs; unchanged without smoothing.
+
+    Args:
+        sparse: compute the loss on the labelled rows only.
+    """
     if smoothing is None:
         return forward
     return smoothing.wrap(forward, functools.partial(_sparse_smoothed_loss, smoothing) if sparse else None)
 
 
 def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool) -> None:
-    """Make the forward of this instance return only its loss, of the labelled rows only if `sparse` and there is a
-    label per token. Other outputs would stay alive, including all rows of the logits.
+    """Make the forward of this instance return only its loss. Other outputs would stay alive, including all rows of
+    the logits.
+
+    Args:
+        sparse: compute the loss on the labelled rows only, if there is a label per token.
     """
     own: Any = module.forward
     signature = inspect.signature(own)
@@ -50,7 +57,7 @@ def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, 
     @functools.wraps(own.__func__)
     def loss_only(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         labels = signature.bind(*args, **kwargs).arguments.get("labels", kwargs.get("labels"))
-        # Labels of sequences are rarely ignored, and their classifier is small.
+        # With one label per sequence, labels are rarely ignored, and the classifier is small.
         per_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
         if sparse and per_token:
             with _sparse_cross_entropy():
@@ -77,7 +84,8 @@ class LabelShapes:
         self._agreed_at_first: bool | None = None
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Raise MemOptError where shapes differ that agreed in the first batch, which the model checked itself."""
+        """Refuse labels whose shape differs from their inputs', if they agreed in the first batch, which the model
+        checked itself. Raises MemOptError."""
         labels, labelled = inputs.get("labels"), inputs.get(self._input_name)
         if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor):
             return
@@ -95,10 +103,10 @@ class LabelShapes:
 
 @contextlib.contextmanager
 def exportable(opset: int) -> Iterator[None]:
-    """Register the symbolic of the row selection for `torch.onnx.export` inside the context."""
+    """Returns a context in which `torch.onnx.export` has a symbolic for the row selection."""
 
     def shrunken_gather(graph: Any, tensor: Any, rows: Any) -> Any:
-        # ORT's compute optimizer moves this operator, but Gathers only if their size is known.
+        # ORT's compute optimizer moves a ShrunkenGather, but a Gather only if its size is known.
         selected = graph.op("com.microsoft::ShrunkenGather", tensor, rows, axis_i=0)
         sizes = tensor.type().sizes()
         if sizes is not None:
@@ -120,8 +128,8 @@ def _exported_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _select_labelled_rows(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the rows of logits (rows, classes) and labels (rows,) that are not ignored, and always the first row: ORT
-    1.19.2 crashes on a projection of no rows."""
+    """Returns the rows of logits (rows, classes) and labels (rows,) whose label is not ignored, and always the first
+    row: ORT 1.19.2 crashes on a projection of no rows."""
     counted = labels.ne(ignore_index)
     rows = torch.cat([torch.ones_like(counted[:1]), counted[1:]]).nonzero().squeeze(1)
     if torch.onnx.is_in_onnx_export():
@@ -130,7 +138,8 @@ def _select_labelled_rows(
 
 
 def _sparse_smoothed_loss(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    # The smoother would slice off the last row of the logits, and the row selection cannot be moved past a slice.
+    # Shift the labels: the smoother would slice off the last row of the logits, and the row selection cannot be moved
+    # past a slice.
     logits, labels = logits_of(outputs), smoothing.shifted(labels)
     flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     logits, labels = _select_labelled_rows(*flat, smoothing.ignore_index)
@@ -139,7 +148,8 @@ def _sparse_smoothed_loss(smoothing: LabelSmoothing, outputs: Any, labels: torch
 
 @contextlib.contextmanager
 def _sparse_cross_entropy() -> Iterator[None]:
-    """Make `torch.nn.functional.cross_entropy`, which every transformers loss calls, use the labelled rows only."""
+    """Returns a context in which `torch.nn.functional.cross_entropy`, which every transformers loss calls, uses the
+    labelled rows only, on this thread."""
     original = functional.cross_entropy
     thread = threading.get_ident()
     signature = inspect.signature(original)

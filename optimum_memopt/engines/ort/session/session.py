@@ -27,12 +27,12 @@ from optimum_memopt.errors import MemOptError, excerpt, says_out_of_memory
 from optimum_memopt.logs import announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
-# A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
+# A failed check in ORT's C++ code: path, line, signature, condition or status, and usually a reason.
 _FAILED_CHECK = re.compile(
     r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
-# The same of torch's, as in its exporter.
+# A failed assertion in torch's C++ code, such as its exporter.
 _FAILED_ASSERT = re.compile(
     r"(?P<condition>\S.*?) ?INTERNAL ASSERT FAILED at \"\S*?(?P<place>[^/\s\"]+)\":\d+, "
     r"please report a bug to PyTorch\. ?(?P<reason>.*)"
@@ -44,12 +44,12 @@ class OrtSession:
     """Builds an ORTModule around `module` and runs training forwards through it.
 
     Attributes:
-        internals: the ORTModule's own objects.
-        plans: of the current training graph.
-        table: of the current training graph, another object for each; None before the first.
+        internals: the ORTModule's private objects.
+        plans: plans of the current training graph.
+        table: plan table of the current training graph, a new object for each graph; None before the first.
         insight: ONNX Runtime's own per-node text of the current training graph.
-        is_building: the last forward did not get past building the session.
-        backward_is_due: the last forward has not had its backward.
+        is_building: whether the last forward has not finished building the session.
+        backward_is_due: whether the backward of the last forward has not run yet.
 
     Raises:
         MemOptError: ORT ignored one of the options.
@@ -85,13 +85,13 @@ class OrtSession:
         importlib.import_module("onnxruntime").set_seed(torch.initial_seed() % (2**63 - 1))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a training forward; the outputs carry a grad_fn whose backward runs in ORT.
+        """Run a training forward; the outputs have a grad_fn whose backward runs in ORT.
 
         Raises:
-            MemOptError: a plan that the graph does not have or ORT did not apply; operators that need the extensions.
+            MemOptError: the graph lacks a requested plan, ORT did not apply one, or operators need the extensions.
             IndexError: a label or an id is out of range, as in PyTorch.
             torch.OutOfMemoryError: also from the backward of the outputs.
-            Exception: whatever ORT raises for a graph that it cannot build or run.
+            Exception: any error of ORT for a graph that it cannot build or run.
         """
         with translate_out_of_memory(), contextlib.ExitStack() as self._announcement:
             try:
@@ -103,7 +103,7 @@ class OrtSession:
                 raise
 
     def close(self) -> None:
-        """Delete the temporary config file; a session that was dropped while it was built has not read it yet."""
+        """Delete the temporary config file, which still exists if building the session failed before ORT read it."""
         if self._config_file:
             Path(self._config_file).unlink(missing_ok=True)
             self._config_file = ""
@@ -127,8 +127,8 @@ class OrtSession:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Hide the exporter's warnings about traced branches, and those of deprecated properties, all of which
-        ORTModule reads when it looks through the model's members."""
+        """Returns a context that hides the exporter's warnings about traced branches, and warnings of deprecated
+        properties, which ORTModule reads when it lists the model's members."""
         with warnings.catch_warnings():
             if self._options.memory_opt_log_level != "verbose":
                 warnings.simplefilter("ignore")
@@ -147,7 +147,7 @@ class OrtSession:
         self._progress = self._announcement.enter_context(announced(f"building {session}", f"built {session}", note))
         self._progress.stage = "exporting the model"
         options = self.internals.options
-        # With the loss inside, the labelled rows are selected already; ORT's marker would stay in the graph and print.
+        # With the loss in the graph, labelled rows are selected already; ORT's marker would remain and print.
         marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
         with contextlib.ExitStack() as stack:
             stack.enter_context(internals.keep_output_visible())
@@ -184,7 +184,7 @@ class OrtSession:
         if self._options.ort_arena:
             register_arena()
             session_options.add_session_config_entry("session.use_env_allocators", "1")
-        # Same number of threads as torch: a launcher's OMP_NUM_THREADS applies to both.
+        # Use as many threads as torch, so that a launcher's OMP_NUM_THREADS applies to both.
         session_options.intra_op_num_threads = torch.get_num_threads()
         if self._selection.level or self._selection.config is not None:
             # ORT's default order recomputes tensors early and keeps them alive, which saves nothing.
@@ -193,10 +193,10 @@ class OrtSession:
         return session_options, providers, provider_options
 
     def _choose(self, agent: Any, options: Any) -> None:
-        """Choose plans with ORT's session without plans; ORT creates the final session next.
+        """Choose plans, using ORT's session without plans; ORT creates the final session next.
 
-        The applied counts come from the session without plans too: in the final one the recomputed tensors are no
-        longer stashed, so ORT does not list them.
+        The applied counts come from the session without plans too: in the final one, recomputed tensors are no longer
+        stashed, so ORT does not list them.
         """
         self.close()
         self._progress.stage = "creating the session"
@@ -236,7 +236,7 @@ class OrtSession:
         return self._config_file
 
     def _phase(self, phase: Any) -> None:
-        # First phase of a forward and last of its backward (`Phase` in _runtime_inspector.py).
+        # The first phase of a forward and the last of its backward (`Phase` in _runtime_inspector.py).
         if int(phase) in (0, 3):
             self.backward_is_due = int(phase) == 0
 
@@ -248,10 +248,10 @@ class OrtSession:
 
 @contextlib.contextmanager
 def translate_out_of_memory() -> Iterator[None]:
-    """Raise torch.OutOfMemoryError where ORT reports out of memory as a failed node.
+    """Returns a context that raises torch.OutOfMemoryError if ORT reports out of memory as a failed node.
 
-    Code that retries with a smaller batch, such as Trainer's auto_find_batch_size, looks for torch's error and for
-    these words (accelerate, `should_reduce_batch_size`).
+    Code that retries with a smaller batch, such as Trainer's auto_find_batch_size, looks for torch's error and for the
+    words "out of memory" (accelerate, `should_reduce_batch_size`).
     """
     try:
         yield
@@ -262,7 +262,7 @@ def translate_out_of_memory() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The last meaningful line of an error; ORT's messages contain tracebacks and C++ signatures."""
+    """Returns the last meaningful line of an error; ORT's messages contain tracebacks and C++ signatures."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -272,8 +272,9 @@ def one_line(error: BaseException) -> str:
 
 
 def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward of ORT's autograd function with an error where gradients would silently be lost: with
-    `create_graph=True` (a penalty on them would have no effect), and in a second backward of one forward."""
+    """Returns the backward of ORT's autograd function, wrapped to raise MemOptError if gradients would silently be
+    lost: with `create_graph=True` (a gradient penalty would have no effect), and in a second backward of one
+    forward."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
@@ -283,7 +284,7 @@ def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "backward with create_graph=True through ONNX Runtime, whose gradients have no graph; leave the "
                 "engine out for a loss that depends on gradients"
             )
-        # ORT's backward deletes it (onnxruntime-training 1.19.2, `_training_manager.py`).
+        # ORT's backward deletes `state` (onnxruntime-training 1.19.2, `_training_manager.py`).
         if not hasattr(ctx.run_info, "state"):
             raise MemOptError(
                 "a second backward of one forward (retain_graph=True) through ONNX Runtime, which frees its "
@@ -299,9 +300,9 @@ def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 def register_arena() -> None:
     """Register an arena for the sessions of this process that set `session.use_env_allocators`.
 
-    ORT's default arena grows by powers of two and returns blocks with up to 128 MiB of unused space; this one grows by
-    the requested size and leaves at most 1 MiB unused: the same speed at a lower peak (docs/ort.md). An arena that the
-    user has registered is kept.
+    ORT's default arena grows by powers of two and returns blocks with up to 128 MiB of unused space. This one grows by
+    the requested size and leaves at most 1 MiB unused: the same speed at a lower peak (docs/ort.md). An arena
+    registered by the user is kept.
     """
     import onnxruntime
 

@@ -1,4 +1,4 @@
-"""Who makes a choice. A producer is a class here and a line in `producer_for`."""
+"""Classes that make choices. A new producer is a class here and a line in `producer_for`."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ __all__ = ["Producer", "matched_in", "producer_for"]
 
 
 def matched_in(producer: Producer, runs: Sequence[PartitionedGraph], are_layers_frozen: bool = False) -> Matched:
-    """The rows that were asked for, of the graphs of a forward as they ran.
+    """Returns the requested rows that match in the graphs of a forward that has run.
 
-    One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the next
-    one is traced, from values that it computed: only the end of the forward tells which ids there are.
+    The choice of a single graph has them. With several graphs an id may be in any of them, and each graph is compiled
+    and run before the next one is traced from its results: all ids are known only at the end of the forward.
     """
     if len(runs) == 1 and not are_layers_frozen:
         return runs[0].choice.matched
@@ -25,7 +25,7 @@ def matched_in(producer: Producer, runs: Sequence[PartitionedGraph], are_layers_
 
 
 def producer_for(selection: Selection) -> Producer:
-    """The producer of what the user asked for."""
+    """Returns the producer for the user's selection."""
     if selection.plan is not None:
         return FromPlanFile(selection.plan)
     if selection.budget is not None:

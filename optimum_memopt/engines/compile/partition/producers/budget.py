@@ -1,5 +1,5 @@
-"""A budget: the cheapest recompute and offload with which the peak of a step is within it, and compression to fp8
-where it is allowed."""
+"""The producer of a budget: finds the cheapest recompute, offload and, if allowed, compression to fp8 with which the
+peak of a step is within it."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class FromBudget(Producer):
         return FromLevel(1).choose(graph)
 
     def solve(self, step: StepModel, with_curve: bool = False, with_lengths: bool = False) -> SolvedForward:
-        """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed."""
+        """Finds the fastest plan that fits; torch's own partition if that fits too and nothing must be recomputed."""
         context = step.context
         without_graphs = replace(context.fixed, activations=0).peak
         if without_graphs > context.limit:
@@ -85,7 +85,7 @@ def _longest(largest: LargestBatch) -> str:
 
 
 def cheapest(step: StepModel) -> tuple[Plan, SolvedForward]:
-    """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed.
+    """Finds the fastest plan that fits; torch's own partition if that fits too and nothing must be recomputed.
 
     Raises:
         Infeasible: no plan fits.
@@ -97,7 +97,7 @@ def cheapest(step: StepModel) -> tuple[Plan, SolvedForward]:
 
 
 def _chosen(step: StepModel, plan: Plan) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
-    """Why a plan was chosen, and the nodes that each run saves under it."""
+    """Returns why a plan was chosen, and the nodes that each run saves under it."""
     forward, context, solver = step.forward, step.context, step.solver
     sizes = f" for batches up to {context.largest}" if list(step.sizes) != forward.first else ""
     margin = f" less a margin of {gib_text(context.margin)}" if context.margin else ""
@@ -112,7 +112,7 @@ def _chosen(step: StepModel, plan: Plan) -> tuple[str, dict[tuple[str, str, int]
 
 
 def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
-    """A plan as the nodes that each run saves."""
+    """Converts a plan to the nodes that each run saves."""
     sources = {link.source for link in plan.segments}
     nodes: list[SavedNodes] = []
     kinds = forward.of_runs(plan.saved), forward.of_places(plan.offloaded), forward.of_places(plan.compressed)
@@ -126,7 +126,7 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
 
 
 def _suggestion(step: StepModel, lowest: int) -> str:
-    """Returns the flags with which a step fits whose lowest peak does not."""
+    """Returns the flags that make a step fit whose lowest peak does not."""
     batch, fewer = smaller_batch(step), _fewer_batches(step.context, lowest)
     if batch is None and fewer:
         return fewer
@@ -136,14 +136,14 @@ def _suggestion(step: StepModel, lowest: int) -> str:
         return "no smaller batch fits: give a larger budget"
     rows, times = batch
     smaller = (
-        f"use --per_device_train_batch_size {rows} and {times} times the --gradient_accumulation_steps, for as many "
-        "rows in an optimizer step"
+        f"use --per_device_train_batch_size {rows} and {times} times the --gradient_accumulation_steps, for the same "
+        "number of rows per optimizer step"
     )
     return f"{smaller}; or {fewer}" if fewer else smaller
 
 
 def _fewer_batches(step: StepContext, peak: int) -> str:
-    """Returns the accumulation with which a peak fits; empty where none does."""
+    """Returns the --gradient_accumulation_steps with which a peak fits; empty if there are none."""
     held = step.micro_batches
     count = held - math.ceil((peak - step.limit) * held / step.fixed.batch) if held > 1 and step.fixed.batch else 0
     if count < 1:
@@ -155,13 +155,14 @@ def _fewer_batches(step: StepContext, peak: int) -> str:
 
 
 def smaller_batch(step: StepModel) -> tuple[int, int] | None:
-    """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
+    """Finds the largest half, quarter and so on of a batch for which a plan fits.
 
     Args:
-        step: that does not fit.
+        step: the step that does not fit.
 
     Returns:
-        Rows of the micro-batch as the data loader counts them, and how many of them have as many as the batch.
+        Rows of the smaller micro-batch as the data loader counts them, and how many such micro-batches have as many
+        rows as the batch; None if no part fits.
     """
     context = step.context
     rows = set(step.forward.rows_with(context.largest))
@@ -171,7 +172,7 @@ def smaller_batch(step: StepModel) -> tuple[int, int] | None:
     whole = context.rows if context.rows and of_model % context.rows == 0 else of_model
     times = 2
     while whole % times == 0:
-        # Trainer holds as many rows, in more micro-batches.
+        # Trainer holds the same number of rows, in more micro-batches.
         batch = context.fixed.batch if context.micro_batches else context.fixed.batch // times
         smaller = replace(context, fixed=replace(context.fixed, batch=batch), aside=context.aside // times)
         micro = replace(step, context=smaller).part(times)

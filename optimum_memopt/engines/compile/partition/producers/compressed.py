@@ -1,4 +1,4 @@
-"""What a plan saves, in fp8: `--memory_opt_compress`."""
+"""The producer of `--memory_opt_compress`: saves a plan's activations in fp8."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from optimum_memopt.plans.matching import Matched
 
 @dataclass(frozen=True)
 class Compressed(Producer):
-    """Compresses all activations that another producer's choice saves on the device, as far as they may be.
+    """Compresses the activations that another producer's choice saves on the device, if they are candidates for it.
 
-    Without a plan that is what torch's own partition saves.
+    Without a plan these are the activations that torch's own partition saves.
     """
 
     producer: Producer
@@ -41,7 +41,7 @@ class Compressed(Producer):
 
 
 def with_exact_decisions(graph: AnalyzedGraph, choice: Choice) -> Choice:
-    """A choice without the compression of activations from which the backward recomputes integers."""
+    """Returns a choice without compression of the activations from which the backward recomputes integers."""
     exact = decided_from(graph, choice.nodes_to_save)
     dropped = {one for one in compressions(choice.candidates) if one.activation.root in exact}
     if not dropped:
@@ -52,7 +52,7 @@ def with_exact_decisions(graph: AnalyzedGraph, choice: Choice) -> Choice:
 
 
 def _as_own_partition(graph: AnalyzedGraph, choice: Choice) -> Choice:
-    """A choice of torch's own graphs as one that this engine partitions: the same storages are saved."""
+    """Converts a choice of torch's own graphs to one that this engine partitions and that saves the same storages."""
     if choice.torchs_graphs is None:
         return choice
     saved = {root(node) for node in choice.nodes_to_save}

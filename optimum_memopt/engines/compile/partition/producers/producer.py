@@ -14,7 +14,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 
-# What a user may do without a plan.
+# Advice for users: what happens without a plan.
 INSTEAD = "it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers"
 
 
@@ -23,12 +23,12 @@ class SolvedForward:
     """The choices of a budget's solver for all graphs of a forward.
 
     Attributes:
-        why: as `Choice` has it.
-        saved: by the graph's digest, its layer, and its call index (see `tape.Call`).
-        unused: bytes that the plan leaves of what the graphs may hold.
-        segments: arguments of runs that the runs before them compute again.
-        frontier: what other budgets would cost; None where nobody asked.
-        by_length: what plans for shorter batches would cost; None where nobody asked.
+        why: see `Choice`.
+        saved: the saved nodes, by the graph's digest, its layer and its call index (see `tape.Call`).
+        unused: bytes of the graphs' limit that the plan does not use.
+        segments: arguments of runs that are recomputed by the runs before them.
+        frontier: what other budgets would cost; None if not requested.
+        by_length: what plans for shorter batches would cost; None if not requested.
     """
 
     why: str
@@ -39,7 +39,7 @@ class SolvedForward:
     by_length: ExtraByLength | None = None
 
     def choice(self, graph: AnalyzedGraph) -> Choice | None:
-        """The choice for a graph; None for one that was not solved."""
+        """Returns the choice for a graph; None if the graph was not solved."""
         saved = self.saved.get((graph.digest, graph.layer, graph.call_index))
         return None if saved is None else saved.choice(graph, self.why)
 
@@ -49,52 +49,54 @@ class Producer:
 
     Attributes:
         bound: the budget of a step; None for producers that ignore costs and memory.
-        compresses: a plan within the bound may compress activations.
+        compresses: plans within the bound may compress activations.
     """
 
     bound: Budget | None = None
     compresses: bool = False
 
     def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
-        """The rows that are asked for by name.
+        """Returns the rows that are requested by name.
 
         Args:
-            are_layers_frozen: the model has layers, of which none trains.
+            are_layers_frozen: the model has layers, and none of them trains.
         """
         return Matched()
 
     def knowing(self, candidates: Sequence[Candidate]) -> "Producer":
-        """The same where the candidates of all graphs of a forward are known, which may change what names mean."""
+        """Returns the producer with the candidates of all graphs of a forward, which may change what names mean."""
         return self
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """The choice for a graph, which is read and not changed.
+        """Returns the choice for a graph, without changing the graph.
 
-        A producer with a bound does not know yet what other graphs there are, and lets this one hold little.
+        A producer with a bound does not know the forward's other graphs yet, and chooses a plan that holds little.
 
         Args:
-            earlier: choices of the runs of the same forward before this one.
+            earlier: choices of the earlier runs of the same forward.
         """
         raise NotImplementedError
 
     def solve(self, step: StepModel, with_curve: bool = False, with_lengths: bool = False) -> SolvedForward:
-        """The choices for all graphs; for a producer with a bound.
+        """Returns the choices for all graphs of a forward; only for producers with a bound.
 
         Args:
-            step: with the run's largest batch.
+            step: the step with the run's largest batch.
+            with_curve: also solve other budgets, see `SolvedForward.frontier`.
+            with_lengths: also solve shorter batches, see `SolvedForward.by_length`.
 
         Raises:
-            DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
+            DoesNotFitError: no plan fits; the error names the lowest peak and what holds it.
         """
         raise NotImplementedError
 
     def refusal(self, why: str) -> MemOptError | None:
-        """The error where nothing can be planned, since `why`; None where plain PyTorch may train instead."""
+        """Returns the error if nothing can be planned because of `why`; None: plain PyTorch may train instead."""
         return None
 
 
 class TorchDefault(Producer):
-    """No plan: torch's own partition, and what it recomputes by itself."""
+    """The producer without a plan: torch's own partition, with what it recomputes by default."""
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
         return replace(torchs_choice(graph), is_for_all_runs=True)

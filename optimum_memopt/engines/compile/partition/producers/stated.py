@@ -1,4 +1,4 @@
-"""The producers of plans that the user states: a config, a level, a plan file."""
+"""The producers of plans that the user specifies: a config, a level, a plan file."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,28 +30,30 @@ from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 
-# Those of level 1, and what level 2 adds.
+# The strategy of level 1, and the one that level 2 adds.
 _STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
-# torch's own partition takes seconds. Up to this part of the peak with everything saved it is not asked whether it
-# holds less: by itself it recomputes elementwise operators only, and was not seen to hold less than a half.
+# torch's partitioner takes seconds. A level whose peak is at most this fraction of the peak with everything saved is
+# not compared with it: by itself torch recomputes elementwise operators only, and never held less than a half.
 _LOW = 1 / 3
-# A peak that is higher by less is no reason to leave a layer out: most of it may be gradients, and later batches may
-# be larger than the first one.
+# A layer is left out only if it raises the peak by more than this factor: most of the peak may be gradients, and later
+# batches may be larger than the first one.
 _HIGHER = 1.02
 
 
 @dataclass(frozen=True)
 class FromConfig(Producer):
-    """
+    """The producer of a config's plans by name.
+
     Attributes:
-        rows: with how many candidates each, of all graphs of a forward; empty before they are known.
+        rows: number of candidates of each row in all graphs of a forward; empty before they are known.
     """
 
     config: PlanConfig
     rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
-        """Each request with the row that it means; a count of more than there are means all, with a remark."""
+        """Returns each request with the row that it names; a count above the number of candidates means all of them,
+        with a remark."""
         frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
         matched = matching.match(self.config, frequencies, here="engine", translate=translate)
         too_many = (
@@ -65,7 +67,7 @@ class FromConfig(Producer):
         return replace(self, rows=Counter(candidate.row for candidate in candidates))
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
+        """Chooses the first `count` candidates of each row in graph order; a count continues through all graphs."""
         matched = self.match(graph.candidates)
         taken = Counter(candidate.row for choice in earlier for candidate in choice.candidates)
         chosen: list[Candidate] = []
@@ -88,7 +90,7 @@ class FromLevel(Producer):
     level: int
 
     def match(self, candidates: Sequence[Candidate], are_layers_frozen: bool = False) -> Matched:
-        """The rows of the level's strategies, whether or not any of their candidates lie in a layer."""
+        """Returns the rows of the level's strategies, whether or not their candidates are in a layer."""
         requests = {
             row: PlanRequest(row_candidates[0].cluster_id, row_candidates[0].strategy, ALL)
             for row, row_candidates in by_row(candidates).items()
@@ -106,7 +108,8 @@ class FromLevel(Producer):
         return Matched(requests, remarks=(nothing,))
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """All that is read in its own layer only; in layers where that would raise the peak what torch recomputes."""
+        """Chooses all activations that only their own layer reads; torch's own partition in layers where recomputing
+        them would raise the peak."""
         chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
         roots = {candidate.activation.root for candidate in chosen}
         choice = Choice(
@@ -125,15 +128,15 @@ class FromLevel(Producer):
 
 
 def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
-    """A level's choice, in each layer that would raise the peak above that of no plan as without a plan.
+    """Returns a level's choice, without a plan in layers whose recompute would raise the peak above that of no plan.
 
-    Where a layer is a loop over tokens (Mamba), what torch saves of it is little, and a recompute of the whole layer
-    holds all of its steps at once.
+    If a layer is a loop over tokens (Mamba), torch saves little of it, and recomputing the whole layer holds all of
+    its steps at once.
     """
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
 
     def peak(run: GraphSimulation) -> int:
-        """The peak of a layer with the saved activations of all."""
+        """Returns the peak of one layer's graph, with the saved activations of all layers that are held meanwhile."""
         return run.peak + (graph.layers_at_once - 1) * run.saved_bytes
 
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
@@ -169,7 +172,7 @@ def _numbers(graph: AnalyzedGraph, choice: Choice) -> list[int]:
 
 
 def _recomputed_at_peak(problem: Problem, simulation: GraphSimulation) -> str:
-    """The layer that holds most recomputed bytes at the peak of the backward; empty where there is none."""
+    """Returns the layer that holds most recomputed bytes at the peak of the backward; empty if there is none."""
     if simulation.forward.peak >= simulation.backward.peak:
         return ""
     sizes: Counter[str] = Counter()
@@ -188,8 +191,8 @@ class FromPlanFile(Producer):
         return UnsupportedModelError(text, f"without the file {INSTEAD}")
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """The file's entry for a graph, or that with its number; for another graph as far as it applies, with a
-        mismatch."""
+        """Chooses the file's entry with the graph's signature, else the entry at its position, which is applied as far
+        as possible, with a mismatch."""
         number, count = len(earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
         same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
@@ -229,7 +232,7 @@ class FromPlanFile(Producer):
             mismatch = mismatch or f"{graph.layer} has no input {min(places)}"
             inputs = InputsPlan()
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
-        # All but what it recomputes, constants that a budget has saved too.
+        # All activations that the plan does not recompute, including constants, which a budget may have saved.
         saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
         kept = (present[kind].intersection(saved) for kind in ("offload", "compress"))
         choice = Choice(
@@ -246,7 +249,7 @@ _KINDS = ("recompute", "offload", "compress", "save")
 
 
 def _paths(plan: GraphEntry, kind: str, graph: AnalyzedGraph) -> Iterator[Path]:
-    """Paths in the graph, which names the first of several equal layers."""
+    """Yields an entry's paths in the graph, whose paths name the first of several equal layers."""
     first = next((layer for layer, _ in graph.paths.values()), "") if graph.layer else ""
     for layers in plan.layers:
         for layer in [first] if graph.layer else layers.layers:

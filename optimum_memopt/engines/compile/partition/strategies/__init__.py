@@ -1,5 +1,5 @@
-"""The protocol of strategies, and their candidates in a joint graph. A new one is a new file that registers itself and
-its number in the plan grammar."""
+"""The protocol of strategies, and their candidates in a joint graph. A new strategy is a new file that registers it
+with its number in the plan grammar."""
 
 import importlib
 import pkgutil
@@ -30,40 +30,44 @@ from optimum_memopt.plans.grammar import Strategy
 
 
 class MemoryStrategy(Protocol):
-    """Carries out one or several strategies of the plan grammar."""
+    """Implements one or several strategies of the plan grammar."""
 
     numbers: tuple[Strategy, ...]
 
     def candidate(
         self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
-        """The activation's candidate, None where it saves nothing; without a chain it must not be recomputed."""
+        """Returns the activation's candidate, or None if it saves nothing.
+
+        Args:
+            chain: how to recompute the activation; None: it must not be recomputed.
+        """
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
-        """Change the partitioned forward and backward graphs in place; there may be no candidates that are on."""
+        """Change the partitioned forward and backward graphs in place for the candidates that are on, if any."""
 
     def saves_on(self, device_type: str) -> bool:
-        """True where candidates on such a device save any of its memory."""
+        """True if candidates on such a device save any of its memory."""
         return True
 
     def note(self, device_type: str) -> str:
-        """For the note of a row in the plan table; empty where there is nothing to say."""
+        """Returns the note for a row of the plan table; empty: none."""
         return ""
 
     def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction[str], sizes: SymbolValues) -> str:
-        """For the note of a row that is on, in one graph; empty where there is nothing to say."""
+        """Returns the note for a row that is on, in one graph; empty: none."""
         return ""
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
-        """True where the plan table lists a row that is off.
+        """True if the plan table lists a row that is off.
 
         Args:
-            is_recomputable: there is a row of recompute for the same cluster id.
+            is_recomputable: the table has a recompute row for the same cluster id.
         """
         return True
 
 
-# By number, which is the order of candidates and of rewrites.
+# Sorted by number, which is the order of candidates and of rewrites.
 _strategies: list[MemoryStrategy] = []
 
 
@@ -74,18 +78,18 @@ def register_strategy(strategy: MemoryStrategy) -> None:
 
 
 def strategy_of(number: Strategy) -> MemoryStrategy:
-    """The strategy that carries out a number of the plan grammar."""
+    """Returns the strategy that implements a number of the plan grammar."""
     return next(strategy for strategy in _strategies if number in strategy.numbers)
 
 
 def find_candidates(
     joint: JointGraph, activations: Sequence[SavedActivation], size_hints: SymbolValues, constants: Collection[fx.Node]
 ) -> tuple[Candidate, ...]:
-    """All candidates of a graph: those of the first strategy in graph order, then those of the next.
+    """Returns all candidates of a graph: those of the first strategy in graph order, then those of the next.
 
-    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves in the first batch,
-    what the forward returns, since its caller holds it, small storages that do not grow with the batch, and constants,
-    which no plan by name saves.
+    Activations that save nothing have no candidate: row statistics, random draws, activations whose recompute saves as
+    much in exchange in the first batch, results of the forward, since its caller holds them, small storages that do
+    not grow with the batch, and constants, which no plan by name saves.
     """
     available = {activation.root for activation in activations}
     eligible = []
@@ -93,7 +97,7 @@ def find_candidates(
         root, producer = activation.root, producing_operator(activation)
         if activation.is_returned or is_negligible(activation.bytes) or root in constants:
             continue
-        # A loss that is chunked computes gradients early: each lives on as the backward's result.
+        # A chunked loss computes gradients in the forward; they live on as results of the backward.
         if is_statistic(root) or is_generator_state(root) or is_chunked_loss(producer.nodes[0]):
             continue
         chain = recompute_chain(joint, activation, available)
@@ -103,14 +107,18 @@ def find_candidates(
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
-    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
+    """Returns the cluster id; for a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
     output = dropout_of(chain.activation.root)
     activation = replace(chain.activation, root=output, reads=(output,)) if output else None
     return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)
 
 
 def rewrite(modules: Modules, candidates: Iterable[Candidate]) -> None:
-    """Let each strategy rewrite forward and backward for those of its candidates that are on."""
+    """Let each strategy rewrite forward and backward for its own candidates.
+
+    Args:
+        candidates: the candidates that are on.
+    """
     candidates = tuple(candidates)
     for strategy in _strategies:
         strategy.rewrite(modules, tuple(c for c in candidates if c.strategy in strategy.numbers))

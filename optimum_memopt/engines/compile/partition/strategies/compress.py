@@ -1,18 +1,19 @@
 """Strategy 4: saved activations wait for the backward in fp8, which is inexact.
 
 An activation is saved as float8_e4m3fn with a float32 scale for each row of its last dimension, and is converted
-back to its dtype right before its first use in the backward. Rows, and not blocks of the flattened storage: a
-reduction over the last dimension and operators by element go with any strides and any symbolic sizes, while blocks
-need a reshape, which copies what is not contiguous, and a padded last block. A row of a transformer is a token's
-features.
+back to its dtype right before its first use in the backward. Scales are per row and not per block of the flattened
+storage: a reduction over the last dimension and elementwise operators work with any strides and any symbolic sizes,
+while blocks need a reshape, which copies non-contiguous tensors, and a padded last block. In a transformer a row holds
+one token's features.
 
 The scale is the row's largest magnitude over 448, the largest number of e4m3. So an element keeps three bits of
-mantissa, a relative error of 2^-4 at most, down to 2^-15 of its row's largest; smaller ones keep an error of 2^-10 of
-the scale. A row of zeros stays zeros. A row with an infinity or NaN becomes NaN altogether: its scale is one of them.
+mantissa, a relative error of 2^-4 at most, down to 2^-15 of its row's largest; smaller elements have an absolute error
+of 2^-10 of the scale at most. A row of zeros stays zeros. A row with an infinity or NaN becomes NaN as a whole, since
+its scale is infinite or NaN.
 
 torch has a pass for this (`activation_quantization_aten_pass` in `torch/_functorch/partitioners.py`, 2.13), which is
-for inductor alone, takes whatever is large, and clamps, so that an infinity becomes a finite number. Here, too, plain
-operators of ATen do it, so that inductor fuses them with what computes and what reads the activation.
+for inductor alone, converts every large tensor, and clamps, so that an infinity becomes a finite number. This module
+also uses plain ATen operators, so that inductor fuses them with the activation's producer and readers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -42,15 +43,15 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.plans.grammar import Strategy
 
 FP8 = torch.float8_e4m3fn
-# Name of a node: what is saved instead of the activation.
+# Name of the fp8 node that is saved instead of an activation.
 IN_FP8 = "{}_fp8"
 _SCALE, _BACK = "{}_fp8_scale", "{}_from_fp8"
-# A scale is a float32; of float64 it would not hold the range.
+# A scale is a float32, which does not cover the range of float64.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Operators that make a factor of an error: 2^-4 of a log-probability of -16 is a factor of e.
+# Operators that turn an error into a factor: an error of 2^-4 in a log-probability of -16 is a factor of e.
 _EXPONENTIALS = ("exp", "log_softmax_backward_data")
 _LARGEST = torch.finfo(FP8).max
-# Rounded down, so that what is converted back is no larger than the row's largest, which may be the dtype's largest.
+# Rounded down, so that restored elements do not exceed the row's largest, which may be the dtype's largest.
 _PER_LARGEST = (1 - 2**-22) / _LARGEST
 # The smallest scale: that of a row of zeros.
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -63,8 +64,8 @@ class Compress(MemoryStrategy):
     def candidate(
         self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
-        """None for what stays exact: integers, masks and whatever else no gradient goes through, float64, exponents,
-        storages with gaps, and rows so short that their scales take as much as is saved."""
+        """Returns the candidate, or None for activations that stay exact: integers, masks and others without a
+        gradient, float64, exponents, storages with gaps, and rows so short that their scales take what fp8 saves."""
         tensor = tensor_value(activation.root)
         if not activation.is_differentiated or tensor.dtype not in _DTYPES or tensor.dim() == 0:
             return None
@@ -85,34 +86,34 @@ class Compress(MemoryStrategy):
         return "fp8, inexact"
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
-        """Only where it is on."""
+        """False: the row is listed only if it is on."""
         return False
 
 
 register_strategy(Compress())
 
 
-# Between an activation and its fp8, and back: a compiler computes these in the kernels that read them.
+# Intermediate nodes of the conversions, which a compiler computes in the kernels that read them.
 _INLINED = ("{}_fp8_scaled", "{}_from_fp8_cast", "{}_from_fp8_product")
 
 
 def with_conversions(inlined: Inlined, candidates: Iterable[Candidate]) -> Inlined:
-    """What a compiler inlines, with the conversions of those candidates that compress; nothing where it inlines
-    nothing, since there is none."""
+    """Adds the conversions of compressed candidates to the operators that a compiler inlines; returns `inlined` itself
+    if it is empty, since then there is no compiler."""
     if not inlined.operands:
         return inlined
     names = (candidate.activation.root.name for candidate in compressions(candidates))
-    # Their first operand is held meanwhile.
+    # Their first operand is held in their place.
     return Inlined({**inlined.operands, **{pattern.format(name): 0 for name in names for pattern in _INLINED}})
 
 
 def saved_names(activation: str) -> tuple[str, str]:
-    """The names of the fp8 tensor and the scales that are saved instead of an activation."""
+    """Returns the names of the fp8 tensor and the scales that are saved instead of an activation."""
     return IN_FP8.format(activation), _SCALE.format(activation)
 
 
 def _is_exponent(storage: fx.Node) -> bool:
-    """True for log-probabilities, and for queries and keys of fused attention, whose backward computes probabilities
+    """True for log-probabilities, and for queries and keys of fused attention, whose backward recomputes probabilities
     from them and from an exact sum."""
     for reader in readers(storage):
         name = operator_name(reader).strip("_")
@@ -140,7 +141,7 @@ def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: Colle
 
 
 def _compress(graph: fx.Graph, activations: Collection[str]) -> dict[str, tuple[fx.Node, fx.Node]]:
-    """The fp8 tensor and the scales by the name of their activation."""
+    """Adds the conversions to fp8; returns the fp8 tensor and the scales by the name of their activation."""
     saved = {}
     last = last_uses(graph)
     for activation in [node for node in last if node.name in activations]:
@@ -159,7 +160,7 @@ def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> N
         first = min(_readers(activation), key=order.__getitem__)
         barriers = [user for user in activation.users if is_barrier(user) and order[user] < order[first]]
         if barriers:
-            # A barrier of recompute, see `recompute.py`: what is converted back waits for it, too.
+            # A barrier of recompute, see `recompute.py`: the conversion back waits for it, too.
             earliest = min(barriers, key=order.__getitem__)
             with graph.inserting_before(earliest):
                 scale = _Adding(graph, activation)("{}_fp8_scale_after", earliest.target, scale, earliest.args[1])
@@ -175,7 +176,7 @@ def _restore(graph: fx.Graph, saved: Mapping[str, tuple[fx.Node, fx.Node]]) -> N
 
 
 def _readers(activation: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read an activation in the backward, through barriers too."""
+    """Yields the operators that read an activation in the backward, also through barriers."""
     for user in activation.users:
         yield from user.users if is_barrier(user) else (user,)
 
@@ -183,7 +184,7 @@ def _readers(activation: fx.Node) -> Iterator[fx.Node]:
 def to_fp8(graph: fx.Graph, activation: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Add the operators that convert an activation; returns the fp8 tensor and the scales."""
     add = _Adding(graph, activation)
-    # The largest magnitude, without a tensor of all magnitudes.
+    # The largest magnitude, without materializing a tensor of magnitudes.
     high = add("{}_fp8_high", _aten.amax.default, activation, [-1], True)
     low = add("{}_fp8_low", _aten.amin.default, activation, [-1], True)
     negated = add("{}_fp8_negated", _aten.neg.default, low)
@@ -192,15 +193,15 @@ def to_fp8(graph: fx.Graph, activation: fx.Node) -> tuple[fx.Node, fx.Node]:
         most = add("{}_fp8_most_float32", _convert, most, torch.float32)
     per_largest = add("{}_fp8_per_largest", _aten.mul.Tensor, most, _PER_LARGEST)
     scale = add(_SCALE, _aten.clamp_min.default, per_largest, _SMALLEST)
-    # In float32, also of half precision.
+    # In float32, also for half precision.
     scaled = add("{}_fp8_scaled", _aten.div.Tensor, activation, scale)
     return add(IN_FP8, _convert, scaled, FP8), scale
 
 
 def from_fp8(graph: fx.Graph, activation: fx.Node, in_fp8: fx.Node, scale: fx.Node) -> fx.Node:
-    """Add the operators that convert an activation back; returns what takes its place."""
+    """Add the operators that convert an activation back; returns the node that replaces it."""
     add, dtype = _Adding(graph, activation), tensor_value(activation).dtype
-    # Exact: e4m3 is a part of all of these.
+    # Exact: all of these dtypes represent every e4m3 number.
     cast = add("{}_from_fp8_cast", _convert, in_fp8, dtype)
     if dtype == torch.float32:
         return add(_BACK, _aten.mul.Tensor, cast, scale)
@@ -209,18 +210,18 @@ def from_fp8(graph: fx.Graph, activation: fx.Node, in_fp8: fx.Node, scale: fx.No
 
 
 def placeholder(graph: fx.Graph, saved: fx.Node) -> fx.Node:
-    """Add an input of a backward for what its forward saves."""
+    """Add an input to a backward graph for a node that its forward saves."""
     given = graph.placeholder(saved.name)
     given.meta.update(saved.meta)
     return given
 
 
-# Metadata of the operator itself: its result and its arguments, which inductor compares with the operator's schema.
+# Metadata of the operator itself, its result and arguments, which inductor compares with the operator's schema.
 _OF_OPERATOR = frozenset({"val", "tensor_meta", "eager_input_vals"})
 
 
 class _Adding:
-    """Adds operators to a graph under the layer and module of an activation, named after it."""
+    """Adds operators to a graph with the layer and module of an activation, and names derived from it."""
 
     def __init__(self, graph: fx.Graph, activation: fx.Node) -> None:
         self._graph, self._activation = graph, activation

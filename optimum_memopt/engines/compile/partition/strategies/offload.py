@@ -29,9 +29,10 @@ from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, 
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
 from optimum_memopt.plans.grammar import Strategy
 
-# Names of nodes: of the copy in the forward, once it is complete, and of the one in the backward.
+# Names of nodes: the completed host copy in the forward, and the reloaded copy in the backward.
 _ON_HOST, _RELOADED = "{}_on_host", "{}_reloaded"
-# Of operators, the places behind which copies begin, and the copied tensors: the places before which they end.
+# Returns the indices of the operators before which copies end, given the operators, the indices of those after which
+# the copies begin, and the copied tensors.
 _Ends = Callable[[Sequence[fx.Node], Sequence[int], Sequence[fx.Node]], tuple[int, ...]]
 
 
@@ -57,7 +58,7 @@ class Offload(MemoryStrategy):
         return "offload; saves nothing on the CPU, whose memory is the host's"
 
     def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction[str], sizes: SymbolValues) -> str:
-        """Says so where the peak would be the same if all of them had stayed on the device."""
+        """Returns a note if the peak would be the same with all candidates kept on the device."""
         bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
         sizes_by_name = dict(zip((candidate.activation.root.name for candidate in candidates), bytes_of, strict=True))
         held = max(
@@ -67,7 +68,7 @@ class Offload(MemoryStrategy):
         return "saves nothing at the peak" if held <= prediction.peak else ""
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
-        """Only where there is nothing else."""
+        """True if the device saves memory by offload and recompute is no alternative."""
         return self.saves_on(device_type) and not is_recomputable
 
 
@@ -75,8 +76,8 @@ register_strategy(Offload())
 
 
 def _most_if_kept(run: RunMemory[str], sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
-    """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
-    copies."""
+    """Returns the peak bytes of a run if the activations also stayed on the device while they are on the host: after
+    their copies in the forward, before them in the backward."""
     copies = {copy_name.format(name): size for name, size in sizes.items()}
     kept = 0 if is_forward else sum(copies.values())
     most = 0
@@ -91,11 +92,11 @@ def _most_if_kept(run: RunMemory[str], sizes: Mapping[str, int], copy_name: str,
 def insert(
     forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str], is_on_accelerator: bool
 ) -> None:
-    """Save host copies of activations instead of the activations; the graphs wait for each right where it begins.
+    """Save host copies of activations instead of the activations; each copy is waited for right after it begins.
 
     Args:
         activations: names of roots that the forward saves and does not return.
-        is_on_accelerator: the copies take none of the device's memory.
+        is_on_accelerator: the graph runs on an accelerator, so that host copies take none of its memory.
     """
     _reload(backward.graph, _offload(forward.graph, activations, is_on_accelerator))
     for module in (forward, backward):
@@ -104,7 +105,7 @@ def insert(
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The last operator that reads each storage, itself where none does, by its root."""
+    """Returns the last operator that reads each storage, by root; the root itself if nothing reads the storage."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output":
@@ -113,12 +114,12 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _offload(graph: fx.Graph, activations: Collection[str], is_on_accelerator: bool) -> dict[str, fx.Node]:
-    """The host copies by the name of their activation."""
+    """Adds the host copies; returns them by the name of their activation."""
     (output,) = graph.find_nodes(op="output")
     order, last = {node: index for index, node in enumerate(graph.nodes)}, last_uses(graph)
     offloaded = sorted((node for node in last if node.name in activations), key=lambda node: order[last[node]])
     hosts = {}
-    # Several may have the same last use; the first of them goes directly behind it.
+    # If several activations have the same last use, the first one's copy comes right after it.
     for activation in reversed(offloaded):
         with graph.inserting_after(last[activation]):
             begun = graph.call_function(torch.ops.optimum_memopt.offload.default, (activation,))
@@ -163,22 +164,22 @@ def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
 def place_copies(
     modules: Modules, prediction: Prediction[str], seconds: Mapping[str, float], sizes: SymbolValues, bandwidth: float
 ) -> None:
-    """Move copies to the host, and the waits for them, apart, so that a GPU computes meanwhile.
+    """Move the beginnings of copies and their waits apart, so that the GPU computes in between.
 
-    A wait goes back in the forward, and a reload forward in the backward, by as much as the copy is estimated to take,
-    and never so far that copies under way take the graphs beyond the peak that they have anyway. torch's own offload
-    (`torch/_functorch/_activation_offloading`, 2.13) moves by a number of operators instead.
+    In the forward each wait is moved later, in the backward each reload earlier, by the estimated time of the copy,
+    and never so far that copies in progress raise the graphs' peak. torch's own offload
+    (`torch/_functorch/_activation_offloading`, 2.13) moves them by a number of operators instead.
 
     Args:
-        modules: forward and backward, which wait for each copy right behind its beginning.
-        seconds: of operators, by the names of their nodes; others take none.
-        bandwidth: of the link to the host, bytes a second in one direction.
+        modules: forward and backward, which wait for each copy right after it begins.
+        seconds: seconds of operators, by the names of their nodes; others take none.
+        bandwidth: bytes a second of the link to the host, in one direction.
     """
 
     def ends(
         held: Sequence[int], nodes: Sequence[fx.Node], begins: Sequence[int], copied: Sequence[fx.Node]
     ) -> tuple[int, ...]:
-        """The operators before which copies of tensors end that begin behind an operator."""
+        """Returns the indices of the operators before which the copies end; see `_Ends`."""
         sizes_of = compile_sizes([storage_bytes(tensor) for tensor in copied])(sizes)
         copies = [Copy(begin, size) for begin, size in zip(begins, sizes_of, strict=True)]
         times = [seconds.get(node.name, 0.0) for node in nodes]
@@ -186,7 +187,7 @@ def place_copies(
 
     forward, backward = modules
     _place_waits(forward.graph, partial(ends, prediction.forward.held))
-    # With time running backwards.
+    # In reverse order.
     _place_reloads(backward.graph, partial(ends, prediction.backward.held[::-1]))
     for module in modules:
         module.graph.lint()
@@ -203,7 +204,7 @@ def _place_waits(graph: fx.Graph, ends: _Ends) -> None:
         if (before := next(computed, None)) is None:
             continue
         _anchor(nodes, end, waits, output).prepend(wait)
-        # Else inductor, which orders by reads, puts the wait right behind its copy again.
+        # Otherwise inductor, which orders by reads, would put the wait right after its copy again.
         wait.args = (*wait.args[:2], [before])
 
 
@@ -218,7 +219,7 @@ def _place_reloads(graph: fx.Graph, ends: _Ends) -> None:
         if place >= at[reload]:
             continue
         _anchor(nodes, place, reloads, reload).prepend(reload)
-        # inductor might begin it later, but not behind a wait that reads it.
+        # inductor may begin the reload later, but not after a wait that reads it.
         behind = next((wait for wait in waits if place <= at[wait] < at[reload]), None)
         if behind is not None:
             begun.setdefault(behind, []).append(reload)

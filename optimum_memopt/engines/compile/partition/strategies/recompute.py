@@ -1,13 +1,13 @@
 """Strategies 1 and 2: the backward recomputes activations that the forward does not save.
 
-Strategy 2, recompute with compromise, saves something else in exchange: what must not run twice.
+Strategy 2, recompute with compromise, saves other nodes in exchange: those that must not run twice.
 
 Barriers keep a layer from being recomputed before its own backward begins. The graph has the right order, and without
-a compiler it runs in that order. inductor orders by reads alone and fuses operators that read the same: in DeBERTa-v2,
-whose layers share relative positions, a layer's attention was recomputed in one kernel with the backward of the layer
-behind it, and level 1 peaked two thirds higher. The sources of a layer's recompute therefore pass an opaque operator
-that also reads what the backward has computed so far (`jax.lax.optimization_barrier` does the same, for the same
-reason, around `jax.checkpoint`).
+a compiler it runs in that order. inductor orders by reads alone and fuses operators that read the same tensors: in
+DeBERTa-v2, whose layers share relative positions, a layer's attention was recomputed in one kernel with the backward
+of the next layer, and level 1 peaked two thirds higher. The inputs of a layer's recompute therefore pass through
+an opaque operator that also reads what the backward has computed so far (`jax.lax.optimization_barrier` does the same,
+for the same reason, around `jax.checkpoint`).
 """
 
 import torch
@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, 
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.plans.grammar import Strategy
 
-# The result is the argument, which `custom_op` does not allow.
+# Not a `custom_op`, which must not return its argument.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
 _library.define("after(Tensor(a) source, Tensor[] computed) -> Tensor(a)")
 
@@ -47,7 +47,8 @@ class Recompute(MemoryStrategy):
         return Candidate(activation, number, cluster_id, chain.saving, chain)
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
-        """The partition has put the operators into the backward already, also those of no candidate (constants)."""
+        """Adds barriers only: the partition has already put the recomputed operators into the backward, including
+        those of no candidate (constants)."""
         insert_barriers(*modules)
 
 
@@ -55,19 +56,19 @@ register_strategy(Recompute())
 
 
 def insert_barriers(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Let the recompute of each layer wait for all that stands before it in the backward.
+    """Make the recompute of each layer wait for the operators before it in the backward.
 
-    A layer may be recomputed in several pieces: a part of it early, where another layer is recomputed from it, and the
-    rest for its own backward. Each piece waits for itself.
+    A layer may be recomputed in several pieces: a part of it early, if another layer is recomputed from it, and the
+    rest for its own backward. Each piece has its own barriers.
 
     Args:
-        forward: only read: operators of both graphs are recomputed.
+        forward: not changed; operators that are also in the backward are recomputed.
     """
     graph = backward.graph
     nodes = list(graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
     in_forward = {node.name for node in forward.graph.nodes}
-    # By the layer that is recomputed and the layer that needs it.
+    # Recomputed operators, by their layer and the layer that needs them.
     pieces: dict[tuple[str, str], list[fx.Node]] = {}
     needing = ""
     for node in reversed(nodes):
@@ -91,7 +92,8 @@ def insert_barriers(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 def _computed_and_read(
     nodes: list[fx.Node], in_forward: set[str], order: dict[fx.Node, int], here: int
 ) -> list[fx.Node]:
-    """The backward's own storages that `nodes`, which stand before `here`, compute for what is behind it."""
+    """Returns the backward's own storages that `nodes`, all before `here`, compute and that operators from `here` on
+    read."""
     roots = dict.fromkeys(
         root(node) for node in nodes if is_tensor(node) and any(order.get(user, here) >= here for user in node.users)
     )
@@ -101,16 +103,16 @@ def _computed_and_read(
 def _add_barriers(
     graph: fx.Graph, recomputed: list[fx.Node], computed: list[fx.Node], order: dict[fx.Node, int]
 ) -> None:
-    """Let `recomputed` read the backward's inputs after `computed`.
+    """Make `recomputed` read the backward's inputs after `computed`.
 
-    The barriers stand before the first of them, where all that is computed is still held anyway.
+    The barriers come before the first recomputed operator, where all of `computed` is still held anyway.
     """
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in recomputed:
         for read in node.all_input_nodes:
             if is_tensor(read) and root(read).op == "placeholder":
                 reader = node
-                # Views of an input that stand behind the barriers read through one.
+                # A view of an input that comes after the barriers reads the barrier's result.
                 while order.get(read, 0) > order[recomputed[0]]:
                     reader, read = read, first_input(read)
                 readers.setdefault(read, []).append(reader)
