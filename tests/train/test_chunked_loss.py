@@ -141,6 +141,20 @@ def test_backward_twice_and_a_gradient_that_is_not_one(model):
     engine.detach()
 
 
+@pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
+def test_a_loss_that_the_loop_scales_in_place(model, compiler):
+    plain = copy.deepcopy(model)
+    engine = attached(model, level=1, compiler=compiler)
+    for trained in (model, plain):
+        loss = trained(**batch_of()).loss
+        loss /= 2
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert not any("NOT under a plan" in line for line in engine.plans().header)
+    engine.detach()
+
+
 @in_turn
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_step_without_a_label(model, compiler):
@@ -151,7 +165,8 @@ def test_a_step_without_a_label(model, compiler):
     for labels in (batch["labels"], torch.full_like(batch["labels"], -100)):
         for trained in (model, plain):
             trained.zero_grad()
-            trained(**{**batch, "labels": labels}, num_items_in_batch=(labels != -100).sum()).loss.backward()
+            loss = trained(**{**batch, "labels": labels}, num_items_in_batch=(labels != -100).sum()).loss
+            loss.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad) and not theirs.grad.any()
     engine.detach()

@@ -176,7 +176,7 @@ def _rows_with_label(targets: Tensor, ignore_index: int, ignored: Tensor) -> Ten
 
 # Number of the operator's first arguments that are tensors which may get a gradient.
 _DIFFERENTIABLE = 5
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op(f"{LIBRARY}::chunked_loss", mutates_args=())
@@ -210,7 +210,8 @@ def chunked_loss(
         needs: for each of the first five arguments, whether its gradient is needed; the others' are empty tensors.
 
     Returns:
-        The loss, and the gradients of the first five arguments in `gradient_dtype` of their own dtypes.
+        The loss, the gradients of the first five arguments in `gradient_dtype` of their own dtypes, and whether any
+        row counts (a bool without dimensions).
 
     Raises:
         IndexError: on a CPU, a label is not a class, as in PyTorch.
@@ -264,7 +265,8 @@ def chunked_loss(
         for tensor in gradients:
             tensor *= after
     # 0 / 0 if no row counts and the mean is requested, as in PyTorch.
-    return cast("Outputs", ((loss / count if mean else loss).to(loss_dtype), *gradients))
+    has_rows = torch.full((), count > 0, device=hidden.device)
+    return cast("Outputs", ((loss / count if mean else loss).to(loss_dtype), *gradients, has_rows))
 
 
 class _Term:
@@ -359,24 +361,26 @@ def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) ->
 def _(hidden: Tensor, *arguments: Any) -> Outputs:
     *_, loss_dtype, needs = arguments
     gradients = _empty_gradients((hidden, *arguments[: _DIFFERENTIABLE - 1]), needs)
-    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *gradients))
+    has_rows = hidden.new_empty((), dtype=torch.bool)
+    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *gradients, has_rows))
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output)
+    # Not the loss, which a training loop may scale in place.
+    ctx.save_for_backward(*output[1:])
     ctx.needs = inputs[-1]
     ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in inputs[:_DIFFERENTIABLE]]
     ctx.undifferentiated = len(inputs) - _DIFFERENTIABLE
 
 
 def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    loss, *gradients = ctx.saved_tensors
+    *gradients, has_rows = ctx.saved_tensors
     if gradient is not None:
-        # A sum without a label, divided by the number of labels, comes back as infinity. PyTorch leaves the zeros of
-        # rows that do not count alone.
-        gradient = torch.where(loss.abs() > 0, gradient, gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        # A sum without a label that is divided by the number of labels gets a gradient of infinity. PyTorch leaves
+        # the zeros of rows that do not count alone.
+        gradient = torch.where(has_rows, gradient, 0.0)
     scaled = [
         (saved * gradient).to(dtype) if is_needed and gradient is not None else None
         for saved, dtype, is_needed in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
