@@ -75,8 +75,8 @@ lint: $(TEST_STAMP)
 # 2 GiB. A file stays on one worker, which traces and launches what its tests share once.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Of the nightly tests each commit takes another of so many shares, and of the tests in turn an eighth.
-SHARES := 80
+# Each commit takes another of so many shares of the nightly tests, and a twelfth of the files with tests in turn.
+SHARES := 120
 COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 check test test-nightly test-all test-times: export HF_HUB_OFFLINE := 1

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-# Of files with such tests each commit takes an eighth: what a test nearer to the user would mostly find, too.
-EIGHTHS = 8
-in_turn = pytest.mark.nightly(shares=EIGHTHS)
+# Each commit takes one of twelve files with such tests: a test closer to the user would find most of their failures.
+TURNS = 12
+in_turn = pytest.mark.nightly(shares=TURNS)
 
 
 def nightly(values: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:

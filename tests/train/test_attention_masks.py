@@ -237,6 +237,7 @@ def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -
     assert any(f"batches up to 1 x {longest}" in line for line in lines)
 
 
+@in_turn
 def test_data_that_will_have_padding_are_planned_for_it(tmp_path: Path) -> None:
     """The longest rows come first, and have none."""
     lengths = (9, 9, 9, 9, 8, 7, 6, 5)

@@ -151,6 +151,7 @@ EVERY = [(second, unit, breaks) for second in SECOND for unit in (LAYER, MODEL) 
 EVERY = [case for case in EVERY if case != ("attribute", case[1], True)]
 
 
+@in_turn
 @pytest.mark.parametrize(("second", "unit", "breaks"), nightly(EVERY, but=[("name", LAYER, False)]))
 def test_a_later_kind_stays_within_the_budget(attached, second: str, unit: str, breaks: bool) -> None:
     model, kinds = Tasks(breaks), kinds_of(second)

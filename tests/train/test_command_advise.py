@@ -51,6 +51,7 @@ def asked(folder: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return ask
 
 
+@in_turn
 @pytest.mark.parametrize("name", nightly(FLAGS, but=["no_padding"]))
 def test_a_flag_of_the_step_changes_it(name: str, folder: str, asked: Any) -> None:
     def peak(*given: str) -> int:

@@ -279,6 +279,7 @@ def test_a_level_in_fp8_and_its_plan_file(folder, tmp_path, capsys):
     assert any(layers.compress for graph in PlanFile.load(output).graphs for layers in graph.layers)
 
 
+@in_turn
 def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, capsys):
     """With two layers, of which one is recomputed while the other's activations wait."""
     output, folder = tmp_path / "plan.json", save(tmp_path / "model", "roberta-mlm", **DROPOUT)

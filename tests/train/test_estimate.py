@@ -63,6 +63,7 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     assert found.attention == real.config._attn_implementation
 
 
+@in_turn
 def test_a_loop_that_holds_outputs_is_planned_as_it_trains(tmp_path: Path) -> None:
     workload = Workload(save(tmp_path, "llama"), "text-generation", 32, 40)
     spec, level = StepSpec(compiler="aot_eager", keep_outputs=True), Selection(level=1)

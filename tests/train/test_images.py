@@ -84,6 +84,7 @@ def test_a_text_without_images():
         assert_bitwise_same_step(model, plain, batch)
 
 
+@in_turn
 def test_an_error_of_the_model_is_its_own():
     """And a step that fails leaves the next one as it is."""
     model = CASE.build("sdpa")

@@ -132,6 +132,7 @@ def compiled_graphs(model: torch.nn.Module, chosen: Selection, batch: Batch) -> 
     return compiled.call_count, found
 
 
+@in_turn
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_that_shows_its_graphs_is_not_compiled(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it runs again under a plan. Where it cannot run so, as for want of memory, it is compiled."""

@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.gradients import TOLERANCE, Gradients, wrong_gradients
 from tests.model_zoo import ZOO
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
 
@@ -65,6 +65,7 @@ def test_gradients_are_those_of_plain_pytorch(compiler: str, unit: str, kinds: s
     assert sum(line.startswith(OTHER_GRAPH) for line in lines) == 1
 
 
+@in_turn
 def test_router_logits_of_experts_are_outputs() -> None:
     """Recompute waits for the gradient to which theirs would be added. Layers that collect them go with the model."""
     torch.manual_seed(0)

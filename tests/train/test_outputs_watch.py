@@ -179,6 +179,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Footprint:
     return footprint
 
 
+@in_turn
 @pytest.mark.parametrize("held", [HeldUntil.BACKWARD, HeldUntil.NEXT_FORWARD])
 def test_a_budget_has_room_for_outputs_as_long_as_they_may_be_held(free: Footprint, held: HeldUntil) -> None:
     batch = ZOO["llama"].batch(*LARGE)

@@ -69,6 +69,7 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
     assert planned.breakdown["parameters"] == pytest.approx(expected, rel=0.01)
 
 
+@in_turn
 @pytest.mark.parametrize("storage", nightly([torch.bfloat16, torch.uint8], but=[torch.bfloat16]), ids=str)
 def test_a_rank_is_planned_as_it_trains(storage: torch.dtype) -> None:
     """Where weights are packed into floating point FSDP2 shards them, else each rank has them whole."""

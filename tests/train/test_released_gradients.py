@@ -179,6 +179,7 @@ def run_of(folder: Path, plain: bool, resume: str | None = None, **changes: Any)
     return trainer
 
 
+@in_turn
 def test_a_trainer_resumes_and_loads_its_best_model(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     best = {**saving, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}

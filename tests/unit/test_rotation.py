@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.rotation import EIGHTHS, Share, in_turn, nightly
+from tests.rotation import TURNS, Share, in_turn, nightly
 
-SHARES, SHARDS = 40, 8
+SHARES, SHARDS = 48, 8
 
 
 @dataclass
@@ -36,11 +36,11 @@ def test_every_commit_takes_what_is_not_nightly_and_each_nightly_test_has_its_tu
     commits = [taken(f"{commit}/{SHARES}") for commit in range(700, 700 + SHARES)]
     for item in ITEMS:
         turns = sum(item in one for one in commits)
-        assert turns == (SHARES if not item.marks else SHARES // EIGHTHS if item.marks == (in_turn,) else 1)
+        assert turns == (SHARES if not item.marks else SHARES // TURNS if item.marks == (in_turn,) else 1)
 
 
 def test_tests_in_turn_of_a_file_go_together() -> None:
-    for commit in range(EIGHTHS):
+    for commit in range(TURNS):
         found = [item for item in taken(f"{commit}/{SHARES}") if item.marks == (in_turn,)]
         assert len(found) % 5 == 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rotation import nightly
+from tests.rotation import in_turn, nightly
 from tests.train.launchers.launching import (
     Done,
     launcher,
@@ -113,6 +113,7 @@ def check(done: Done, *cells: str) -> None:
             assert len(set(rank["exchanges"])) == 1
 
 
+@in_turn
 def test_padding_on_one_rank(launched: Done) -> None:
     check(launched, "ddp-padding-level")
     first, second = launched.trained("ddp-padding-level")

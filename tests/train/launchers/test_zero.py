@@ -1,8 +1,8 @@
 """Every launcher with every ZeRO stage and optimizer: a Trainer with an engine ends where a stock one does.
 
 One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
-compiles does not know the optimizer). `make test` takes the launch of `QUICK`, with the two optimizers that need
-nothing built, and without inductor, which compiles for a minute; DDP under accelerate and torchrun is in
+compiles does not know the optimizer). `make test` takes the launch of `QUICK` in turn, with the two optimizers that
+need nothing built, and without inductor, which compiles for a minute; DDP under accelerate and torchrun is in
 `test_launchers.py`.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 from optimum_memopt.engines.compile.loss.decide import ROW
+from tests.rotation import in_turn
 from tests.train.launchers.launching import alone, launcher, needs_compiler, needs_deepspeed, run_jobs
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
@@ -30,7 +31,7 @@ def cells() -> list:
     for cell in itertools.product(LAUNCHERS, STAGES, (OF_TORCH, OF_DEEPSPEED)):
         name, stage, optimizers = cell
         slow = pytest.mark.extensions if optimizers is OF_DEEPSPEED else pytest.mark.nightly
-        marks = [] if cell in QUICK else [slow]
+        marks = [in_turn] if cell in QUICK else [slow]
         if stage is not None or name == "deepspeed" or optimizers is OF_DEEPSPEED:
             marks += [needs_deepspeed, needs_compiler]
         kind = "torch" if optimizers is OF_TORCH else "deepspeed"
