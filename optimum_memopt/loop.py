@@ -77,13 +77,19 @@ def optimize(
 
 def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Check, before the optimizer's first step with a gradient, that the engine has run."""
+    held = weakref.ref(engine)
+    is_checked = False
 
+    # It stays: torch iterates over the hooks while they run, and raises if one of them removes itself beside others.
     def check(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        if any(each.grad is not None for group in stepping.param_groups for each in group["params"]):
-            hook.remove()
-            engine.check_used()
+        nonlocal is_checked
+        if is_checked or all(each.grad is None for group in stepping.param_groups for each in group["params"]):
+            return
+        is_checked = True
+        if (attached := held()) is not None:
+            attached.check_used()
 
-    hook = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)
 
 
 def _wrap_forwards(model: torch.nn.Module, engine: Engine, options: MemOptOptions) -> None:

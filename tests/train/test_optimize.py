@@ -98,6 +98,22 @@ def test_a_forward_that_is_replaced_behind_the_engine_is_said(name: str, plan: d
         engine.detach()
 
 
+def test_hooks_of_an_optimizer_run_beside_the_engines() -> None:
+    """torch raises if a hook removes itself while others wait."""
+    models = [CASE.build("eager").train() for _ in range(2)]
+    optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
+    options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+    for model in models:
+        optimize(model, optimizer=optimizer, **options)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        for model in models:
+            model(**CASE.batch()).loss.backward()
+        optimizer.step()
+    assert len(calls) == 2
+
+
 def test_a_notebook_shows_the_table_of_a_trainer(tmp_path):
     data = [{name: value[0] for name, value in CASE.batch(1).items()}] * 2
     args = MemOptTrainingArguments(

@@ -348,10 +348,13 @@ class Regions:
         return self._trace, layer, tuple(map(_kind, given))
 
     def check_graph(self, graph: fx.Graph) -> None:
-        """Raise RuntimeError if the outer graph registers a hook on a tensor. The backward would bypass a piece of the
-        graph that returns its own input with a hook on it."""
+        """Raise RuntimeError if the outer graph cannot be split at layers: it registers a hook on a tensor, and the
+        backward would bypass a piece that returns its own input with the hook; or it enters inference mode, which
+        would stay on behind a piece."""
         if any(map(dynamo.registers_hook, graph.nodes)):
             raise self._refused("a hook is registered on a tensor between layers")
+        if any(map(dynamo.enters_inference_mode, graph.nodes)):
+            raise self._refused("torch.inference_mode is entered around layers")
 
     def check_around(self, trace: dynamo.Trace) -> None:
         """Raise RuntimeError if the outer code writes to an object that a layer's hook holds, such as a list that all

@@ -489,6 +489,11 @@ def registers_hook(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "register_hook"
 
 
+def enters_inference_mode(node: fx.Node) -> bool:
+    """True for the begin of `torch.inference_mode` (`torch/autograd/grad_mode.py`, 2.13)."""
+    return getattr(node.target, "__name__", "") == "_enter_inference_mode"
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude `function`, and all that it calls, from traces; a call of it breaks the graph."""
     return cast("Callable[..., Any]", torch._dynamo.disable(function, reason=MEANT))
