@@ -80,7 +80,7 @@ def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     held = weakref.ref(engine)
     is_checked = False
 
-    # It stays: torch iterates over the hooks while they run, and raises if one of them removes itself beside others.
+    # The hook does not remove itself: torch iterates over the hooks, and raises if their number changes meanwhile.
     def check(stepping: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal is_checked
         if is_checked or all(each.grad is None for group in stepping.param_groups for each in group["params"]):

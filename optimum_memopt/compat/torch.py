@@ -154,28 +154,34 @@ def current_autocast(device_type: str) -> torch.dtype | None:
 
 @contextmanager
 def modes_restored_on_error(device_type: str) -> Iterator[None]:
-    """Restores grad mode and autocast if the code within raises. The pieces of a compiled forward set both, and leave
-    those of the piece that stopped (`grad_enabled_mutation` in `torch/_functorch/_aot_autograd`, 2.13)."""
+    """Returns a context that restores grad mode and autocast if the code within raises. Pieces of a compiled forward
+    set both, and an error leaves the state of the piece that raised it (`grad_enabled_mutation` in
+    `torch/_functorch/_aot_autograd`, 2.13)."""
     has_gradients, is_on = torch.is_grad_enabled(), torch.is_autocast_enabled(device_type)
-    dtype, depth = torch.get_autocast_dtype(device_type), _autocast_depth()
+    dtype, depth = torch.get_autocast_dtype(device_type), autocast_depth()
     try:
         yield
     except BaseException:
         torch.set_grad_enabled(has_gradients)
         torch.set_autocast_enabled(device_type, is_on)
         torch.set_autocast_dtype(device_type, dtype)
-        for _ in range(_autocast_depth(), depth):
-            torch.autocast_increment_nesting()
-        for _ in range(depth, _autocast_depth()):
-            torch.autocast_decrement_nesting()
+        set_autocast_depth(depth)
         raise
 
 
-def _autocast_depth() -> int:
-    """Returns how many contexts of autocast the code runs in."""
+def autocast_depth() -> int:
+    """Returns the number of nested autocast contexts; the outermost one frees its casts of parameters on exit."""
     torch.autocast_increment_nesting()
     depth: int = torch.autocast_decrement_nesting()
     return depth
+
+
+def set_autocast_depth(depth: int) -> None:
+    """Make the code count as running in this many nested autocast contexts."""
+    for _ in range(autocast_depth(), depth):
+        torch.autocast_increment_nesting()
+    for _ in range(depth, autocast_depth()):
+        torch.autocast_decrement_nesting()
 
 
 def without_modes() -> AbstractContextManager[Any]:

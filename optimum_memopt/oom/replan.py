@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import FORWARD, OPTIMIZER_STEP, Failure
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.engines.shared.function_state import refill
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import log_from_any_rank
 from optimum_memopt.oom.report import free_step, model_of
@@ -175,16 +177,10 @@ _MOST_BUFFERS = 64 * 2**20
 
 
 def kept_inputs(inputs: Any) -> Callable[[], None]:
-    """Returns a function that restores what a batch holds now. A step may take the labels out of it."""
+    """Returns a function that restores the present entries of a batch. A step may remove some, such as the labels."""
     if not isinstance(inputs, MutableMapping):
         return lambda: None
-    held = dict(inputs)
-
-    def restore() -> None:
-        inputs.clear()
-        inputs.update(held)
-
-    return restore
+    return partial(refill, inputs, dict(inputs))
 
 
 def falling_back(

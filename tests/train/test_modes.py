@@ -35,8 +35,10 @@ class InModes(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(6))
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        if self.mode in ("no grad", "inference"):
-            return torch.no_grad() if self.mode == "no grad" else torch.inference_mode()
+        if self.mode == "no grad":
+            return torch.no_grad()
+        if self.mode == "inference":
+            return torch.inference_mode()
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.mode == "autocast")
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

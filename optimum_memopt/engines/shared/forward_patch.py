@@ -32,6 +32,7 @@ from optimum_memopt.engines.shared.function_state import (
     holds_the_same,
     package_of,
     refill,
+    restore_containers,
 )
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
@@ -187,9 +188,7 @@ class ForwardState:
             for module, names in () if has_hooks else self.names:
                 for name in () if package_of(module) in LIBRARIES else _names_in(module) - names:
                     delattr(module, name)
-        for container, values in self.arguments:
-            if not holds_the_same(container, values):
-                refill(container, values)
+        restore_containers(self.arguments)
         for functions in self.functions:
             functions.restore()
 

@@ -66,6 +66,13 @@ def refill(container: Any, values: Any) -> None:
     (container.extend if isinstance(container, list | deque) else container.update)(values)
 
 
+def restore_containers(noted: Iterable[tuple[Any, Any]]) -> None:
+    """Restore containers, each with its copy as `containers_in` yields them."""
+    for container, values in noted:
+        if not holds_the_same(container, values):
+            refill(container, values)
+
+
 def containers_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
     """Yields the containers in a value, each with a shallow copy."""
     value = value.data if isinstance(value, UserDict) else value
@@ -137,9 +144,7 @@ class FunctionState:
         for attributes, names in self.objects:
             for name in attributes.keys() - names:
                 del attributes[name]
-        for container, values in self.containers:
-            if not holds_the_same(container, values):
-                refill(container, values)
+        restore_containers(self.containers)
         for held, values in self.arrays:
             if isinstance(held, torch.Tensor):
                 held.data.copy_(values)

@@ -350,7 +350,7 @@ class Regions:
     def check_graph(self, graph: fx.Graph) -> None:
         """Raise RuntimeError if the outer graph cannot be split at layers: it registers a hook on a tensor, and the
         backward would bypass a piece that returns its own input with the hook; or it enters inference mode, which
-        would stay on behind a piece."""
+        would stay enabled after the piece."""
         if any(map(dynamo.registers_hook, graph.nodes)):
             raise self._refused("a hook is registered on a tensor between layers")
         if any(map(dynamo.enters_inference_mode, graph.nodes)):

@@ -325,7 +325,7 @@ class TracedForward:
 
     def _forward_state(self, call: ForwardArgs) -> ForwardState:
         """Returns the state to restore before a rerun of the call; with buffers if it is the first of its kind."""
-        # A forward may write to a dict that it is given (sentence-transformers').
+        # A forward may write to a dict argument (sentence-transformers).
         given = call.args, call.inputs
         kinds = filter(None, itertools.chain.from_iterable(self._hooks))
         called = (hook for of_kind in kinds for hook in of_kind.values())

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.compat.torch import autocast_depth, set_autocast_depth, tensors_in
 from optimum_memopt.engines.api.run import LossStep
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents
@@ -152,16 +152,14 @@ def _outside_of_autocast(device: str) -> Iterator[None]:
     """Turn autocast off, and make the next autocast context count as the outermost one, which frees its casts of
     parameters on exit. A simulated step begins outside of autocast, though the forward that requests it may run under
     autocast."""
-    depth, is_on = torch.autocast_increment_nesting() - 1, torch.is_autocast_enabled(device)
-    while torch.autocast_decrement_nesting():
-        pass
+    depth, is_on = autocast_depth(), torch.is_autocast_enabled(device)
+    set_autocast_depth(0)
     torch.set_autocast_enabled(device, False)
     try:
         yield
     finally:
         torch.set_autocast_enabled(device, is_on)
-        for _ in range(depth):
-            torch.autocast_increment_nesting()
+        set_autocast_depth(depth)
 
 
 class _Mark(NamedTuple):

@@ -490,7 +490,7 @@ def registers_hook(node: fx.Node) -> bool:
 
 
 def enters_inference_mode(node: fx.Node) -> bool:
-    """True for the begin of `torch.inference_mode` (`torch/autograd/grad_mode.py`, 2.13)."""
+    """True for the call that enters `torch.inference_mode` (`torch/autograd/grad_mode.py`, 2.13)."""
     return getattr(node.target, "__name__", "") == "_enter_inference_mode"
 
 
