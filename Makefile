@@ -76,7 +76,7 @@ lint: $(TEST_STAMP)
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Each commit takes another of so many shares of the nightly tests, and a twelfth of the files with tests in turn.
-SHARES := 120
+SHARES := 240
 COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 check test test-nightly test-all test-times: export HF_HUB_OFFLINE := 1

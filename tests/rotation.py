@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-# Each commit takes one of twelve files with such tests: a test closer to the user would find most of their failures.
-TURNS = 12
+# Each commit takes one of 24 files with such tests: a test closer to the user would find most of their failures.
+TURNS = 24
 in_turn = pytest.mark.nightly(shares=TURNS)
 
 

@@ -230,7 +230,7 @@ def model_of(run: Run) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", nightly(RUNS, but=["roberta"]))
+@pytest.mark.parametrize("name", nightly(RUNS))
 def test_peak_is_the_measured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", position_bias_mask)
     run = RUNS[name]

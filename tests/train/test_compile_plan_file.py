@@ -68,6 +68,7 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     engine.detach()
 
 
+@in_turn
 @pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
 def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compiler: str) -> None:
     """MI300X: with CUDA the graph has other attention kernels, and the file is refused here."""

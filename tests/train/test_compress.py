@@ -207,9 +207,7 @@ MEASURED_GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "unit", "compiler"), nightly(MEASURED_GRADIENTS, but=[("roberta-classification", LAYER, "aot_eager")])
-)
+@pytest.mark.parametrize(("name", "unit", "compiler"), nightly(MEASURED_GRADIENTS))
 def test_the_error_of_gradients_is_logged_once(name: str, unit: str, compiler: str, caplog) -> None:
     """Of one graph it is that against an exact run; generators, buffers and gradients are those without it."""
     if compiler == "inductor" and not dynamo.inductor_works("cpu"):
