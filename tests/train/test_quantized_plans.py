@@ -142,15 +142,17 @@ def test_an_evaluation_leaves_gradients_as_they_were() -> None:
     assert_same(accumulate(model, [batch()]), expected, tolerance=0.05)
 
 
+# A budget runs the first forward twice.
 @in_turn
-def test_layers_of_8_bits_are_graphs_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [{"memory_opt_level": 1}, {"memory_opt_budget": "99%"}], ids=["level 1", "budget"])
+def test_layers_of_8_bits_are_graphs_of_their_own(tmp_path: Path, chosen: dict[str, Any]) -> None:
     transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).save_pretrained(tmp_path)
     given = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float32}
     model, plain = (transformers.LlamaForCausalLM.from_pretrained(tmp_path, **given).train() for _ in range(2))
     for one in (model, plain):
         for name, parameter in one.named_parameters():
             parameter.requires_grad_("norm" in name)
-    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **chosen)
     assert_same(accumulate(model, [batch()]), accumulate(plain, [batch()]))
     table = engine.plans()
     assert table is not None and "in 3 graphs for 4 layers" in table.header[0]

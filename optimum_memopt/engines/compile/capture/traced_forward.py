@@ -196,6 +196,11 @@ class TracedForward:
         self._has_run = choices.has_run = True
         return traced
 
+    def move_scales(self) -> None:
+        """Move the scales of 8-bit weights; do so before the state that a rerun starts from is taken, since a restored
+        layer would have neither the old nor the new ones."""
+        self._trace_fixes.move_scales()
+
     def _new_regions(
         self, groups: tuple[LayerGroup, ...], opened: Mapping[str, torch.nn.Module] = MappingProxyType({})
     ) -> Regions:

@@ -158,6 +158,11 @@ class TraceFixes:
         # The value to which the forward itself sets a `problem_type` of None.
         self._set_by_forward: str | None = None
 
+    def move_scales(self) -> None:
+        """Move the scales of 8-bit weights to the state of their layers, as the layers' first forward does."""
+        for product in self._in_8_bits:
+            move_to_state(product)
+
     @contextlib.contextmanager
     def around_call(
         self, inputs: Mapping[str, Any], others: Sequence[Replacement], stops_at_hooks: bool
@@ -170,9 +175,8 @@ class TraceFixes:
             stops_at_hooks: whether a forward that registers hooks raises `HooksPutError` there, before more of it is
                 compiled.
         """
-        for product in self._in_8_bits:
-            # A graph that is compiled before the move would have guards on the scales' old place.
-            move_to_state(product)
+        # A graph that is compiled before the move would have guards on the scales' old place.
+        self.move_scales()
         for tensor in inputs.values():
             if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                 mark_static(tensor, range(1, tensor.dim()))

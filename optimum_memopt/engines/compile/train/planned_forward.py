@@ -175,6 +175,7 @@ class PlannedForward:
         """
         if self.is_compiled:
             return self._run(call, may_run_again)
+        self.traced.move_scales()
         before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
         forget = self.traced.shared.forgetting()
         held: dict[str, torch.Tensor] = dict(self._model.named_parameters())
