@@ -1,5 +1,6 @@
 """No step of a steady run waits for the device; of plain PyTorch each does, where transformers reads the mask."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from gpu.steps import SMALL, batch_of, build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import optimum_memopt
+from optimum_memopt.engines.compile.train import host_watch
+from tests.trainer_runs import log_lines
 
 STEADY, STEPS = 4, 7
 PLANS: dict[str, dict[str, Any]] = {
@@ -76,6 +79,19 @@ def test_a_loop(plan: str) -> None:
         model(**batch).loss.backward()
     torch.cuda.set_sync_debug_mode("default")
     memopt.detach()
+
+
+@pytest.mark.parametrize(("unit", "said"), [("auto", 1), ("layer", 0), ("model", 0)])
+def test_a_device_that_waits_for_python_is_named(unit: str, said: int) -> None:
+    """Here every kernel is fast; a choice of the unit is not commented on."""
+    model, batch = build("llama", dataclasses.replace(SMALL, layers=4)), batch_of(SMALL)
+    del batch["attention_mask"]
+    with log_lines() as lines:
+        memopt = optimum_memopt.optimize(model, **{**ENGINE, "memory_opt_unit": unit})
+        for _ in range(20):
+            model(**batch).loss.backward()
+        memopt.detach()
+    assert [host_watch.FASTER_AS_ONE_GRAPH in line for line in lines].count(True) == said
 
 
 def test_released_gradients() -> None:

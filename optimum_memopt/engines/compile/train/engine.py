@@ -35,6 +35,7 @@ from optimum_memopt.engines.compile.torch_compat import host_masks, releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.torch_compat.compiler_errors import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
+from optimum_memopt.engines.compile.train.host_watch import FASTER_AS_ONE_GRAPH, HostWatch
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.loss_watch import LossWatch, assumed_loss
 from optimum_memopt.engines.compile.train.outputs_watch import OutputsWatch
@@ -107,6 +108,8 @@ class CompileEngine(in_place.InPlaceEngine):
         self._leafs: Zero3Layers | None = None
         self._is_on_cpu = self._keeps_freed = False
         self._outputs: OutputsWatch | None = None
+        # None once it is known whether the device waits for Python, and if the unit cannot be another one.
+        self._host: HostWatch | None = None
         # A parameter that trained in the last forward.
         self._trained: Callable[[], torch.Tensor | None] = lambda: None
         # Gradients flow to a tensor that is neither a parameter nor an argument.
@@ -141,6 +144,8 @@ class CompileEngine(in_place.InPlaceEngine):
             process.return_freed_memory()
         else:
             host_masks.watch_masks()
+            device = next(self._model.parameters()).device
+            self._host = HostWatch(device) if device.type == "cuda" and self._unit == AUTO else None
 
     def _leave(self) -> None:
         if self._outputs is not None:
@@ -305,7 +310,19 @@ class CompileEngine(in_place.InPlaceEngine):
             # Only with room for it: the next step may not be able to reuse the blocks that malloc keeps.
             self._keep_freed(host_available() >= peak)
         self._outputs.watch(outputs)
+        if self._host is not None:
+            self._watch_host(self._host)
         return outputs
+
+    def _watch_host(self, watch: HostWatch) -> None:
+        """Count a forward; after the last one to watch, say if one graph for the whole forward would be faster."""
+        watch.end_forward()
+        if not watch.is_over:
+            return
+        self._host = None
+        may_be_whole = not self._is_sharded and self._planned is not None and self._planned.traced.has_regions
+        if watch.waits and may_be_whole:
+            get_logger().info(FASTER_AS_ONE_GRAPH)
 
     def _loss_watch(self, inputs: Mapping[str, object]) -> LossWatch | None:
         """Returns a watch of the memory that a training loop takes for its loss, for a forward with these inputs; None
