@@ -1,11 +1,11 @@
-"""The advisor against an exhaustive sweep of real runs on the CPU: the recommended plan and micro-batch, and the best
-of all that stay within the budget.
+"""The advisor against an exhaustive sweep of real runs on the CPU: compares the recommended plan and micro-batch with
+the best of all that stay within the budget.
 
     python benchmarks/advise.py --out /tmp/advise [--models gpt2 …] [--docs docs]
 
-No plan and level 1 run with every micro-batch, a budget with the recommended one, half of it and twice as much. The
-recommended run and the fastest of the others then take steps in turns in one process. Seconds are the processor's,
-with one thread.
+No plan and level 1 run with every micro-batch size; a budget runs with the recommended size, half of it and twice as
+much. The recommended run and the fastest of the others then take turns in one process, one step each. Seconds are CPU
+seconds, with one thread.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from typing import Any
 from shared import fill, to_markdown
 
 ROWS, LENGTH = 16, 128
-# Of the way from the lowest peak to that of all rows at once without a plan.
+# Positions of the budgets between the lowest peak (0) and the peak of all rows at once without a plan (1).
 SHARES = (0.2, 0.4, 0.6, 0.8)
 NO_PLAN, LEVEL_1, BUDGET = "no plan", "level 1", "budget"
 _STEPS = 3
-# Of the sweep's fastest, how many take steps in turns with the recommended one, and how often.
+# How many of the sweep's fastest runs race against the recommended one, and over how many rounds.
 _RIVALS, _ROUNDS = 2, 9
-# Of a line that a worker prints for the benchmark.
+# Prefix of the lines that a worker prints for the benchmark.
 _MARK = "json:"
 _WIDTH, _LAYERS, _HEADS = 256, 3, 4
 _LANGUAGE = ("bert-mlm", "gpt2", "llama")
@@ -42,9 +42,9 @@ class Ran:
     """Real steps of a plan.
 
     Attributes:
-        rows: of a micro-batch.
-        peak: resident, bytes.
-        seconds: of an optimizer step, the processor's.
+        rows: rows of a micro-batch.
+        peak: peak resident memory, in bytes.
+        seconds: CPU seconds of an optimizer step.
     """
 
     plan: str
@@ -59,7 +59,7 @@ class Ran:
 
 
 def config(name: str) -> Any:
-    """Three layers of 256."""
+    """Returns a config with three layers of width 256."""
     import transformers
     from shared import make_config
 
@@ -84,7 +84,7 @@ def config(name: str) -> Any:
 
 
 def workload(folder: Path, name: str) -> Any:
-    """The model of a name, saved in a folder."""
+    """Returns the workload of a model, whose config is saved in the folder."""
     from optimum_memopt.predict.workload import Workload
 
     path = folder / name
@@ -93,14 +93,14 @@ def workload(folder: Path, name: str) -> Any:
     return Workload(str(path), _TASKS.get(name, "text-classification"), ROWS, LENGTH)
 
 
-# A plan, whether its loss is chunked, and rows of a micro-batch.
+# A plan, whether its loss is chunked, and the rows of a micro-batch.
 Runner = tuple[str, bool, int]
 
-# Worker processes, which print JSON.
+# Worker processes; they print JSON.
 
 
 def print_advice(folder: Path, name: str) -> None:
-    """The advice within each budget."""
+    """Print the advice for each budget."""
     from optimum_memopt.engines.compile.predict.micro_batches import of_workload
     from optimum_memopt.predict.advise import advise, to_dict
     from optimum_memopt.sizes import parse_budget
@@ -110,14 +110,14 @@ def print_advice(folder: Path, name: str) -> None:
     plans = {plan.name: plan for plan in free.plans if not plan.chunks_loss}
     low, high = free.lowest(plans[BUDGET], True), free.step(plans[NO_PLAN], ROWS, False).peak
     for share in SHARES:
-        # As the flag has it.
+        # A whole number of MiB, as in the flag.
         budget = int(low + share * (high - low)) // 2**20 * 2**20
         predictor = free.within(budget)
         print(_MARK, json.dumps(to_dict(advise(predictor, ROWS), predictor)), flush=True)
 
 
 def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | None, sizes: Sequence[int]) -> None:
-    """Steps with each micro-batch, the smallest first; of a budget that nothing fits in none."""
+    """Print the measured steps of each micro-batch size, smallest first; nothing if no plan fits the budget."""
     import torch
 
     from optimum_memopt.errors import DoesNotFitError
@@ -142,7 +142,7 @@ def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | 
 
 
 def print_race(folder: Path, name: str, budget: str, runners: Sequence[Runner]) -> None:
-    """Seconds of each runner's steps, round by round; the first round warms up."""
+    """Print the seconds of each runner's step, round by round; the first round is a warm-up and is not printed."""
     trainings = [
         _Training(folder, name, runner[1], **_options(folder, name, runner, budget, is_saved=True))
         for runner in runners
@@ -156,7 +156,15 @@ def print_race(folder: Path, name: str, budget: str, runners: Sequence[Runner]) 
 def _options(
     folder: Path, name: str, runner: Runner, budget: str | None, is_saved: bool = False
 ) -> dict[str, str | int]:
-    """The arguments of `optimize`; a budget is for a process with one model, its plan saved there for the others."""
+    """Returns the arguments of `optimize`.
+
+    Args:
+        folder: where plans are saved.
+        name: name of the model.
+        runner: what trains.
+        budget: only for a process with a single model.
+        is_saved: load the plan that such a process saved, instead of solving for the budget.
+    """
     plan, _, _ = runner
     if plan != BUDGET:
         return {"memory_opt_level": int(plan == LEVEL_1)}
@@ -190,13 +198,13 @@ class _Training:
         self.engine.outputs_read_by = lambda: ""
 
     def forget(self) -> None:
-        """Begin with an optimizer without states."""
+        """Start over with an optimizer that has no state."""
         import torch
 
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
 
     def step(self, rows: int) -> float:
-        """As Trainer has it, in seconds of the processor."""
+        """Run an optimizer step as Trainer does, and return its CPU seconds."""
         import torch
 
         batch = self._batch
@@ -214,7 +222,7 @@ class _Training:
 
 
 def ask(folder: Path, *arguments: str) -> list[Any]:
-    """The JSON documents that a worker prints, one a line."""
+    """Run a worker, and return the JSON documents that it prints, one per line."""
     command = [sys.executable, __file__, "--out", str(folder), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -222,12 +230,15 @@ def ask(folder: Path, *arguments: str) -> list[Any]:
 
 
 def sweep(folder: Path, name: str, budget: int, chosen: int) -> Iterator[Ran]:
-    """Real steps of each plan; that of a budget where a step does not fit without, and as it was chosen.
+    """Yields real steps of each plan.
+
+    The budget's plan runs with the recommended micro-batch, and with half and twice its rows if these exceed the
+    budget without a plan.
 
     Args:
-        folder: what is found there is not run again.
-        name: of the model.
-        budget: bytes.
+        folder: holds earlier results, which are not measured again.
+        name: name of the model.
+        budget: the budget, in bytes.
         chosen: rows of the recommended micro-batch.
     """
     sizes = [size for size in range(1, ROWS + 1) if ROWS % size == 0]
@@ -252,7 +263,7 @@ def _runs(
 
 
 def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
-    """A row of the page."""
+    """Returns a row of the page's table."""
     limit, chosen = advice["budget"], advice["recommended"]
     ran = list(sweep(folder, name, limit, chosen["rows"]))
     key = chosen["plan"], chosen["chunked_loss"], chosen["rows"]
@@ -263,15 +274,15 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
         "samples/s predicted": chosen["samples_per_second"],
         "peak MiB predicted": chosen["peak"] / 2**20,
     }
-    # Alone in its process, as it would train: one that has run other batches holds more.
+    # Measured alone in its process, as it would train: a process that has run other batches holds more.
     ours = _runs(folder, name, *key[:2], [key[2]], f"{limit // 2**20}MiB" if key[0] == BUDGET else None)
     if not ours:
-        # The process that trains holds more than the one that advised, and the budget was refused.
+        # The training process holds more than the one that advised, so the budget was refused.
         return {**row, "peak MiB": 0.0, "samples/s": 0.0, "best other": "", "of its speed": 0.0}
     fitting = [one for one in ran if one.peak <= limit and one.runner != key]
     rivals = sorted(fitting, key=lambda one: one.seconds)[:_RIVALS]
     rounds = race(folder, name, limit, [key, *(one.runner for one in rivals)])
-    # Of our speed and each rival's, round by round.
+    # Median ratio of our speed to each rival's, round by round.
     shares = [statistics.median(theirs / own for own, theirs in pairs) for pairs in _pairs(rounds)]
     best = min(range(len(rivals)), key=lambda number: shares[number], default=None)
     return {
@@ -284,12 +295,12 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(rounds: Sequence[Sequence[float]]) -> list[list[tuple[float, float]]]:
-    """The values of the first runner and of each other one, round by round."""
+    """Returns for each runner but the first its pairs (seconds of the first runner, its own), round by round."""
     return [[(row[0], row[other]) for row in rounds] for other in range(1, len(rounds[0]))]
 
 
 def race(folder: Path, name: str, limit: int, runners: Sequence[Runner]) -> list[list[float]]:
-    """Seconds of steps that are taken in turns: a list for each round."""
+    """Returns the seconds of the runners' interleaved steps, one list per round."""
     file = folder / f"{name} race {limit}.json"
     if not file.exists():
         budget = f"{limit // 2**20}MiB"
@@ -303,7 +314,7 @@ def _named(plan: str, chunked: bool, rows: int) -> str:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """The table, and a sentence that sums it up."""
+    """Returns the table and a sentence that sums it up."""
     decimals = {"samples/s predicted": 1, "samples/s": 1, "of its speed": 3}
     kept = [row for row in rows if row["peak MiB"] <= row["budget MiB"]]
     over = len(rows) - len(kept)
@@ -317,7 +328,7 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="Folder for what was found; what is there is kept.")
+    parser.add_argument("--out", type=Path, required=True, help="Folder for the results; existing ones are kept.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--docs", type=Path, help="Folder of advise.md, to fill in the table.")
     parser.add_argument("--budget", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Bytes that torch's allocator gives out, for benchmarks and tests."""
+"""Measures the bytes that torch's allocator hands out, for benchmarks and tests."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def allocated(function: Callable[[], Any]) -> tuple[int, int, Any]:
-    """The most that a call held over what was there before, what it left, in bytes, and its result."""
+    """Returns a call's peak over what was allocated before, the bytes it leaves allocated, and its result."""
     gc.collect()
     gc.disable()
     try:
@@ -30,9 +30,9 @@ def allocated(function: Callable[[], Any]) -> tuple[int, int, Any]:
 
 
 class TensorCounter(TorchDispatchMode):
-    """Counts the tensors that calls make while they live, without what an operator holds inside.
+    """Counts the bytes of live tensors that calls create, without operators' internal workspaces.
 
-    For processes in which threads of gloo copy what they move: a profiler sees a part of those copies.
+    For processes in which gloo's threads copy the data that they send: a profiler sees some of those copies.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class TensorCounter(TorchDispatchMode):
         return True
 
     def allocated(self, function: Callable[[], Any]) -> tuple[int, int, Any]:
-        """As `allocated`; what one call has made is counted until it is gone, in later calls too."""
+        """Measure a call as `allocated` does; its tensors count until they are freed, in later calls too."""
         before = self._peak = self._held
         with self:
             result = function()

@@ -18,9 +18,9 @@ from optimum_memopt.memory.peak_monitor import MIB
 if TYPE_CHECKING:
     import torch
 
-# Of the compile engine, and the backends of `torch.compile` to compare with: `aot_eager` has inductor's partitioner
-# and runs PyTorch's operators one by one. `aot_eager_decomp_partition` decomposes them first and needs more memory and
-# time (RoBERTa with 6 layers: 424 MiB against 406, with a budget of 0.1 315 against 298).
+# Compilers of the compile engine, and the `torch.compile` backends to compare with. `aot_eager` uses inductor's
+# partitioner and runs PyTorch's operators one by one. `aot_eager_decomp_partition` decomposes them first and needs
+# more memory and time (RoBERTa with 6 layers: 424 MiB against 406, with a budget of 0.1 315 against 298).
 COMPILERS = ("aot_eager", "inductor")
 EAGER = "eager"
 FAMILIES = (EAGER, "checkpointing", "torch.compile", "budget", "compile", "ort")
@@ -30,16 +30,18 @@ _NO_MEMORY = re.compile(r"out ?of ?memory|can't allocate memory", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Baseline(Case):
-    """A case, with settings that the package's own command does not have.
+    """A case with settings that the package's own command does not have.
 
     Attributes:
-        name: in the tables.
+        name: name in the tables.
         family: one of `FAMILIES`.
-        activation_checkpointing: PyTorch's own, in every n-th layer.
-        tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.
-        backend: of `torch.compile`; None: the model is not compiled.
+        activation_checkpointing: whether to use PyTorch's checkpointing in every n-th layer.
+        every_n_layers: the n of the checkpointed layers.
+        tuned_malloc: whether malloc returns freed blocks to the system, as the engines set it up; False: glibc's
+            defaults.
+        backend: the `torch.compile` backend; None if the model is not compiled.
         budget: torch's `activation_memory_budget`.
-        memory_cap: most bytes that torch may reserve on CUDA.
+        memory_cap: the most bytes that torch may reserve on CUDA.
     """
 
     name: str = ""
@@ -54,13 +56,14 @@ class Baseline(Case):
     def prepare(self, model: "torch.nn.Module") -> None:
         import torch
 
-        # Every run of a Trainer has it in memory, so every baseline must.
+        # Every run of a Trainer has this module in memory, so every baseline must load it.
         from transformers import Trainer  # noqa: F401
 
         if self.activation_checkpointing:
             model.activation_checkpointing_enable(every_n_layers=self.every_n_layers)
         if not self.tuned_malloc:
-            # glibc reads this at start-up only; set now, it just keeps malloc's settings from being changed.
+            # glibc reads this variable only at start-up; set here, it only stops `measure` from changing malloc's
+            # settings.
             os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
         if self.budget is not None:
             torch._functorch.config.activation_memory_budget = self.budget
@@ -78,10 +81,13 @@ def measure(baseline: Baseline) -> Measurement:
 def baselines(
     make: Callable[..., Baseline], compilers: Sequence[str], every: Sequence[int], budgets: Sequence[float]
 ) -> Iterator[Baseline]:
-    """All baselines but single rows of a plan table.
+    """Yields all baselines except single rows of a plan table.
 
     Args:
-        make: makes a baseline of the given fields, with workload and steps.
+        make: makes a baseline from the given fields; sets workload and steps.
+        compilers: compilers of the compile engine and of `torch.compile`.
+        every: the values of n for checkpointing every n-th layer.
+        budgets: the values of torch's `activation_memory_budget`.
     """
     yield make(name=EAGER, family=EAGER, options=None)
     for compiler in compilers:
@@ -101,17 +107,20 @@ def baselines(
 
 
 def rows(make: Callable[..., Baseline], compiler: str, none: Measurement, count: int) -> Iterator[Baseline]:
-    """The rows with the largest claimed savings, each alone.
+    """Yields a baseline for each of the rows with the largest claimed savings.
 
     Args:
+        make: see `baselines`.
+        compiler: compiler of the compile engine.
         none: measurement of the compile engine without a plan.
+        count: number of rows.
     """
     for plan in none.table.plans[:count]:
         yield _engine(make, compiler, plan.config.removesuffix(":1:-1"), {"memory_opt_config": plan.config})
 
 
 def without_plan(compiler: str) -> str:
-    """Name of the compile engine's baseline that has no plan on."""
+    """Returns the name of the compile engine's baseline without a plan."""
     return f"compile: no plan, {compiler}"
 
 
@@ -121,11 +130,12 @@ def _engine(make: Callable[..., Baseline], compiler: str, name: str, options: Ma
 
 
 def largest_batch(fits: Callable[[int], bool], guess: int, step: int) -> int:
-    """The largest multiple of `step` that fits, 0 where none does.
+    """Returns the largest multiple of `step` that fits, 0 if none does.
 
     Args:
-        fits: True up to some batch size, False from there on.
-        guess: where to look first.
+        fits: True up to some batch size, False above it.
+        guess: the batch size to try first.
+        step: the step between batch sizes.
     """
     low, high, jump = 0, None, step
     candidate = max(step, guess // step * step)
@@ -146,10 +156,10 @@ def largest_batch(fits: Callable[[int], bool], guess: int, step: int) -> int:
 
 
 def capped(baseline: Baseline, cap: int, step: int) -> Baseline:
-    """The baseline with the largest batch that it trains under the cap.
+    """Returns the baseline with the largest batch that it can train under the cap.
 
     Raises:
-        MemOptError: none fits, or the baseline fails for another reason.
+        MemOptError: no batch fits, or the baseline fails for another reason.
     """
     with_cap = replace(baseline, memory_cap=cap, optimizer=True)
 

@@ -1,4 +1,4 @@
-"""How well a budget is kept and used, and what it costs against other ways to the same peak.
+"""How well a budget is kept and used, and its cost against other ways to the same peak.
 
     python benchmarks/budget.py --json budget.json --docs docs
     python benchmarks/budget.py --part cases --cases 50 --json budget.json
@@ -10,12 +10,12 @@ Parts:
 - `baselines`: torch's activation_memory_budget, activation checkpointing, level 1 and single rows of the plan table,
   each against the solver at the same peak. Models are traced on fake tensors, under autocast to bfloat16; times are
   estimated for an H100.
-- `steps`: step times of models that a CPU trains, against the solver's at the same peak.
-- `solver`: against all subsets of a layer's activations, and how long it takes.
-- `units`: where layers are compiled by themselves, against the whole forward.
-- `ragged`: one plan for the largest of many batches of real text.
+- `steps`: measured step times of such ways on the CPU, against the solver's at the same peak.
+- `solver`: the solver against all subsets of a layer's activations, and its solving times.
+- `units`: plans of layers that are compiled by themselves, against plans of the whole forward.
+- `ragged`: the costs of up to three plans for an epoch of real text with batches of various lengths.
 
-What is in --json is not repeated, so that the parts may run in pieces. Needs matplotlib for the plot (the extra
+Results in --json are not measured again, so the parts may run in pieces. Needs matplotlib for the plot (the extra
 `benchmark`).
 """
 
@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The zoo of the tests' models.
+# Makes the tests' model zoo importable.
 sys.path.append(str(Path(__file__).parents[1]))
 
 import budget_baselines
@@ -39,7 +39,7 @@ from shared import fill
 
 from optimum_memopt.compat.installed import installed_version
 
-# Each has run(saved, keep, arguments), which adds to what is saved, and sections(saved), the texts of the page.
+# Each module has run(saved, keep, arguments), which adds results to `saved`, and sections(saved), the page's texts.
 PARTS: dict[str, Any] = {
     "cases": budget_cases,
     "baselines": budget_baselines,
@@ -59,11 +59,11 @@ def conditions(threads: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--cases", type=int, default=200, help="of the part `cases`")
+    parser.add_argument("--cases", type=int, default=200, help="number of cases in the part `cases`")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of the part `steps`")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="tiny models and few of everything: does it run?")
-    parser.add_argument("--json", type=Path, help="file of all measurements")
+    parser.add_argument("--quick", action="store_true", help="smoke test: tiny models, few cases and rounds")
+    parser.add_argument("--json", type=Path, help="file with all measurements")
     parser.add_argument("--docs", type=Path, help="folder whose budget_benchmark.md and its plot are updated")
     arguments = parser.parse_args()
     import torch

@@ -1,6 +1,6 @@
 """Other ways to a lower peak, each against the solver at the same peak, on graphs of large models, for budget.py.
 
-Every way is a set of nodes to save in the same joint graph, with the same costs and the same simulation.
+Each way is a set of nodes to save in the same joint graph; costs and simulation are the same for all.
 """
 
 import argparse
@@ -41,11 +41,11 @@ class Compared:
     """A baseline and the solver at its peak.
 
     Attributes:
-        name: of the baseline; its first word or words are its family.
-        peak: bytes of the graph.
-        seconds: of what the baseline recomputes.
-        solver_peak: bytes.
-        solver_seconds: of what the solver's plan recomputes.
+        name: name of the baseline; begins with its family.
+        peak: the graph's peak under the baseline, in bytes.
+        seconds: recompute time of the baseline.
+        solver_peak: the graph's peak under the solver's plan, in bytes.
+        solver_seconds: recompute time of the solver's plan.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """1 where neither recomputes anything that costs time."""
+        """Returns the solver's recompute time relative to the baseline's; 1 if neither takes any."""
         if self.seconds < 1e-9:
             return 1.0 if self.solver_seconds < 1e-9 else float("inf")
         return self.solver_seconds / self.seconds
 
 
 def checkpointed(problem: Problem, every: int) -> frozenset[int]:
-    """Roots that activation checkpointing of every n-th layer saves: all outside of these layers, and their inputs."""
+    """Returns the roots that checkpointing every n-th layer saves: all outside these layers, and their inputs."""
     layers = list(dict.fromkeys(layer for layer in problem.layers if layer))
     chosen = set(layers[::every])
 
@@ -80,7 +80,7 @@ def checkpointed(problem: Problem, every: int) -> frozenset[int]:
 
 
 def baselines(graph: AnalyzedGraph, problem: Problem) -> Iterator[tuple[str, frozenset[int]]]:
-    """Names, and the roots that each saves."""
+    """Yields each baseline's name, and the roots that it saves."""
     for budget in TORCHS:
         yield f"torch's budget {budget}", roots_of(problem, saved_by_torch(graph, budget))
     for every in EVERY:
@@ -95,7 +95,7 @@ def baselines(graph: AnalyzedGraph, problem: Problem) -> Iterator[tuple[str, fro
 
 
 def compare(solver: Solver, name: str, roots: frozenset[int]) -> Compared:
-    """A baseline with the plan that the solver finds within its peak."""
+    """Compare a baseline with the plan that the solver finds within its peak."""
     problem = solver.problem
     found: GraphSimulation = simulate(problem, problem.closure(roots))
     own = found.extra_seconds(problem)
@@ -139,7 +139,7 @@ def _ran(found: GraphSimulation) -> tuple[int, ...]:
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of one model's table, from the highest peak to the lowest."""
+    """Yields the rows of one model's table, from the highest peak to the lowest."""
     for one in sorted((Compared(**saved) for saved in found["compared"]), key=lambda one: -one.peak):
         yield {
             "baseline": one.name.replace("row ", "", 1),
@@ -153,7 +153,7 @@ def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """A table for each model."""
+    """Returns a table for each model."""
     return {name: f"{_summary(found)}\n\n{to_markdown(list(rows(found)), _DECIMALS)}" for name, found in saved.items()}
 
 
@@ -168,7 +168,7 @@ def _summary(found: Mapping[str, Any]) -> str:
 
 
 def plot(saved: Mapping[str, Any], path: Path) -> None:
-    """Peak against time of all baselines, and the solver's curve."""
+    """Plot peak against time of all baselines, and the solver's curve."""
     figure, axes = (plt := pyplot("budget")).subplots(1, len(saved), figsize=(4.2 * len(saved), 3.6), squeeze=False)
     for axis, (name, found) in zip(axes[0], saved.items(), strict=True):
         curve = sorted(found["curve"])

@@ -1,4 +1,4 @@
-"""Random models and batches that train one step under a random budget, for budget.py."""
+"""Random models and batches, each trained for one step under a random budget, for budget.py."""
 
 import argparse
 import contextlib
@@ -35,9 +35,9 @@ MODELS = (
     "t5",
     "opt",
 )
-# What the allocator is asked for beside the graph's tensors: the loss, offsets.
+# Bytes that are allocated besides the graph's tensors: the loss, offsets.
 SLACK = 256
-# Shares between the lowest peak and everything saved; each is solved for beside the budget that is trained under.
+# Further budgets that are solved for, as positions between the lowest peak and everything saved.
 _LADDER = (0.2, 0.5, 0.8)
 
 
@@ -46,12 +46,12 @@ class Case:
     """A model, its batch, and a budget.
 
     Attributes:
-        model: a name in the tests' zoo.
-        batch_size: rows.
-        length: tokens of each.
-        dropout: on.
-        bf16: under autocast.
-        share: where the budget lies between the lowest peak, 0, and that without a plan, 1.
+        model: a name in the tests' model zoo.
+        batch_size: rows of the batch.
+        length: tokens per row.
+        dropout: whether dropout is on.
+        bf16: whether the step runs under autocast to bfloat16.
+        share: position of the budget between the lowest peak (0) and the peak without a plan (1).
     """
 
     model: str
@@ -63,7 +63,7 @@ class Case:
 
 
 def cases(count: int) -> list[Case]:
-    """The first of a sequence that is the same everywhere; models take turns."""
+    """Returns the first `count` cases of a reproducible sequence that cycles through the models."""
     generator = random.Random(0)
     return [
         Case(
@@ -83,14 +83,14 @@ class Measured:
     """A step under a budget, in bytes.
 
     Attributes:
-        case: that was trained.
-        budget: of the graph: activations and gradients.
-        lowest: peak that the solver can reach.
-        everything: peak where all activations are saved.
-        predicted: peak of the plan.
-        peak: that torch's allocator saw.
+        case: the case that was trained.
+        budget: the graph's budget, for activations and gradients.
+        lowest: the lowest peak that the solver can reach.
+        everything: the peak when all activations are saved.
+        predicted: the predicted peak of the plan.
+        peak: the peak that torch's allocator measured.
         ladder: predicted peaks under growing budgets.
-        seconds: of compiling and of the step.
+        seconds: the time to compile and run the step.
     """
 
     case: Case
@@ -116,7 +116,7 @@ class Measured:
 
     @property
     def falls(self) -> bool:
-        """No peak is lower under a larger budget."""
+        """True if no peak is lower under a larger budget."""
         return list(self.ladder) == sorted(self.ladder)
 
     @classmethod
@@ -129,7 +129,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class _ByShare(Producer):
-    """A budget by its share. `found` gets the lowest peak, the highest, the budget and the peaks of the ladder."""
+    """Solves for a budget given by its share, and stores in `found` the lowest and highest peak, the budget and the
+    peaks of the ladder."""
 
     share: float
     found: dict[str, Any] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class _ByShare(Producer):
 
 
 def measure(case: Case) -> Measured:
-    """Compile and train one step."""
+    """Compile the model, and measure one training step."""
     begin = time.perf_counter()
     known = ZOO[case.model]
     torch._dynamo.reset()
@@ -159,7 +160,7 @@ def measure(case: Case) -> Measured:
     within = _ByShare(case.share)
     engine = attach(model, within)
     try:
-        # Compiles, which takes several times as long while a profiler looks on.
+        # Compiling takes several times as long under a profiler, so this step runs without one.
         _forward(model, batch, case.bf16).backward()
         assert engine.predictor is not None
         predicted = engine.predictor.activations()
@@ -176,7 +177,7 @@ def _forward(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], bf16: bo
 
 
 def _peak(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], bf16: bool) -> int:
-    """The peak of a step, over what is held before, in bytes; the loss alone is kept between forward and backward."""
+    """Returns the peak of a step over what is held before, in bytes; only the loss is kept until the backward."""
     model.zero_grad(set_to_none=True)
     highest, stashed, loss = allocated(lambda: _forward(model, batch, bf16))
     backward, _, _ = allocated(loss.backward)
@@ -184,7 +185,7 @@ def _peak(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], bf16: bool)
 
 
 def rows(measured: Sequence[Measured]) -> Iterator[dict[str, Any]]:
-    """A line a model, one a precision, and one of all."""
+    """Yields a table row for each model, for each precision, and for all cases."""
     groups = {name: [one for one in measured if one.case.model == name] for name in MODELS}
     groups["all in fp32"] = [one for one in measured if not one.case.bf16]
     groups["all in bf16"] = [one for one in measured if one.case.bf16]
@@ -213,5 +214,5 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """The table of models."""
+    """Returns the table of models."""
     return {"cases": to_markdown(list(rows([Measured.from_dict(one) for one in saved["measured"]])), {})}

@@ -1,4 +1,4 @@
-"""Joint graphs of models that are too large for this machine, traced on fake tensors, for budget.py."""
+"""Joint graphs of models too large for this machine, traced on fake tensors, for budget.py."""
 
 import copy
 import math
@@ -39,11 +39,11 @@ class Shape:
     """A model and its batch.
 
     Attributes:
-        kind: `roberta`: masked LM, `deberta-v2`: classification, `llama`: causal LM.
-        layers: of the model.
+        kind: `roberta` (masked LM), `deberta-v2` (classification) or `llama` (causal LM).
+        layers: number of layers.
         hidden: width of the hidden states.
-        batch_size: rows.
-        seq_len: tokens of each.
+        batch_size: rows of the batch.
+        seq_len: tokens per row.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Shape:
 
 
 def build(shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model in training mode, dropout as its config has it, and a batch."""
+    """Returns the model in training mode, with its config's dropout, and a batch."""
     import transformers
 
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ _HEADS = {
 
 
 def make_config(shape: Shape) -> Any:
-    """RoBERTa's, DeBERTa-v2-xlarge's and Llama-3.2-1B's, with another depth and width."""
+    """Returns the config of RoBERTa, DeBERTa-v2-xlarge or Llama-3.2-1B with another depth and width."""
     import transformers
 
     sizes = {
@@ -87,7 +87,7 @@ def make_config(shape: Shape) -> Any:
         "max_position_embeddings": shape.seq_len + 2,
     }
     if shape.kind == "roberta":
-        # With dropout within attention a CPU has no fused attention.
+        # The CPU has no fused attention with attention dropout.
         return transformers.RobertaConfig(**sizes, vocab_size=50_265, attention_probs_dropout_prob=0.0)
     if shape.kind == "llama":
         config = transformers.LlamaConfig(
@@ -110,12 +110,12 @@ def make_config(shape: Shape) -> Any:
 
 @dataclass(frozen=True)
 class Within(Producer):
-    """The plan of a budget for the graph alone, whatever the step around it holds.
+    """Solves a budget for the graph alone, without the memory of the rest of the step.
 
     Attributes:
-        bytes: of the graph.
-        costs: of its operators.
-        step: around it; None: nothing, and no host.
+        bytes: the graph's budget.
+        costs: returns the costs of the graph's operators.
+        step: the context of the step; None for a step that holds nothing else and cannot offload.
     """
 
     bytes: int
@@ -132,11 +132,11 @@ class Within(Producer):
 
 
 def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
-    """An engine whose choices a producer makes that no option selects; sizes are fixed, which is traced faster."""
+    """Attach an engine with a producer that no option selects, and fixed sizes, which are traced faster."""
     engine = CompileEngine(None, "aot_eager", dynamic=False)
     with mock.patch.object(engine_module, "producer_for", return_value=producer):
         engine.attach(model)
-    # Steps drop the outputs, as Trainer does.
+    # Steps do not keep the outputs, as with Trainer.
     engine.outputs_read_by = lambda: "the benchmark"
     return engine
 
@@ -144,13 +144,13 @@ def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
 def forward(
     shape: Shape, unit: str = MODEL, dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> CapturedForward:
-    """The forward of a model as a Trainer would train it, with the times that the device is estimated to need.
+    """Capture the forward of a model as a Trainer would train it, with estimated times on `DEVICE`.
 
     Args:
-        shape: of the model.
-        unit: compiled as one, of `options.UNITS`.
-        dynamic: sizes of the batch stay symbols.
-        dtype: of autocast; float32: without.
+        shape: the model and its batch.
+        unit: the compilation unit, one of `options.UNITS`.
+        dynamic: whether the batch's sizes stay symbolic.
+        dtype: the dtype of autocast; float32 for none.
     """
 
     def everything_saved(graph: AnalyzedGraph, state: ForwardProgress) -> Choice:
@@ -168,7 +168,8 @@ def forward(
 def trace(
     shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
-    """The result of `look`, which is called once, for the joint graph of a model that is one; see `forward`."""
+    """Call `look` on the joint graph of a model whose forward is a single graph, and return the result; see
+    `forward`."""
     (graph,) = forward(shape, MODEL, dynamic, dtype).graphs
     return look(graph.analyzed)
 
@@ -178,12 +179,12 @@ def _roofline(graph: AnalyzedGraph) -> Costs:
 
 
 def estimated(graph: AnalyzedGraph) -> Problem:
-    """With the times that the device is estimated to need, as `--device` of `optimum-cli memopt plan` has them."""
+    """Returns the graph's problem with estimated times on `DEVICE`, as for `optimum-cli memopt plan --device`."""
     return problem_of(graph, _roofline(graph).seconds)
 
 
 def saved_by_torch(graph: AnalyzedGraph, budget: float) -> frozenset[str]:
-    """Names of what torch's partitioner saves with an `activation_memory_budget`."""
+    """Returns the names of the nodes that torch's partitioner saves with an `activation_memory_budget`."""
     module = graph.joint.module
     joint = module.graph
     module.graph = copy.deepcopy(joint)
@@ -202,6 +203,6 @@ def saved_by_choice(choice: Choice) -> frozenset[str]:
 
 
 def roots_of(problem: Problem, names: frozenset[str]) -> frozenset[int]:
-    """The storages of nodes."""
+    """Returns the root nodes whose storages the named nodes lie in."""
     number: Mapping[str, int] = {name: index for index, name in enumerate(problem.names)}
     return frozenset(problem.roots[number[name]] for name in names)

@@ -1,4 +1,4 @@
-"""The costs of plans within a budget where batches of real text have all lengths, for budget.py."""
+"""The costs of plans within a budget for batches of real text of various lengths, for budget.py."""
 
 import argparse
 from collections import Counter
@@ -19,17 +19,17 @@ ORDERS = ("random", "grouped by length")
 SHARES = (0.75, 0.5, 0.25, 0.1)
 MOST_VARIANTS = 3
 FULL, QUICK = Shape("roberta", 12, 768, 32, 512), Shape("roberta", 1, 64, 4, 64)
-# Batches are padded to a multiple, as a collator does for a GPU.
+# Batches are padded to a multiple of this length, as a collator does for a GPU.
 _MULTIPLE = 8
 
 
 def padded_lengths(lengths: Sequence[int], batch_size: int, order: str) -> Counter[int]:
-    """How many batches of an epoch have which length; the last, smaller one is dropped.
+    """Count the batches of an epoch by padded length; a smaller last batch is dropped.
 
     Args:
         lengths: tokens of each sample.
-        batch_size: samples.
-        order: one of `ORDERS`; both as in a Trainer.
+        batch_size: samples per batch.
+        order: one of `ORDERS`, sampled as Trainer does.
     """
     from torch.utils.data import BatchSampler, RandomSampler
     from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -45,11 +45,11 @@ def padded_lengths(lengths: Sequence[int], batch_size: int, order: str) -> Count
 
 
 def at_each_length(graph: AnalyzedGraph, orders: Mapping[str, Counter[int]], of: int) -> dict[str, Any]:
-    """Peaks and times of batches of each length, without a plan and under the variants that a run would have.
+    """Compute peaks and times of batches of each length, without a plan and under the variants that a run would have.
 
     Args:
-        graph: whose sizes are symbols; read, not changed.
-        orders: how many batches there are of each length.
+        graph: the graph, with symbolic sizes; not modified.
+        orders: the number of batches of each length, by order.
         of: the length that the graph was traced with.
     """
     problems = {length: _problem_at(graph, of, length) for length in sorted(set().union(*orders.values()))}
@@ -78,12 +78,12 @@ def _problem_at(graph: AnalyzedGraph, of: int, length: int) -> Problem:
 
 
 def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> ExtraByLength:
-    """Seconds of plans as a run finds them out: with those of the longest batch.
+    """Compute the extra seconds of plans as a run does, with the operator times of the longest batch.
 
     Args:
-        problems: of each length.
-        counts: batches of an epoch of each length.
-        budget: bytes of the graph.
+        problems: the problem of each length.
+        counts: the number of batches of each length in an epoch.
+        budget: the graph's budget, in bytes.
     """
     longest = max(problems)
     plan = Solver(problems[longest]).solve(budget)
@@ -99,20 +99,20 @@ def _plan(problem: Problem, budget: int) -> frozenset[int]:
 
 
 def _cheapest(problem: Problem, plans: Sequence[frozenset[int]], budget: int) -> tuple[int, float]:
-    """Peak and extra seconds of the first plan that fits, from the cheapest to that of the longest batch."""
+    """Returns peak and extra seconds of the first plan that fits, from the cheapest to the longest batch's."""
     *cheaper, last = (simulate(problem, plan) for plan in plans)
     found = next((one for one in cheaper if one.peak <= budget), last)
     return found.peak, found.extra_seconds(problem)
 
 
 def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Namespace) -> None:
-    """Add what is missing; see budget.py."""
+    """Add the results if they are missing; see budget.py."""
     if "plans" in saved:
         return
     shape = QUICK if arguments.quick else FULL
     samples = [9, 30, 33, 17, 60, 12, 8, 40] if arguments.quick else _verses()
     orders = {order: padded_lengths(samples, shape.batch_size, order) for order in ORDERS}
-    # Its symbol is told from the others by its value.
+    # The length's symbol is identified by its value.
     saved.update(trace(shape, lambda graph: at_each_length(graph, orders, shape.seq_len), dynamic=True))
     saved["orders"] = {
         order: {str(length): count for length, count in sorted(counts.items())} for order, counts in orders.items()
@@ -128,7 +128,7 @@ def _verses() -> list[int]:
 
 
 def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each budget, order and number of variants that differs from the one before."""
+    """Yields a table row for each budget, order and number of variants, without repeated numbers of variants."""
     plain = saved["plain"]
     shown: dict[tuple[int, str], int] = {}
     for plan in saved["plans"]:
@@ -148,7 +148,7 @@ def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """The table."""
+    """Returns the table."""
     lengths = list(map(int, saved["plain"]))
     batches = sum(next(iter(saved["orders"].values())).values())
     about = (

@@ -1,4 +1,4 @@
-"""The solver against all subsets of what a layer saves, and how long it takes for deep models, for budget.py."""
+"""The solver against all subsets of a layer's saved activations, and solving times for deep models, for budget.py."""
 
 import argparse
 import itertools
@@ -27,17 +27,18 @@ DEEP = {
 }
 QUICK = {"RoBERTa": Shape("roberta", 1, 128, 4, 64)}
 QUICK_DEEP = {"RoBERTa, 3 layers": Shape("roberta", 3, 128, 4, 64)}
-# Of so many activations all subsets are simulated, and so many budgets lie between the lowest peak and everything.
+# Number of activations whose subsets are all simulated; number of budgets between the lowest peak and everything
+# saved.
 _MOST, _BUDGETS = 14, 12
 _SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 def gaps(problem: Problem, most: int) -> dict[str, Any]:
-    """How much more time the solver's plan takes than the best subset, as a share, by budget.
+    """Compute for each budget how much longer the solver's plan takes than the best subset, as a share.
 
     Args:
-        problem: of a model of one layer.
-        most: activations of the layer of which all subsets are tried, the largest; others stay saved.
+        problem: the problem of a model with one layer.
+        most: how many of the layer's largest activations are tried in all subsets; the others stay saved.
     """
     blocks = blocks_of(problem)
     free = [node for node in problem.activations - blocks.leaving if problem.layers[node]]
@@ -62,12 +63,12 @@ def gaps(problem: Problem, most: int) -> dict[str, Any]:
 
 
 def gap(seconds: float, best: float) -> float:
-    """How much slower, as a share; 0 where both take no time."""
+    """Returns how much longer `seconds` is than `best`, as a share; 0 if both are zero."""
     return seconds / best - 1 if best > 1e-12 else (0.0 if seconds < 1e-12 else float("inf"))
 
 
 def solving(problem: Problem) -> list[float]:
-    """CPU seconds of solving once for each budget, nothing known before."""
+    """Returns the CPU seconds to solve each budget with a new solver."""
     known = Solver(problem)
     low, high = known.lowest.peak, known.everything.peak
     found = []
@@ -79,7 +80,7 @@ def solving(problem: Problem) -> list[float]:
 
 
 def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Namespace) -> None:
-    """Add what is missing; see budget.py."""
+    """Add the models that are missing; see budget.py."""
     layers, deep = (QUICK, QUICK_DEEP) if arguments.quick else (LAYERS, DEEP)
     for name, shape in layers.items():
         if name not in saved.setdefault("layers", {}):
@@ -115,7 +116,7 @@ def time_rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """Both tables."""
+    """Returns both tables."""
     return {
         "gaps": to_markdown(list(gap_rows(saved["layers"])), {}),
         "solving": to_markdown(list(time_rows(saved["deep"])), {}),

@@ -1,4 +1,4 @@
-"""Measured step times of models that a CPU trains: other ways to a lower peak, and the solver at the same one, for
+"""Measured step times on the CPU of other ways to a lower peak, and of the solver's plan at the same peak, for
 budget.py."""
 
 import argparse
@@ -41,11 +41,11 @@ FULL, QUICK = Size(512, 6, 4, 256), Size(64, 2, 2, 16)
 
 
 def _within(budget: int) -> Within:
-    """A plan for the graph alone, at the costs that this machine measures."""
+    """Returns a producer of plans for the graph alone, with operator costs measured on this machine."""
     return Within(budget, lambda graph: costs_of(graph, torch.device("cpu"), fused=False))
 
 
-# Each makes a model train its own way, and returns torch's settings while it is compiled.
+# Prepares a model for one way to train, and returns a context with torch's settings for its compilation.
 _Prepare = Callable[[torch.nn.Module], "contextlib.AbstractContextManager[Any]"]
 
 
@@ -54,7 +54,7 @@ def _engine(selection: Selection | None = None, producer: Within | None = None) 
         if producer is not None:
             engine = attach(model, producer)
         else:
-            # Sizes are fixed: it is traced several times as fast.
+            # Fixed sizes are traced several times as fast.
             engine = CompileEngine(selection, "aot_eager", dynamic=False)
             engine.attach(model)
         engine.outputs_read_by = lambda: ""
@@ -88,11 +88,11 @@ BASELINES: dict[str, _Prepare] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that trains one way.
+    """A model that is trained in one way.
 
     Attributes:
-        step: forward and backward.
-        peak: bytes over what is held before, as torch's allocator sees it.
+        step: runs a forward and backward.
+        peak: the step's peak over what is allocated before it, in bytes of torch's allocator.
     """
 
     step: Callable[[], None]
@@ -100,10 +100,10 @@ class Trained:
 
 
 def trained(name: str, size: Size, prepare: _Prepare) -> Trained:
-    """Compile and measure the peak.
+    """Compile a model, and measure its peak.
 
     Raises:
-        DoesNotFitError: a budget is too small.
+        DoesNotFitError: the budget is too small.
     """
     import transformers
 
@@ -119,14 +119,14 @@ def trained(name: str, size: Size, prepare: _Prepare) -> Trained:
 
     with prepare(model):
         step()
-        # A second call may find an input that it was not compiled for.
+        # The second step may recompile for an input that the first did not have.
         step()
     peak, _, _ = allocated(step)
     return Trained(step, peak)
 
 
 def measure(name: str, size: Size, rounds: int) -> dict[str, Any]:
-    """Peaks, and the CPU seconds of interleaved steps; of a plan that nothing fits in the reason."""
+    """Measure peaks and CPU seconds of interleaved steps; keep the error for a budget that no plan fits."""
     process.return_freed_memory()
     torch._dynamo.reset()
     ways = {NO_PLAN: trained(name, size, _engine())}
@@ -157,7 +157,7 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of one model's table; each ratio is the median of the rounds' own."""
+    """Yields the rows of one model's table; each ratio is the median over rounds."""
     seconds = found["seconds"]
 
     def ratio(way: str, base: str) -> float:
@@ -175,7 +175,7 @@ def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """A table for each model."""
+    """Returns a table for each model."""
 
     def text(found: Mapping[str, Any]) -> str:
         notes = [f"The solver at the peak of {name}: {error}" for name, error in found["errors"].items()]

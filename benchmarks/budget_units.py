@@ -1,4 +1,4 @@
-"""A budget's plan where layers are compiled by themselves, against that of the whole forward, for budget.py."""
+"""A budget's plan for separately compiled layers against its plan for the whole forward, for budget.py."""
 
 import argparse
 import time
@@ -18,12 +18,12 @@ SHAPES = {
     "DeBERTa-v2": Shape("deberta-v2", 24, 1536, 8, 512),
 }
 QUICK = {"RoBERTa": Shape("roberta", 4, 64, 4, 32)}
-# Where budgets lie between the lowest peak that both units reach and everything saved.
+# Positions of the budgets between the lowest peak that both units reach and everything saved.
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 
 
 def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, dict[str, float]]:
-    """A model's forward, and CPU seconds of tracing and of what is solved once."""
+    """Returns the solver of a model's forward, and the CPU seconds of tracing and of the solver's preparation."""
     begin = time.process_time()
     captured = forward(shape, unit)
     traced = time.process_time()
@@ -33,7 +33,7 @@ def solved(shape: Shape, unit: str) -> tuple[ForwardSolver, dict[str, float]]:
 
 
 def compared(shape: Shape) -> dict[str, Any]:
-    """Extra seconds of both units' plans at the same budgets."""
+    """Compute the extra seconds of both units' plans at the same budgets."""
     (model, of_model), (layer, of_layer) = (solved(shape, unit) for unit in (MODEL, LAYER))
     low, high = max(model.lowest, layer.lowest), model.everything
     base = model.solver.seconds
@@ -73,7 +73,7 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
 
 
 def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each model and budget."""
+    """Yields a table row for each model and budget."""
     for name, found in saved.items():
         for at in found["budgets"]:
             more = {f"{unit}, extra ms": f"{1e3 * at[unit]:.2f}" for unit in (MODEL, LAYER)}
@@ -88,7 +88,7 @@ def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
-    """The table, and what each model is."""
+    """Returns the table, and a description of each model."""
     return {"units": f"{'; '.join(map(_summary, saved.items()))}.\n\n{to_markdown(list(rows(saved)), {})}"}
 
 

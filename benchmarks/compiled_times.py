@@ -1,11 +1,11 @@
-"""Predicted speedups of compiled training over plain PyTorch against those that PyTorch's dashboard published.
+"""Predicted speedups of compiled training over plain PyTorch against those published on PyTorch's dashboard.
 
     python benchmarks/compiled_times.py [--docs docs]
 
-Published: pytorch/pytorch#96191 (March 2023), huggingface suite with amp precision on an A100, forward and backward
+Source: pytorch/pytorch#96191 (March 2023), huggingface suite with amp precision on an A100, forward and backward
 without an optimizer, inductor without CUDA graphs. Its models (`benchmarks/dynamo/huggingface.py`) have their default
-sizes, 512 tokens or 1,024 (GPT-2), no padding, dropout of 1e-30, and the attention of that time, which computes its
-scores as a tensor. Nothing is fitted to these figures.
+sizes, 512 tokens or 1,024 (GPT-2), no padding, dropout of 1e-30, and the attention of that time, which materializes
+its scores. Nothing is fitted to these figures.
 """
 
 import argparse
@@ -50,7 +50,7 @@ PUBLISHED = (
 
 
 def still(config: PretrainedConfig) -> PretrainedConfig:
-    """The config with dropout that drops nothing, and runs."""
+    """Returns the config with a dropout rate of 1e-30: dropout runs, but drops nothing."""
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 1e-30)
@@ -76,7 +76,7 @@ def row_of(published: Published) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, help="folder of the page gpu.md, whose table is filled")
+    parser.add_argument("--docs", type=Path, help="folder of gpu.md, to fill in its table")
     arguments = parser.parse_args()
     table = to_markdown([row_of(published) for published in PUBLISHED], {"published": 2, "predicted": 2})
     print(table)

@@ -1,22 +1,22 @@
-"""Shows that a change of the package moved no number: plans, predicted bytes, losses and gradients before and after.
+"""Shows that a change of the package altered no number: plans, predicted bytes, losses and gradients.
 
     export OMP_NUM_THREADS=1
     PYTHONPATH=BEFORE python benchmarks/fingerprints.py record before.json
     PYTHONPATH=AFTER python benchmarks/fingerprints.py record after.json
     python benchmarks/fingerprints.py compare before.json after.json
 
-Five tiny models under six plans by both compilers: each is planned without running it, and trained for a step. Of
-four models whose forward is in several graphs the predicted peak is held against torch's allocator. Only the public
-names of the package are used, so that one copy of this file runs with versions whose modules differ. What a file has
-already is not recorded again, except for errors.
+Five tiny models run under six plans with both compilers: each case is planned without running it, and trained for a
+step. For four models whose forward has several graphs, the predicted peak is compared with torch's allocator. The
+script uses only public names of the package, so that one copy runs with versions whose modules differ. Cases already
+in a file are not recorded again, except for errors.
 
-What would vary from run to run is fixed:
-- Measured costs of operators, which a budget's plan depends upon, are cached, and both runs share the cache
-  (`--costs`). A case that has added to it is recorded again. Plans for a T4 have a roofline model's costs.
-- The process always holds `PROCESS` bytes: what the kernel and psutil say of it is replaced.
-- One thread, and seeds.
+Sources of variation between runs are fixed:
+- Measured operator costs, which a budget's plan depends on, are cached, and both runs share the cache (`--costs`). A
+  case that adds to the cache is recorded again. Plans for a T4 use the costs of a roofline model.
+- The process always holds `PROCESS` bytes: the memory that the kernel and psutil report for it is replaced.
+- There is one thread, and seeds are set.
 
-Remarks (lines above a table, notes, errors) are equal where their numbers are: their words may change.
+Remarks (lines above a table, notes, errors) count as equal if their numbers are; their words may change.
 """
 
 import argparse
@@ -39,13 +39,13 @@ from allocations import allocated
 
 import optimum_memopt
 
-# So many that any operator is measured as a whole, in the room that an engine leaves for the growth of such a process.
+# Large enough that every operator is measured whole, within the headroom that an engine leaves for such a process.
 PROCESS = 8 * 2**30
 ROWS, LENGTH, WIDTH = 4, 48, 64
 COMPILERS = ("aot_eager", "inductor")
-# The first one measures all operators; a curve of budgets measures no large ones, and takes what is known of them.
+# "budget" comes first, since it measures all operators; a curve of budgets measures no large ones and reads the cache.
 PLANS = ("budget", "no plan", "config", "level 1", "budget with offload", "chunked loss")
-# Of the activations, the share that a budget leaves no room for; DeBERTa's are cheap to recompute.
+# Share of the activations that does not fit into the budget, 0.4 by default; DeBERTa's are cheap to recompute.
 SHARES = {"DebertaV2": 0.6}
 MODELS = ("Roberta", "DebertaV2", "GPT2", "T5", "Llama")
 SEVERAL_GRAPHS = ("Yoso", "LED", "Wav2Vec2", "Hubert")
@@ -54,7 +54,7 @@ HEADS = {"GPT2": "LMHeadModel", "Llama": "ForCausalLM", "Wav2Vec2": "ForCTC", "H
 HEADS |= dict.fromkeys(("T5", "LED"), "ForConditionalGeneration")
 # Plans for this machine, which depend on measured costs.
 _MEASURED = ("no plan", "budget")
-# Texts of which only the numbers are compared.
+# Fields whose text is compared by its numbers only.
 _REMARKS = ("header", "note", "why", "error")
 _TEXT = {"vocab_size": 2048, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -84,7 +84,7 @@ def config(name: str, width: int = WIDTH) -> transformers.PretrainedConfig:
 
 
 def model_and_batch(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """On the CPU, in training mode, always the same."""
+    """Returns a reproducible model in training mode and a batch, on the CPU."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}{HEADS.get(name, 'ForMaskedLM')}")(config(name)).train()
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def model_and_batch(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]
 
 
 def fix_process() -> None:
-    """Have this process hold `PROCESS` bytes, whoever asks."""
+    """Make the kernel and psutil report `PROCESS` bytes for this process."""
     read, info = os.pread, psutil.Process.memory_info
     kib = f"\\1 {PROCESS // 1024} kB".encode()
     os.pread = lambda *given: re.sub(rb"(Vm(?:RSS|HWM):)\s*\d+ kB", kib, read(*given))
@@ -105,14 +105,14 @@ def fix_process() -> None:
 
 @functools.lru_cache(16)
 def planned(name: str, compiler: str, device: str | None, is_wide: bool = False, **plan: Any) -> Any:
-    """The estimate of a step; None: on this machine."""
+    """Estimate a step on a device, or on this machine if None."""
     width, rows, length = (2048, 64, 128) if is_wide else (WIDTH, ROWS, LENGTH)
     how = {"batch_size": rows, "seq_len": length, "device": device, "compiler": compiler}
     return optimum_memopt.plan(config(name, width), TASKS.get(name, "fill-mask"), **how, **plan)
 
 
 def of_plan(table: Any, file: Any) -> dict[str, Any]:
-    """The content of a table and of a plan file."""
+    """Returns the content of a table and of a plan file."""
     choice = json.loads(file.to_json())
     solved_for = {name: value for name, value in choice.pop("solved_for").items() if name != "versions"}
     return {**json.loads(table.to_json()), "choice": choice, "solved for": solved_for}
@@ -124,7 +124,7 @@ def of_estimate(estimate: Any) -> dict[str, Any]:
 
 
 def trained(name: str, compiler: str, **options: Any) -> dict[str, Any]:
-    """A step's plan, predicted peak, loss and gradients."""
+    """Train one step, and return its plan, predicted peak, loss and gradients."""
     torch._dynamo.reset()
     model, batch = model_and_batch(name)
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": compiler, **options}
@@ -149,7 +149,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(name: str, plan: str, compiler: str) -> dict[str, Any]:
-    """The results of one case that are compared."""
+    """Returns the compared results of one case."""
     at = functools.partial(planned, name, compiler)
     options: dict[str, Any] = {"memory_opt_loss": "plain"}
     if plan == "no plan":
@@ -161,7 +161,7 @@ def fingerprint(name: str, plan: str, compiler: str) -> dict[str, Any]:
         found = {device: of_estimate(estimate) for device, estimate in estimates.items()}
         return {**found, "curves": curves, "trained": trained(name, compiler, **options)}
     if plan == "config":
-        # A graph on a T4, and one whose loss is plain, has other rows.
+        # Graphs for a T4, and graphs with a plain loss, have different rows.
         on_t4, first = (first_row(one.table) for one in (at("T4"), at(None, config="Loss+:1:0")))
         estimate, options["memory_opt_config"] = at("T4", config=on_t4), first
     elif plan == "level 1":
@@ -171,17 +171,17 @@ def fingerprint(name: str, plan: str, compiler: str) -> dict[str, Any]:
         middle = (curve[0].peak + curve[-1].peak) // 2
         estimate = at(None, budget=text_of(middle))
         model, batch = model_and_batch(name)
-        # A model that is planned is no part of the process.
+        # A model that is only planned takes no memory of the process.
         there = sum(one.nbytes for one in (*model.parameters(), *model.buffers(), *batch.values()))
         options = {"memory_opt_budget": text_of(middle - there), "memory_opt_loss": "chunked"}
     elif plan == "budget with offload":
-        # In small models recompute is cheaper than any link to the host.
+        # In small models recompute is cheaper than copies to the host.
         largest = at("T4", is_wide=True)
         budget = largest.peak - int(SHARES.get(name, 0.4) * largest.breakdown["activations"])
         estimate = at("T4", is_wide=True, budget=text_of(budget))
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             estimate.save(file.name)
-            # Operators have the same paths here, except for those of attention.
+            # Except for attention, operators have the same paths on this machine.
             applied = trained(name, compiler, memory_opt_plan=file.name, memory_opt_strict=False)
         return {"planned": of_estimate(estimate), "trained": applied}
     else:
@@ -199,13 +199,13 @@ def text_of(size: int) -> str:
 
 
 def several_graphs(name: str, plan: str) -> dict[str, int]:
-    """The predicted peak of activations and gradients, and the allocator's, in bytes."""
+    """Returns the predicted and the allocator's peak of activations and gradients, in bytes."""
     torch._dynamo.reset()
     model, batch = model_and_batch(name)
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
     engine = optimum_memopt.optimize(model, **options, memory_opt_level=int(plan == "level 1"))
     try:
-        # The first one compiles, which takes several times as long while a profiler looks on.
+        # The first step compiles, which takes several times as long under a profiler.
         for _ in range(2):
             model(**batch).loss.backward()
         file = engine.plan_file()
@@ -257,7 +257,7 @@ def attempted(*case: str) -> dict[str, Any]:
 
 
 def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value with where it is."""
+    """Yields each value with its path."""
     if isinstance(found, dict | list) and found:
         for name, value in found.items() if isinstance(found, dict) else enumerate(found):
             yield from leaves(value, f"{path}/{name}")
@@ -266,7 +266,7 @@ def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], bool]:
-    """A line for each value that moved, and whether the words of remarks differ."""
+    """Returns a line for each value that changed, and whether remarks were reworded."""
     first, second = dict(leaves(before)), dict(leaves(after))
     pairs = {path: (first.get(path, "-"), second.get(path, "-")) for path in {**first, **second}}
     other = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
@@ -275,14 +275,14 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
 
 
 def is_reworded(path: str, *texts: Any) -> bool:
-    """True where both are remarks with the same numbers."""
+    """True if both texts are remarks with the same numbers."""
     is_remark = not {*_REMARKS}.isdisjoint(path.split("/")) and all(isinstance(text, str) for text in texts)
     numbers = [re.findall(r"\d+(?:[.,]\d+)*", text) for text in texts] if is_remark else [0, 1]
     return numbers[0] == numbers[1]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Print a line a case; 1 where something differs."""
+    """Print a line for each case, and return 1 if any differs."""
     count, bad = 0, 0
     for case in sorted({*before, *after}):
         if case.startswith(SEVERAL_GRAPHS):

@@ -4,12 +4,12 @@
     python benchmarks/first_step.py --compiler inductor --layers 12 --json first_step.json
     python benchmarks/first_step.py --compiler inductor --layers 12 --hidden 256 --second_start --docs docs
 
-Each way to train runs in a process of its own, with one thread: no engine, this engine with the whole forward as one
-graph and with equal layers compiled once (`--memory_opt_unit`), the latter within a budget, too, stock `torch.compile`
-of the model with symbolic sizes, and of its layers one by one, as accelerate's `compile_regions` does. Caches are off,
-or with `--second_start` those that a process with the same arguments has filled are read by another one. The first
-step's seconds are those beyond a step of plain PyTorch, with those of the C++ compilers that it starts; later steps
-are the median.
+Each way to train runs in a process of its own, with one thread: no engine; this engine with the whole forward as one
+graph, with equal layers compiled once (`--memory_opt_unit`), and the latter also under a budget; stock `torch.compile`
+of the model with symbolic sizes; and `torch.compile` of each layer, as accelerate's `compile_regions` does. Caches are
+off; with `--second_start` a second process reads the caches that a first one with the same arguments filled. The first
+step's seconds exclude a step of plain PyTorch and include the C++ compilers that it starts; later steps are the
+median.
 """
 
 import argparse
@@ -68,13 +68,13 @@ def attach(model: Any, way: str, compiler: str, level: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process, and of the processes that it has started and that have ended."""
+    """Returns the CPU seconds of this process and of its child processes that have ended."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
 
 def measured(way: str, name: str, layers: int, hidden: int, compiler: str, level: int) -> dict[str, float]:
-    """CPU seconds of one process."""
+    """Measure the CPU seconds of a way's first and later steps in this process."""
     import torch
 
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def measured(way: str, name: str, layers: int, hidden: int, compiler: str, level
 def in_process(arguments: argparse.Namespace, way: str, name: str, layers: int) -> dict[str, float]:
     case = [way, name, layers, arguments.hidden, arguments.compiler, arguments.level]
     with tempfile.TemporaryDirectory() as folder:
-        # One thread: what workers compile is not counted before they end.
+        # One compile thread: CPU time of worker processes is not counted before they end.
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "XDG_CACHE_HOME": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         if not arguments.second_start:
             caches["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
@@ -153,11 +153,11 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--level", type=int, default=1, help="of the engine's plan")
+    parser.add_argument("--level", type=int, default=1, help="level of the engine's plan")
     parser.add_argument("--compiler", default="aot_eager", choices=("aot_eager", "inductor"))
-    parser.add_argument("--second_start", action="store_true", help="start each twice, with the caches of the first")
-    parser.add_argument("--json", type=Path, help="the rows go there, too")
-    parser.add_argument("--docs", type=Path, help="folder of compile.md, whose table is filled")
+    parser.add_argument("--second_start", action="store_true", help="start twice, the second time with caches")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--docs", type=Path, help="folder of compile.md, to fill in its table")
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(measured(*json.loads(arguments.case))))

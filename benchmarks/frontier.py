@@ -7,13 +7,12 @@
 Baselines: eager PyTorch; transformers' activation checkpointing; `torch.compile`, alone and with
 `activation_memory_budget`. Compared with them: the compile engine and the ort engine of this package. A step is
 forward and backward with dropout 0.1; the first one compiles and is not measured. All start from the same weights,
-batch and seed. Repeats are interleaved, each number is their median. `activations` is the peak over what is held
-between steps (weights, libraries): activations and gradients. Peaks are exact, resident on the CPU and of torch's
-allocator on CUDA.
+batch and seed. Repeats are interleaved, and each number is their median. `activations` is the peak minus the memory
+held between steps (weights, libraries), that is activations and gradients. Peaks are exact: resident memory on the
+CPU, torch's allocator on CUDA.
 
-With --memory_cap each baseline trains the largest batch whose step, with AdamW, stays under the cap, which is torch's
-limit for the process on CUDA and the measured peak on the CPU. Needs matplotlib for the plot (the extra
-`benchmark`).
+With --memory_cap each baseline trains the largest batch whose step, with AdamW, stays under the cap: torch's limit for
+the process on CUDA, the measured peak on the CPU. Needs matplotlib for the plot (the extra `benchmark`).
 """
 
 import argparse
@@ -76,8 +75,8 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
     """Measure until each baseline has `--repeats` runs.
 
     Args:
-        results: by model; new ones are added.
-        folder: for the models' configs.
+        results: results by model; new ones are added.
+        folder: where the models' configs are saved.
         keep: called after each run.
     """
     bar = tqdm(unit="run", file=sys.stderr)
@@ -101,7 +100,7 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
 
 
 def all_baselines(make: Callable[..., Baseline], found: Results, arguments: argparse.Namespace) -> Iterator[Baseline]:
-    """All baselines, and single rows of the plan table once it is measured."""
+    """Yields all baselines, and single rows of the plan table once it is measured."""
     yield from baselines(make, arguments.compilers, arguments.every, arguments.budgets)
     for compiler in arguments.compilers:
         none = found.get(without_plan(compiler))
@@ -126,8 +125,12 @@ def add_run(found: Results, baseline: Baseline, arguments: argparse.Namespace) -
 
 
 def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
-    """Medians, and their ratios to eager: of the peak over what is held between steps, and of `time`, an attribute of
-    the measurements."""
+    """Yields a table row of medians for each baseline, with the ratios to eager of activations and of `time`.
+
+    Args:
+        results: results by baseline name.
+        time: an attribute of the measurements.
+    """
     eager = results[EAGER]
     for name, result in results.items():
         if result.runs and not result.error:
@@ -143,7 +146,7 @@ def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
 
 
 def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
-    """Largest batches, and samples per second with them."""
+    """Yields a table row for each baseline: its largest batch, and the samples per second with it."""
 
     def speed(result: Result) -> float:
         return result.batch_size / result.median("step_seconds")
@@ -162,7 +165,7 @@ def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto-optimal points, lower being better, by the first number."""
+    """Returns the Pareto-optimal points (lower is better), sorted by the first number."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -171,7 +174,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Results], path: Path) -> None:
-    """Time per step against the peak of activations, both relative to eager, a panel for each model."""
+    """Plot time per step against the peak of activations, both relative to eager, one panel per model."""
     plots = pyplot("frontier")
     figure, panels = plots.subplots(
         1, len(tables), figsize=(5.2 * len(tables), 4.6), squeeze=False, layout="constrained"
@@ -191,7 +194,7 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
         panel.set_ylabel("peak of activations and gradients, relative to eager")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKERS))
     figure.canvas.draw()
-    # Labels are placed for the layout as it is now.
+    # Labels are placed for the current layout.
     figure.set_layout_engine("none")
     for panel, (_, table) in zip(panels[0], tables.items(), strict=True):
         label(panel, [(_short(row["baseline"]), (row["of eager "], row["of eager"])) for row in table])
@@ -199,12 +202,12 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
 
 
 def _short(name: str) -> str:
-    """Without what the marker shows."""
+    """Returns a baseline's name without the family that its marker shows."""
     return re.sub(r"^(compile: |ort: |checkpointing, |budget )|, aot_eager$", "", name)
 
 
 def conditions(arguments: argparse.Namespace) -> str:
-    """The conditions that the numbers depend on beside the models."""
+    """Returns the conditions that the numbers depend on besides the models."""
     import platform
 
     import torch
@@ -236,10 +239,10 @@ def save(path: Path, about: str, results: Mapping[str, Results]) -> None:
 
 
 def load(path: Path, about: str) -> dict[str, Results]:
-    """Results of earlier runs.
+    """Load the results of earlier runs.
 
     Raises:
-        MemOptError: they were measured under other conditions.
+        MemOptError: the results were measured under other conditions.
     """
     if not path.exists():
         return {}
@@ -251,7 +254,7 @@ def load(path: Path, about: str) -> dict[str, Results]:
 
 
 def size(text: str) -> int:
-    """Bytes of `40GiB`."""
+    """Returns the bytes of a size such as `40GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text}: allowed are sizes such as 40GiB and 1500MiB")
@@ -265,20 +268,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="train under autocast to bfloat16")
     parser.add_argument("--compilers", nargs="+", choices=COMPILERS, help="default: inductor on CUDA, else aot_eager")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2], help="checkpoint every n-th layer")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--rows", type=int, default=3, help="single rows, those with the largest claimed savings")
-    parser.add_argument("--only", default="", help="regular expression of baselines' names; eager always runs")
+    parser.add_argument("--rows", type=int, default=3, help="number of single rows, largest claimed savings first")
+    parser.add_argument("--only", default="", help="regular expression for names of baselines; eager always runs")
     parser.add_argument("--steps", type=int, default=1, help="measured steps per process")
-    parser.add_argument("--repeats", type=int, default=1, help="processes per baseline, those in --json included")
-    parser.add_argument("--memory_cap", type=size, help="as 40GiB: find the largest batch of each baseline")
-    parser.add_argument("--batch_step", type=int, default=8, help="batches under --memory_cap are multiples of it")
+    parser.add_argument("--repeats", type=int, default=1, help="processes per baseline, including those in --json")
+    parser.add_argument("--memory_cap", type=size, help="such as 40GiB: find each baseline's largest batch within it")
+    parser.add_argument("--batch_step", type=int, default=8, help="batches under --memory_cap are multiples of this")
     parser.add_argument(
         "--time", choices=("cpu_seconds", "step_seconds"), help="see ort_claims.py; default: by device"
     )
-    parser.add_argument("--json", help="file of all measurements; existing ones are not repeated")
+    parser.add_argument("--json", help="file of measurements; those in it are not repeated")
     parser.add_argument("--docs", help="folder whose frontier.md and frontier.svg are updated")
     return parser
 

@@ -1,14 +1,14 @@
-"""Predictions of plain PyTorch against figures that others measured on GPUs.
+"""Predictions for plain PyTorch against figures that others measured on GPUs.
 
     python benchmarks/gpu_truth.py PATH [PATH …] [--docs docs]
 
-A path is a clone of huggingface/peft, a clone of linkedin/Liger-Kernel, or a file of theirs: results of PEFT's method
+A path is a clone of huggingface/peft or linkedin/Liger-Kernel, or one of their files: results of PEFT's method
 comparison (one run, or runs by name with the keys of `PeftRun`), or rows of Liger's benchmarks. Nothing is downloaded.
 
-Liger-Kernel's file has rows of memory and of speed, for PyTorch and for its own kernels; those of PyTorch are read.
+Liger-Kernel's file has memory and speed rows for PyTorch and for its own kernels; only the PyTorch rows are read.
 
-PEFT publishes no length of the longest batch, nor the allocated peak: one length is fitted to all runs, for allocated
-and for reserved bytes each.
+PEFT publishes neither the length of the longest batch nor the allocated peak, so one length is fitted to all runs for
+allocated bytes, and another one for reserved bytes.
 """
 
 import argparse
@@ -42,16 +42,16 @@ from optimum_memopt.step_settings import StepSpec
 
 GIB, MIB = 2**30, 2**20
 BATCH_SIZE = 4
-# Tokens of the longest batch with which allocated bytes, and reserved ones, are right in the median.
+# Longest batch length, in tokens, for which the median error of allocated, and of reserved, bytes is zero.
 _ALLOCATED_AT, _RESERVED_AT = 729, 702
-# Tokens of a row with its padding, and of a step without, on average: 4,198,051 in 5,000 steps.
+# Average tokens of a row with padding, and of a step without padding: 4,198,051 in 5,000 steps.
 _TIMED_AT, _REAL_TOKENS = 226, 840
 _PEFT = "method_comparison/MetaMathQA/results"
 _LIGER = "benchmark/data/all_benchmark_data.csv"
 _PLAIN = ("huggingface", "torch")
-# Tokens whose logits and key-value cache are alive after a step of PEFT's, on average: 0.328 GiB in all runs.
+# Bytes of logits and key-value cache that are alive after a step of PEFT, on average: 0.328 GiB in all runs.
 _AFTER_STEP = 0.328 * GIB
-# meta-llama/Llama-3.2-3B.
+# The config of meta-llama/Llama-3.2-3B.
 _LLAMA = LlamaConfig(
     hidden_size=3072,
     num_hidden_layers=28,
@@ -67,14 +67,14 @@ _LLAMA = LlamaConfig(
 
 @dataclass(frozen=True)
 class PeftRun:
-    """A run of PEFT's method comparison, in bytes.
+    """A run of PEFT's method comparison.
 
     Attributes:
-        max_reserved: of the whole process.
-        allocated_after_step: on average; 0: not published.
-        peft_config: None: all parameters train.
-        autocasts: adapters are float32.
-        tokens_a_second: of training; 0: not published.
+        max_reserved: peak reserved bytes of the whole process.
+        allocated_after_step: average allocated bytes after a step; 0 if not published.
+        peft_config: the adapter's config; None if all parameters are trained.
+        autocasts: whether adapters are float32.
+        tokens_a_second: training throughput; 0 if not published.
     """
 
     name: str
@@ -88,11 +88,11 @@ class PeftRun:
 
 @dataclass(frozen=True)
 class LigerRow:
-    """A row of Liger's benchmarks, of plain PyTorch.
+    """A row of Liger's benchmarks for plain PyTorch.
 
     Attributes:
-        sizes: as the script's config has them, with the one on the x axis.
-        measured: the median of `max_memory_allocated` in MiB, or of the milliseconds.
+        sizes: the sizes in the script's config, and the one on the x axis.
+        measured: the median of `max_memory_allocated` in MiB, or the median time in milliseconds.
     """
 
     kernel: str
@@ -103,7 +103,7 @@ class LigerRow:
 
 
 def peft_runs(path: Path) -> list[PeftRun]:
-    """The runs of a results file, or of each one in a clone, that trained Llama-3.2-3B without autocast."""
+    """Returns the runs that trained Llama-3.2-3B without autocast, from a results file or from all in a clone."""
     if path.is_dir():
         return [run for file in sorted((path / _PEFT).glob("*.json")) for run in peft_runs(file)]
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def _published(found: Mapping[str, Any]) -> PeftRun | None:
     return PeftRun(
         info["experiment_name"],
         found["meta_info"]["system_info"]["gpu"],
-        # `cuda_…` until 2025-07.
+        # The key was `cuda_…` until 2025-07.
         trained.get("accelerator_memory_max") or trained["cuda_memory_max"],
         statistics.mean(allocated) if allocated else 0,
         info["peft_config"],
@@ -145,7 +145,7 @@ def _published(found: Mapping[str, Any]) -> PeftRun | None:
 
 
 def liger_rows(path: Path, metric: str = "memory") -> list[LigerRow]:
-    """The rows of a metric, `memory` or `speed`, that `BENCHMARKS` can rebuild."""
+    """Returns the rows of a metric (`memory` or `speed`) that `BENCHMARKS` can rebuild."""
     with (path / _LIGER if path.is_dir() else path).open(encoding="utf-8", newline="") as file:
         return [
             LigerRow(
@@ -164,16 +164,16 @@ def liger_rows(path: Path, metric: str = "memory") -> list[LigerRow]:
 
 
 def device_named(name: str) -> Device:
-    """The device of torch's name for it, as `NVIDIA A100-SXM4-80GB`."""
+    """Returns the device with torch's name for it, such as `NVIDIA A100-SXM4-80GB`."""
     return DEVICES[max((listed for listed in DEVICES if listed in name), key=len)]
 
 
 def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
-    """A step as PEFT's loop takes it: outputs held, some row padded."""
+    """Predict a step of PEFT's loop, which holds the outputs and pads some row."""
     import peft
 
     with torch.device("meta"), warnings.catch_warnings():
-        # PEFT calls transformers' deprecated names (0.21).
+        # PEFT 0.21 uses deprecated names of transformers.
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(_LLAMA, dtype=torch.bfloat16)
         model.tie_weights()
@@ -190,7 +190,12 @@ def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
 
 
 def reserved(always: Iterable[int], events: Iterable[Event]) -> CachingAllocator:
-    """The allocator after one step that begins with an empty cache."""
+    """Returns the allocator after one step that began with an empty cache.
+
+    Args:
+        always: bytes of the blocks that are allocated before the step.
+        events: allocations and frees of the step.
+    """
     allocator = CachingAllocator()
     for size in always:
         allocator.allocate(size)
@@ -199,7 +204,7 @@ def reserved(always: Iterable[int], events: Iterable[Event]) -> CachingAllocator
 
 
 def peft_row(run: PeftRun) -> dict[str, Any]:
-    """A row of the table: what was measured, and errors of what is predicted."""
+    """Returns a row of the table: measured values, and the errors of the predictions."""
     step = peft_step(run, BATCH_SIZE, _ALLOCATED_AT)
     resident = sum(storage.bytes for storage in step.run.split()[0] if storage.category == PARAMETERS)
     after = step.constant + resident + sum(step.states) * 3 // 2 + _AFTER_STEP
@@ -215,7 +220,7 @@ def peft_row(run: PeftRun) -> dict[str, Any]:
 
 
 def tokens_a_second(run: PeftRun) -> float:
-    """Predicted for steps of the mean length, without what they wait for."""
+    """Predict the throughput for steps of the mean length, without waiting times."""
     step = peft_step(run, BATCH_SIZE, _TIMED_AT)
     assert step.seconds is not None
     return _REAL_TOKENS / step.seconds
@@ -227,7 +232,7 @@ def _filled(step: LiveStep) -> CachingAllocator:
 
 
 class _Norm(nn.Module):
-    """As `LlamaRMSNorm`."""
+    """The computation of `LlamaRMSNorm`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -243,7 +248,7 @@ class _Norm(nn.Module):
 
 
 class _HeadWithLoss(nn.Module):
-    """An output layer and its cross entropy."""
+    """An output layer and its cross-entropy loss."""
 
     def __init__(self, hidden: int, vocabulary: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -277,7 +282,7 @@ class _Divergence(nn.Module):
         return (loss / log_q.shape[0]).sum().to(dtype)
 
 
-# A module, its inputs, and inputs that stay beside them.
+# A module, its inputs, and other tensors that stay allocated.
 _Built = tuple[nn.Module, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
@@ -320,7 +325,7 @@ def _divergence(sizes: Mapping[str, Any]) -> _Built:
     return _Divergence(sizes["H"], sizes["V"], _dtype(sizes)), (student, torch.empty_like(student).detach()), ()
 
 
-# After `benchmark/scripts/benchmark_<kernel>.py` of linkedin/Liger-Kernel.
+# Based on `benchmark/scripts/benchmark_<kernel>.py` of linkedin/Liger-Kernel.
 BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], _Built]] = {
     "rms_norm": _norm,
     "cross_entropy": _cross_entropy,
@@ -335,7 +340,7 @@ BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], _Built]] = {
 
 @contextlib.contextmanager
 def _recorded(row: LigerRow, device: Device) -> Iterator[tuple[LiveRecorder, _Built]]:
-    """Within it the row's module runs on fake tensors and is recorded."""
+    """Run the row's module on fake tensors, and record it."""
     with eager_standin(device), dynamo.fake_tensors():
         built = BENCHMARKS[row.kernel](row.sizes)
         recorder = LiveRecorder(built[0], device.cuda)
@@ -344,14 +349,14 @@ def _recorded(row: LigerRow, device: Device) -> Iterator[tuple[LiveRecorder, _Bu
 
 
 def liger_peak(row: LigerRow) -> int:
-    """Bytes of the allocator's blocks at the peak of the second iteration."""
+    """Returns the bytes of the allocator's blocks at the peak of the second iteration."""
     device = device_named(row.device)
     with _recorded(row, device) as (recorder, (module, inputs, beside)):
         recorder.hold(PARAMETERS, dict(module.named_parameters()))
         recorder.hold(BATCH, {f"input {at}": tensor for at, tensor in enumerate((*inputs, *beside))})
         _iterations(row.mode, module, inputs, beside)
     events = recorder.run().events
-    # A script runs all modes in one process, so that both threads have their workspace of cuBLAS.
+    # A script runs all modes in one process, so the forward's and the backward's thread each have a cuBLAS workspace.
     workspaces = [device.libraries] * any(event.kind in ("mm", "addmm") for event in events)
     return reserved(workspaces, events).most_allocated
 
@@ -373,7 +378,7 @@ def _iterations(mode: str, module: nn.Module, inputs: Sequence[torch.Tensor], be
 
 
 def liger_seconds(row: LigerRow) -> float:
-    """Seconds of one iteration, whose gradients are new."""
+    """Predict the seconds of one iteration that allocates its gradients."""
     device = device_named(row.device)
     with _recorded(row, device) as (recorder, (module, inputs, beside)):
         recorder.records_work = row.mode != "backward"
@@ -386,7 +391,7 @@ def liger_seconds(row: LigerRow) -> float:
 
 
 def liger_times(rows: Sequence[LigerRow]) -> str:
-    """A table of the errors of predicted times, by GPU and benchmark."""
+    """Returns a table of the errors of predicted times, by GPU and benchmark."""
     errors: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         name = row.device.removeprefix("NVIDIA "), f"{row.kernel}, {row.mode}"
@@ -410,7 +415,7 @@ def liger_times(rows: Sequence[LigerRow]) -> str:
 
 
 def liger_row(row: LigerRow) -> dict[str, Any]:
-    """A row of the table: what was measured, and the error of what is predicted."""
+    """Returns a row of the table: the measured peak, and the error of the predicted one."""
     sizes = ", ".join(f"{name} {value}" for name, value in row.sizes.items() if isinstance(value, int))
     return {
         "benchmark": f"{row.kernel}, {row.mode}",
@@ -422,20 +427,20 @@ def liger_row(row: LigerRow) -> dict[str, Any]:
 
 
 def summary(name: str, errors: Sequence[float]) -> str:
-    """The median, the lowest and the highest error."""
+    """Returns a sentence with the median, the lowest and the highest error."""
     median = statistics.median(map(abs, errors))
     return f"{name}: {len(errors)} figures, median error {median:.2%}, from {min(errors):+.2%} to {max(errors):+.2%}."
 
 
 def order(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line with the rank correlation (Spearman) of measured and predicted speeds."""
+    """Returns a line with the rank correlation (Spearman) of measured and predicted speeds."""
     timed = [(row["tokens/s"], row["tokens/s"] * (1 + row["speed"])) for row in rows if row["speed"] is not None]
     ranks = [[sorted(column).index(figure) for figure in column] for column in zip(*timed, strict=True)]
     return f"Rank correlation (Spearman) of speeds: {statistics.correlation(*ranks):.2f}."
 
 
 def table(rows: Sequence[Mapping[str, Any]], errors: Sequence[str], digits: int) -> str:
-    """Rows with their errors as percentages, and a line for each of these columns."""
+    """Returns a table of the rows with errors as percentages, and a summary line for each error column."""
     shown = [
         {**row, **{name: "" if row[name] is None else f"{row[name]:+.{digits}%}" for name in errors}} for row in rows
     ]
@@ -447,7 +452,7 @@ def table(rows: Sequence[Mapping[str, Any]], errors: Sequence[str], digits: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path)
-    parser.add_argument("--docs", type=Path, help="folder of the page gpu.md, whose tables are filled")
+    parser.add_argument("--docs", type=Path, help="folder of gpu.md, to fill in its tables")
     args = parser.parse_args()
     sections = {}
     for path in args.paths:

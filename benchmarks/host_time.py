@@ -1,10 +1,10 @@
-"""Host time of a training step: CPU milliseconds of what launches a step's kernels, by the way to train.
+"""Host time of a training step: CPU milliseconds spent on launching a step's kernels, by the way to train.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --models llama --layers 12 --level 1 --json host_time.json
 
-On the stand-in for a device (`make test-cuda` builds it) kernels do nothing, which leaves the host's share. Each way
-of first_step.py runs in a process of its own, with one thread: the median of later steps, and its ratio to
+On the stand-in for a device (built by `make test-cuda`) kernels do nothing, so only the host's share remains. Each way
+of first_step.py runs in a process of its own, with one thread. Shown are the median of later steps and its ratio to
 `torch.compile` of the whole model.
 """
 
@@ -23,16 +23,16 @@ WARM = 5
 
 
 def worker(name: str, way: str, layers: int, hidden: int, level: int) -> dict[str, float]:
-    """Returns CPU milliseconds of a forward, and of a step."""
+    """Returns the CPU milliseconds of a forward and of a step."""
     import torch
     from gpu.steps import Shape, batch_of, build, forward
 
     torch.set_num_threads(1)
-    # It asks the device for more than the stand-in knows.
+    # cuDNN's attention needs device queries that the stand-in does not implement.
     torch.backends.cuda.enable_cudnn_sdp(False)
     shape = Shape(layers, hidden, hidden // 64, 4 * hidden, vocabulary=8192, batch=8, length=128)
     model, batch = build(name, shape), batch_of(shape)
-    # Where nothing is padding a loop needs no mask, which plain PyTorch would wait for.
+    # Without padding no mask is needed; plain PyTorch would synchronize with the device on it.
     del batch["attention_mask"]
     attach(model, way, "inductor", level)
     parameters = list(model.parameters())
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--level", type=int, default=0, help="of the engine")
+    parser.add_argument("--level", type=int, default=0, help="level of the engine's plan")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Labels of the points of a plot: none over another one, or over a point."""
+"""Labels for the points of a plot that overlap neither each other nor a point."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ class Box(NamedTuple):
     height: float
 
     def overlap(self, other: "Box") -> float:
-        """Pixels that both cover."""
+        """Returns the area that both cover, in pixels."""
         wide = min(self.left + self.width, other.left + other.width) - max(self.left, other.left)
         high = min(self.bottom + self.height, other.bottom + other.height) - max(self.bottom, other.bottom)
         return max(0.0, wide) * max(0.0, high)
@@ -28,19 +28,19 @@ _DISTANCES = (7, 12, 18, 26, 36, 48, 62, 78, 96)
 def places(
     points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], room: Box, dot: float
 ) -> list[Box]:
-    """Where labels go: each as near to its point as the ones before it leave room for.
+    """Place the labels one after the other, each as close to its point as the labels before it permit.
 
     Args:
-        points: in pixels.
+        points: positions of the points, in pixels.
         sizes: width and height of each label, in pixels.
-        room: that they have to lie in.
-        dot: width of a point.
+        room: the rectangle that labels must lie in.
+        dot: width of a point, in pixels.
     """
     dots = [Box(x - dot / 2, y - dot / 2, dot, dot) for x, y in points]
     placed: list[Box] = []
     for point, size in zip(points, sizes, strict=True):
         taken = [*dots, *placed]
-        # Of those that are as free, the first is the nearest.
+        # Among equally free candidates, the first is the nearest.
         placed.append(min(_candidates(point, size), key=lambda box: _cost(box, taken, room)))
     return placed
 
@@ -60,12 +60,12 @@ def _cost(box: Box, taken: Iterable[Box], room: Box) -> float:
 
 
 def label(axes: Any, points: Sequence[tuple[str, tuple[float, float]]], size: float = 6.5, dot: float = 9) -> None:
-    """Write the names of points beside them, with a line to those that are further away.
+    """Write the names of points beside them, with a line if the name is not adjacent to its point.
 
     Args:
-        axes: of matplotlib, whose limits and layout are final.
-        points: names and places; a name may be there twice.
-        size: of the letters, in points.
+        axes: matplotlib axes with final limits and layout.
+        points: names and positions; a name may occur twice.
+        size: font size, in points.
         dot: width of a point's marker, in pixels.
     """
     figure = axes.figure

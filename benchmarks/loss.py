@@ -1,21 +1,21 @@
-"""Peak memory and time of a training step whose loss holds all logits, or a part of them at a time.
+"""Peak memory and time of a training step whose loss holds all logits at once, or one part at a time.
 
     python benchmarks/loss.py
     python benchmarks/loss.py --only "causal, 128k" --rounds 7 --json loss.json --docs docs
     python benchmarks/loss.py --quick
 
-A step is forward and backward from one batch, in fp32. Each baseline trains in a process of its own from the same
-weights and batch; rounds of one step each are interleaved. The compile engine's forward is the one that Trainer gets:
-nobody reads the logits. `plain` and `chunked` are its --memory_opt_loss, `eager` is PyTorch alone, `ort` is
---ort_module_with_loss of the ort engine (masked LM), `TRL` the fused head of its SFTTrainer (causal LM), and
-`cut-cross-entropy` Apple's, in its implementation for torch.compile.
+A step is forward and backward of one batch, in fp32. Each baseline trains in a process of its own from the same
+weights and batch; rounds of one step each are interleaved. The compile engine trains as under Trainer: the logits are
+not read. `plain` and `chunked` are its --memory_opt_loss, `eager` is PyTorch alone, `ort` is --ort_module_with_loss of
+the ort engine (masked LM), `TRL` the fused head of TRL's SFTTrainer (causal LM), and `cut-cross-entropy` Apple's
+library, in its implementation for torch.compile.
 
-`peak MiB` is the most that torch's allocator gave out at a time, gradients included, over what was held before the
-step; `resident` the same of the process, which includes what ONNX Runtime allocates. `CPU-s` is the median over
-rounds, and each ratio the median of the rounds' own ratios to plain.
+`peak MiB` is the peak of torch's allocator, gradients included, over what was held before the step; `resident` is the
+same for the process's resident memory, which includes ONNX Runtime's allocations. `CPU-s` is the median over rounds,
+and each ratio the median of the per-round ratios to plain.
 
-cut-cross-entropy needs Triton to be imported, and would have other packages find it too; so it may lie in a folder of
-its own: pip install --no-deps --target FOLDER cut-cross-entropy triton, and --packages FOLDER.
+Importing cut-cross-entropy requires Triton, which other packages would detect, so both may be installed in a folder of
+their own: pip install --no-deps --target FOLDER cut-cross-entropy triton, and --packages FOLDER.
 """
 
 import argparse
@@ -64,8 +64,8 @@ class Worker:
     """The process of a baseline.
 
     Attributes:
-        process: answers each line with a line of JSON.
-        error: why it cannot train; empty when it can.
+        process: the process, which answers each line with a line of JSON.
+        error: why the baseline cannot train; empty if it can.
     """
 
     process: subprocess.Popen
@@ -80,7 +80,7 @@ class Worker:
         return worker
 
     def ask(self, command: str) -> dict[str, float]:
-        """`peak` or `step`; MiB and seconds."""
+        """Send the command `peak` or `step`, and return the answer in MiB and seconds."""
         assert self.process.stdin is not None
         print(command, file=self.process.stdin, flush=True)
         return self._answer()
@@ -90,7 +90,7 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        # Compilers and libraries print too.
+        # Compilers and libraries also print to standard output.
         for line in self.process.stdout:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
@@ -99,7 +99,7 @@ class Worker:
 
 
 def measure(case: Case, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All baselines of a case: `peak` and `resident`, MiB, `seconds` of each round, or `error`."""
+    """Measure all baselines of a case: `peak` and `resident` in MiB and `seconds` of each round, or `error`."""
     found: dict[str, Any] = {}
     workers: dict[str, Worker] = {}
     try:
@@ -120,12 +120,12 @@ def measure(case: Case, names: Sequence[str], arguments: argparse.Namespace) -> 
 
 
 def lines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a case's table."""
+    """Yields the rows of a case's table."""
     plain = found[PLAIN]
     for name, result in found.items():
         if "seconds" in result:
             ratios = [own / base for own, base in zip(result["seconds"], plain["seconds"], strict=True)]
-            # ONNX Runtime does not allocate from torch.
+            # ONNX Runtime does not use torch's allocator.
             is_counted = not name.startswith("ort")
             yield {
                 "loss": name,
@@ -139,7 +139,7 @@ def lines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def heading(case: Case) -> str:
-    """A case in words."""
+    """Returns a description of a case."""
     tokens = case.batch_size * case.seq_len
     kind = "RoBERTa" if case.kind == "masked" else "Llama, tied embeddings"
     sizes = f"{kind}, {case.layers} layers of {case.hidden}, vocabulary {case.vocabulary:,}"
@@ -158,19 +158,19 @@ def report(results: dict[str, Any], known: dict[str, Case]) -> str:
 
 
 def shrunk(case: Case) -> Case:
-    """A case that runs in a second."""
+    """Returns a smaller case that runs in a second."""
     return replace(case, vocabulary=1_000, hidden=64, layers=1, batch_size=min(case.batch_size, 4), seq_len=32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="regular expression of cases' names")
+    parser.add_argument("--only", default="", help="regular expression for names of cases")
     parser.add_argument("--losses", nargs="+", choices=BASELINES, default=list(BASELINES), help="plain always runs")
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each baseline")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--packages", help="a folder with cut-cross-entropy and triton, for its process alone")
-    parser.add_argument("--quick", action="store_true", help="tiny models and one round: does it run?")
-    parser.add_argument("--json", help="file of all measurements; cases in it are not repeated")
+    parser.add_argument("--packages", help="folder with cut-cross-entropy and triton, used only in its process")
+    parser.add_argument("--quick", action="store_true", help="smoke test: tiny models and one round")
+    parser.add_argument("--json", help="file with all measurements; cases in it are not repeated")
     parser.add_argument("--docs", help="folder whose loss.md is updated")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One baseline of loss.py in a process of its own: builds the model, then measures a step for each line it reads."""
+"""A process for one baseline of loss.py: builds the model, then measures one step for each line of standard input."""
 
 import json
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 
 PLAIN = "plain"
 _ANY = ("masked", "causal")
-# The losses that are compared, and for which kinds of models.
+# The losses that are compared, and the kinds of models that each supports.
 BASELINES = {
     PLAIN: _ANY,
     "eager": _ANY,
@@ -26,14 +26,14 @@ class Case:
     """A model and a batch.
 
     Attributes:
-        name: in --only.
-        kind: `masked`: RoBERTa, `causal`: Llama with tied embeddings.
+        name: the name that --only matches.
+        kind: `masked` (RoBERTa) or `causal` (Llama with tied embeddings).
         vocabulary: number of classes.
         hidden: width of the hidden states.
-        layers: of the model.
-        batch_size: sequences.
-        seq_len: tokens of each.
-        density: of the tokens, those with a label.
+        layers: number of layers.
+        batch_size: sequences per batch.
+        seq_len: tokens per sequence.
+        density: share of the tokens that have a label.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
 
 
 def is_chunked_by_auto(case: Case) -> bool:
-    """True where `--memory_opt_loss auto` computes the loss in chunks."""
+    """True if `--memory_opt_loss auto` computes the loss in chunks."""
     import torch
 
     from optimum_memopt.engines.compile.loss.operator import LossShape
@@ -65,16 +65,16 @@ def versions() -> str:
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Answer `peak` and `step` on standard input, a line of JSON each, until it ends.
+    """Answer each `peak` or `step` on standard input with a line of JSON, until the input ends.
 
-    The first line of output says why the baseline cannot train, or nothing.
+    The first line of output has the reason why the baseline cannot train, or an empty one.
     """
     import torch
 
     torch.set_num_threads(settings["threads"])
     try:
         step = _prepare(Case(**settings["case"]), settings["baseline"], settings["packages"])
-        # Compiles and loads.
+        # The first step compiles and loads libraries.
         step()
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}), flush=True)
@@ -85,7 +85,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def _prepare(case: Case, baseline: str, packages: str | None) -> Callable[[], None]:
-    """A training step."""
+    """Returns a function that runs one training step."""
     import torch
     import transformers
 
@@ -105,7 +105,7 @@ def _prepare(case: Case, baseline: str, packages: str | None) -> Callable[[], No
     elif baseline.startswith("ort"):
         optimize(model, memory_opt_engine="ort", ort_fallback=False, ort_module_with_loss=True, **options)
     else:
-        # The engines set malloc up so.
+        # The engines configure malloc the same way.
         process.return_freed_memory()
     if baseline == "TRL":
         from trl.trainer.utils import add_fused_lm_head
@@ -150,7 +150,7 @@ def _model(case: Case, transformers: Any) -> Any:
 
 
 def _timed(step: Callable[[], None]) -> dict[str, float]:
-    """CPU seconds, and by how many MiB the process grew."""
+    """Measure the CPU seconds of a step, and by how many MiB the process grew."""
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     monitor = PeakMonitor("cpu")
@@ -161,7 +161,7 @@ def _timed(step: Callable[[], None]) -> dict[str, float]:
 
 
 def _peak_mib(step: Callable[[], None]) -> float:
-    """The most that torch's allocator gave out over what it had before."""
+    """Returns the peak of torch's allocator during a step, over what was allocated before, in MiB."""
     from allocations import allocated
 
     peak, _, _ = allocated(step)

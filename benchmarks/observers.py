@@ -4,9 +4,9 @@
     python benchmarks/observers.py --cases "both, shown" --steps 1000
 
 Each case trains the same tiny RoBERTa with a Trainer of its own, in a thread of this process. The threads take turns,
-one step of each case after the other, so that other load on the machine affects all of them. A step runs from one
-`on_step_begin` to the next and is measured in CPU time of its thread. The overhead of a case is the median difference
-to the step without observers in the same round.
+one step each, so that other load on the machine affects all of them. A step runs from one `on_step_begin` to the next
+and is measured in CPU time of its thread. The overhead of a case is the median difference to the step without
+observers in the same round.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainerCall
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
 
 WARM_UP = 5
-NEVER = 10**9  # shows step 0 only, which is warm-up
-# Name to callbacks, which steps are shown (`log_steps`), whether findings also go to a file, and the trackers.
+NEVER = 10**9  # shows only step 0, which is a warm-up step
+# By name: callbacks, `log_steps`, whether results are also written to a file, and trackers.
 CASES = {
     "none": ((), NEVER, False, "none"),
     "density, not shown": ((InputDensityCallback,), NEVER, False, "none"),
@@ -41,7 +41,7 @@ CASES = {
 
 
 class Turn(TrainerCallback):
-    """Lets several Trainers run one step each in turn.
+    """Makes several Trainers take turns, one step each.
 
     Attributes:
         steps: CPU milliseconds of each step.
@@ -95,7 +95,7 @@ def make_trainer(case: str, turn: Turn, steps: int, folder: str) -> Trainer:
 
 
 def measure(cases: list[str], steps: int, folder: str) -> dict[str, list[float]]:
-    """CPU milliseconds of each step of each case, without warm-up."""
+    """Returns the CPU milliseconds of each case's steps after the warm-up."""
     turns = [Turn() for _ in cases]
     for turn, following in zip(turns, [*turns[1:], turns[0]], strict=True):
         turn.following = following
@@ -109,10 +109,10 @@ def measure(cases: list[str], steps: int, folder: str) -> dict[str, list[float]]
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure all cases, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--steps", type=int, default=300, help="of each case")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each case")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = list(dict.fromkeys(["none", *arguments.cases]))

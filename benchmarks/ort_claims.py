@@ -5,9 +5,9 @@
     python benchmarks/ort_claims.py --models roberta --groups none levels arena malloc
 
 A step is forward and backward with dropout 0.1; the first one builds the graph and is not measured. The peak is the
-exact resident peak (on CUDA: of the allocator); malloc returns freed blocks to the system in all cases but the untuned
-ones. Repeats are interleaved, and each number is their median. `claimed` is the plan table's sum for the plans that
-are on, `saved` how far they lower the peak of no plan. Needs matplotlib for the plot (the extra `benchmark`).
+exact resident peak (the allocator's on CUDA); malloc returns freed blocks to the system except in the untuned cases.
+Repeats are interleaved, and each number is their median. `claimed` is the plan table's sum over the enabled plans,
+`saved` how far they lower the peak of no plan. Needs matplotlib for the plot (the extra `benchmark`).
 """
 
 import argparse
@@ -61,16 +61,16 @@ FIXED = {
 
 
 def rows_of(table: PlanTable, peak_mib: float, share: float) -> list[str]:
-    """Configs of the rows that claim at least this share of the peak, largest first."""
+    """Returns the configs of the rows that claim at least this share of the peak, largest first."""
     return [plan.config for plan in table.plans if (plan.saving_bytes or 0) >= share * peak_mib * MIB]
 
 
 def cases_of(group: str, none: Measurement, share: float) -> tuple[Named, ...]:
-    """The cases of a group for the model whose `none` was measured."""
+    """Returns the cases of a group for the model whose `none` was measured."""
     if group in FIXED:
         return FIXED[group]
     if group == "ort-level":
-        # The literal level: every row that is recomputed, normalizations included.
+        # ORT's own level 1 recomputes every row, normalizations included.
         parts = [part for plan in none.table.plans for part in plan.config.split(",") if ":1:" in part]
         return (Named("ORT's level 1", {"memory_opt_config": ",".join(dict.fromkeys(parts))}),)
     configs = rows_of(none.table, none.peak_mib, share)
@@ -82,12 +82,12 @@ def cases_of(group: str, none: Measurement, share: float) -> tuple[Named, ...]:
 
 
 def _short(config: str) -> str:
-    """Cluster ids alone, since strategy and count are the same for all."""
+    """Returns the cluster ids of a config; strategy and count are the same in all."""
     return ", ".join(part.removesuffix(":1:-1") for part in config.split(","))
 
 
 def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -> dict[str, dict[str, list]]:
-    """The measurements of each repeat, by model and case."""
+    """Returns the measurements of each repeat, by model and case."""
     found: dict[str, dict[str, list[Measurement]]] = {model: {} for model in workloads}
     bar = tqdm(unit="run", file=sys.stderr)
 
@@ -100,7 +100,7 @@ def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -
 
     for _ in range(arguments.repeats):
         for model in workloads:
-            # First, since its table names the rows.
+            # This case runs first, since its table names the rows.
             run(model, NONE)
             none = found[model][NONE.name][0]
             groups = (cases_of(group, none, arguments.share) for group in arguments.groups)
@@ -113,7 +113,12 @@ def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -
 
 
 def lines(cases: Mapping[str, list[Measurement]], time: str = "cpu_seconds") -> Iterator[dict[str, Any]]:
-    """Medians, and their ratios against no plan: of the peak, and of `time`, an attribute of the measurements."""
+    """Yields a table row of medians for each case, with the ratios to no plan of the peak and of `time`.
+
+    Args:
+        cases: measurements by case.
+        time: an attribute of the measurements.
+    """
 
     def median(name: str, attribute: str) -> float:
         return statistics.median(getattr(run, attribute) for run in cases[name])
@@ -134,7 +139,7 @@ def lines(cases: Mapping[str, list[Measurement]], time: str = "cpu_seconds") -> 
 
 
 def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
-    """Bars of claimed and measured saving, and the time beside them, a row of panels for each model."""
+    """Plot bars of claimed and measured savings, with the time beside them, one row of panels per model."""
     height = sum(len(rows) for rows in tables.values()) * 0.27 + len(tables)
     figure, axes = pyplot("ort_claims").subplots(
         len(tables),
@@ -164,7 +169,7 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def write_docs(folder: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
-    """The tables between the markers of ort_claims.md, and the plot beside it."""
+    """Write the tables between the markers of ort_claims.md, and the plot next to it."""
     fill(folder / "ort_claims.md", {model: to_markdown(rows, DECIMALS) for model, rows in tables.items()})
     plot(tables, folder / "ort_claims.svg")
 
@@ -180,7 +185,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="measured steps per process")
     parser.add_argument("--repeats", type=int, default=2, help="processes per case")
     parser.add_argument(
-        "--share", type=float, default=0.03, help="leave out rows that claim a smaller share of the peak"
+        "--share", type=float, default=0.03, help="leave out rows that claim less than this share of the peak"
     )
     parser.add_argument(
         "--time",

@@ -1,11 +1,11 @@
-"""How far `--ort_mem_efficient_grad_mgmt` lowers the peak with gradient accumulation, each case in a fresh process.
+"""How far `--ort_mem_efficient_grad_mgmt` lowers the peak under gradient accumulation, each case in a fresh process.
 
     python benchmarks/ort_gradients.py
     python benchmarks/ort_gradients.py --accumulate 1
 
 A step is forward and backward of a RoBERTa with dropout 0.1 that classifies one sequence; gradients are reset after
 every `accumulate` steps. The peak is the exact resident peak over the steps after the first, which builds the graph.
-All cases train with ORT's torch extensions, which must be built.
+ORT's torch extensions must be built.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CASES = {
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Run one case in this process; MiB and CPU seconds per step."""
+    """Run one case in this process; returns its peak in MiB and its CPU seconds per step."""
     import torch
     from transformers import RobertaConfig, RobertaForSequenceClassification
 

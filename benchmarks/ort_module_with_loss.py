@@ -4,8 +4,8 @@
     python benchmarks/ort_module_with_loss.py --cases ort "ort, loss inside" --density 0.3
 
 A step is forward and backward of a RoBERTa of 6 layers and 512 hidden units over a vocabulary of 30,000, dropout 0.1,
-with labels for 15% of the tokens. `all rows` returns the loss alone, but computes it from all tokens. `smoothed` is
-label smoothing, from the returned logits as the Trainer does it, but inside ONNX Runtime where the case says so. The
+with labels for 15% of the tokens. `all rows` returns only the loss, but computes it from all tokens. `smoothed` is
+label smoothing, computed from the returned logits as Trainer does, or inside ONNX Runtime if the case is named so. The
 peak is the exact resident peak over the steps after the first, which builds the graph.
 """
 
@@ -32,7 +32,7 @@ CASES = {
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Run one case in this process; MiB and CPU seconds per step."""
+    """Run one case in this process; returns its peak in MiB and its CPU seconds per step."""
     import torch
     import transformers
     from transformers.trainer_pt_utils import LabelSmoother

@@ -1,11 +1,11 @@
-"""Load balance between ranks for each way to choose a Trainer's batches, on real text; nothing is trained.
+"""Load balance between ranks for each way to form a Trainer's batches, on real text; nothing is trained.
 
     python benchmarks/sampling_balance.py
     python benchmarks/sampling_balance.py --world_sizes 16 --batch_size 32
 
-Lengths are those of the examples' packaged verse pairs, tokenized. For each number of ranks Trainer's own samplers
-(with accelerate's sharding) and `--group_by_complexity` choose the batches of one epoch. A step takes as long as its
-slowest rank, so `step` is the padded tokens of the slowest rank, averaged over the steps, relative to random order.
+Lengths are the token counts of the examples' packaged verse pairs. For each number of ranks, Trainer's own samplers
+(with accelerate's sharding) and `--group_by_complexity` form the batches of one epoch. A step takes as long as its
+slowest rank, so `step` is the padded tokens of the slowest rank, averaged over steps, relative to random order.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
 def verse_lengths(seed: int) -> np.ndarray:
-    """Tokens of each training pair, by the tokenizer of the packaged MiniLM."""
+    """Returns the tokens of each training pair, counted by the tokenizer of the packaged MiniLM."""
     from common.models import packaged_tokenizer
     from common.verses import verse_pairs
 
@@ -35,7 +35,7 @@ def verse_lengths(seed: int) -> np.ndarray:
 
 
 def strategies(lengths: np.ndarray, size: int, world: int, accumulation: int) -> dict[str, list[list[list[int]]]]:
-    """The batches of each rank for each way, shape (ranks, steps, samples)."""
+    """Returns the batches of each rank for each way to form them, shape (ranks, steps, samples)."""
     random = RandomSampler(lengths, generator=torch.Generator().manual_seed(0))
     by_length = LengthGroupedSampler(
         size * accumulation, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def strategies(lengths: np.ndarray, size: int, world: int, accumulation: int) ->
 
 
 def describe(ranks: list[list[list[int]]], lengths: np.ndarray) -> dict[str, float]:
-    """One row of the table."""
+    """Returns a row of the table."""
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in ranks])
     padded = np.array([[lengths[batch].max() * len(batch) for batch in rank] for rank in ranks])
     samples = [len(batch) for rank in ranks for batch in rank]
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batch_size", type=int, default=16, help="samples of one rank in one step")
     parser.add_argument("--accumulation", type=int, default=1, help="gradient accumulation steps")
-    parser.add_argument("--samples", type=int, default=None, help="the first so many pairs; all by default")
+    parser.add_argument("--samples", type=int, default=None, help="use only the first pairs; default: all")
     arguments = parser.parse_args()
     lengths = verse_lengths(seed=0)[: arguments.samples]
     quantiles = np.percentile(lengths, [0, 50, 95, 100]).astype(int)

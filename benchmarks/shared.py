@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: models, and tables in pages of the documentation."""
+"""Models, and tables in the documentation's pages, for all benchmarks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-# Name to the task of `Workload`.
+# Model names with their `Workload` task.
 MODELS = {"roberta": "text-classification", "deberta-v2": "text-classification", "gpt2": "text-generation"}
 
 
 def sizes(hidden: int, layers: int) -> dict[str, int]:
-    """Arguments of a config with heads of 64 units and 8192 tokens, in the words of most models."""
+    """Returns arguments of a config with heads of 64 units and 8192 tokens, under the names that most models use."""
     return {
         "vocab_size": 8192,
         "hidden_size": hidden,
@@ -23,7 +23,7 @@ def sizes(hidden: int, layers: int) -> dict[str, int]:
 
 
 def make_config(name: str, hidden: int, layers: int) -> Any:
-    """The transformers config of a model with heads of 64 units, 8192 tokens and dropout 0.1."""
+    """Returns the transformers config of a model with heads of 64 units, 8192 tokens and dropout 0.1."""
     import transformers
 
     if name == "gpt2":
@@ -32,7 +32,7 @@ def make_config(name: str, hidden: int, layers: int) -> Any:
         )
     shape = {
         **sizes(hidden, layers),
-        # Else they look into their labels: stock torch.compile would break DeBERTa's graph, and compile RoBERTa twice.
+        # Else the models inspect their labels: stock torch.compile breaks DeBERTa's graph, and compiles RoBERTa twice.
         "problem_type": "single_label_classification",
     }
     if name == "roberta":
@@ -43,10 +43,11 @@ def make_config(name: str, hidden: int, layers: int) -> Any:
 
 
 def to_markdown(rows: list[dict[str, Any]], decimals: Mapping[str, int]) -> str:
-    """A table of rows with equal keys.
+    """Returns a Markdown table of rows that have the same keys.
 
     Args:
-        decimals: digits after the point by column; 0 by default.
+        rows: values by column.
+        decimals: digits after the point, by column; 0 by default.
     """
     shown = [
         {key: value if isinstance(value, str) else f"{value:.{decimals.get(key, 0)}f}" for key, value in row.items()}
@@ -56,8 +57,8 @@ def to_markdown(rows: list[dict[str, Any]], decimals: Mapping[str, int]) -> str:
 
 
 def fill(page: Path, sections: Mapping[str, str]) -> None:
-    """Write each text between the markers of its name in a page, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; skip
-    those without markers."""
+    """Write each text between its markers in a page, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; skip names
+    without markers."""
     text = page.read_text(encoding="utf-8")
     for name, inside in sections.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
@@ -68,10 +69,10 @@ def fill(page: Path, sections: Mapping[str, str]) -> None:
 
 
 def pyplot(salt: str) -> Any:
-    """matplotlib.pyplot, set up for reproducible svg files with text as text.
+    """Returns matplotlib.pyplot, set up for reproducible svg files that keep text as text.
 
     Args:
-        salt: of the ids in the file.
+        salt: the salt of the ids in the svg file.
     """
     import matplotlib
 

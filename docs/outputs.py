@@ -251,7 +251,7 @@ OUTPUTS = {
     "advise": Output(ADVISE, (("LlamaForCausalLM .*", "--per_device_train_batch_size .*"),)),
     "advise-optimizers": Output(
         (*ADVISE[:-1], f"{ADVISE[-1]} --optim all"),
-        (("Optimizers in this setup .*", "Not known: .*"),),
+        (("Optimizers in this setup .*", "Unknown: .*"),),
         is_prompt_shown=False,
     ),
     "sft": Output(

@@ -107,7 +107,7 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
         ]
         if differences:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-            return f"rank {rank} does not train as rank 0 does: {'; '.join(differences[:3])}{more}"
+            return f"rank {rank} trains with a different setup than rank 0: {'; '.join(differences[:3])}{more}"
     return ""
 
 
@@ -149,8 +149,8 @@ def warn_unsharded(trainer: Trainer) -> None:
     `state.py`)."""
     if fsdp_version(trainer.args) is not None and trainer.accelerator.distributed_type != "FSDP":
         get_logger().warning(
-            "NOT sharded: FSDP is asked for, and accelerate shards on accelerators alone; each process holds the "
-            "whole model"
+            "NOT sharded: FSDP is requested, but accelerate shards only on accelerators; each process holds the whole "
+            "model"
         )
 
 
@@ -172,7 +172,7 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
         if "LOCAL_RANK" not in environment:
             suggestion = "set RANK and LOCAL_RANK too, as torchrun does"
         raise MemOptError(
-            f"this process is one of {announced} (WORLD_SIZE={announced}) but would train alone, as each of them: "
+            f"this process is one of {announced} (WORLD_SIZE={announced}), but each of them would train on its own: "
             f"{suggestion}; for a single process unset WORLD_SIZE"
         )
     if _SET_BY_SIMPLE_LAUNCHER not in environment:
@@ -180,9 +180,9 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
     number, script = accelerate_launch(_parent_command()) or (1, "")
     if number > 1:
         raise MemOptError(
-            f"accelerate launch was asked for {number} processes and started one (with --cpu, or without "
-            f"--multi_gpu, it does so silently); write: accelerate launch --multi_gpu --num_processes {number} "
-            f"{script} …, and on a machine without a GPU --use_cpu true behind it; or --num_processes 1"
+            f"accelerate launch was asked for {number} processes but started one (with --cpu, or without --multi_gpu, "
+            f"it does so silently); run: accelerate launch --multi_gpu --num_processes {number} {script} …, on a "
+            "machine without a GPU with --use_cpu true after the script; or use --num_processes 1"
         )
 
 

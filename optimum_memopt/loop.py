@@ -46,7 +46,7 @@ def optimize(
             model's forward, to which the plan applies, has not run.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise MemOptError(f"optimizer is a {excerpt(type(optimizer).__name__)}; allowed is a torch.optim.Optimizer")
+        raise MemOptError(f"optimizer must be a torch.optim.Optimizer, not {excerpt(type(optimizer).__name__)}")
     if not isinstance(model, torch.nn.Module):
         raise MemOptError(
             f"optimize takes a torch.nn.Module, not {excerpt(type(model).__name__)}; for a Trainer: "
@@ -59,7 +59,7 @@ def optimize(
     if given := [f"--{name}" for name in names if getattr(chosen, name) != getattr(defaults, name)]:
         raise MemOptError(
             f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} a Trainer: see optimum_memopt.attach; "
-            "optimize() has the model only"
+            "optimize() gets only the model"
         )
     resolved = resolve(chosen)
     resolved.log()

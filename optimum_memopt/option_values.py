@@ -51,7 +51,7 @@ class Numbers:
         if self.meaning:
             return self.meaning
         low = f" from {self.low}" if self.low > -(2**63) else ""
-        high = f" to {self.high}" if self.high < 2**63 - 1 else " on" if low else ""
+        high = f" to {self.high}" if self.high < 2**63 - 1 else " up" if low else ""
         return f"whole numbers{low}{high}"
 
 
@@ -74,9 +74,9 @@ def check(options: Any, kind: type) -> None:
 def check_written(flag: str, path: str) -> None:
     """Raise a MemOptError if a flag's output path is a folder, or lies in a folder that does not exist."""
     if not os.path.isdir(os.path.dirname(path) or os.curdir):
-        raise MemOptError(f"{flag} {path_excerpt(path)}: no such folder; make it first")
+        raise MemOptError(f"{flag} {path_excerpt(path)}: no such folder; create it first")
     if os.path.isdir(path):
-        raise MemOptError(f"{flag} {path_excerpt(path)}: is a folder; name a file in it")
+        raise MemOptError(f"{flag} {path_excerpt(path)}: is a folder; give a file in it")
 
 
 def check_page(flag: str, path: str) -> None:
@@ -108,7 +108,7 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
     allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
     if not any(_is_a(value, kind) for kind in kinds):
         shown = f"'{excerpt(value)}'" if isinstance(value, str) else excerpt(value)
-        raise MemOptError(f"{name} {shown}: allowed are {allowed}")
+        raise MemOptError(f"{name} {shown}: allowed: {allowed}")
     if isinstance(value, os.PathLike):
         value = os.fsdecode(value)
     elif _is_a(value, int):
@@ -119,7 +119,7 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
         and (kinds != _PATH or (bool(value) and "\0" not in value))
     )
     if not is_allowed:
-        raise MemOptError(f"{name} {excerpt(value) or repr(value)}: allowed are {allowed}")
+        raise MemOptError(f"{name} {excerpt(value) or repr(value)}: allowed: {allowed}")
     return value
 
 

@@ -35,18 +35,18 @@ class RunOptions(EngineOptions):
     """The options of a Trainer: logs, callbacks, optimizer, sampler."""
 
     log_input_density: bool = flag(
-        False, "Log the share of input and label tokens that is not padding, for each step that is shown."
+        False, "Log the share of input and label tokens that is not padding, for each reported step."
     )
     log_memory_phases: bool = flag(
         False, "Log memory held and peak memory before and after forward and backward and after the optimizer."
     )
     memory_opt_log_steps: Annotated[int, Numbers(0)] = flag(
         0,
-        "Steps of which trackers and the log file get density and phases: 0 for steps 0-9 and then powers of two (the "
-        "console shows 0, 1, 2, 4, 8, ...), or every N.",
+        "Steps whose density and phases go to trackers and the log file. 0: steps 0-9 and then powers of two (the "
+        "console shows 0, 1, 2, 4, 8, ...); N: every N steps.",
     )
     memory_opt_log_file: os.PathLike | str | None = flag(
-        None, "Also append all findings to this file, one JSON object a line."
+        None, "Also append all results to this file, one JSON object per line."
     )
     memory_opt_optim: str | None = flag(
         None,
@@ -56,13 +56,13 @@ class RunOptions(EngineOptions):
     )
     memory_opt_dry_run: str | None = flag(
         None,
-        "Do not train: show what each phase of the run takes on this device, as h100 or a JSON file, with plain "
-        "PyTorch, and end the script. Needs no GPU.",
+        "Do not train: show the memory of each phase of the run with plain PyTorch on this device, such as h100 or a "
+        "JSON file, and end the script. Needs no GPU.",
     )
     group_by_complexity: bool = flag(
         False,
         "Give all ranks samples of nearly the same length in each step, so that none waits for the slowest. Lengths: "
-        "the column --length_column_name, else attention_mask, else input_ids.",
+        "column --length_column_name, else attention_mask, else input_ids.",
     )
 
 
@@ -85,7 +85,7 @@ class MemOptOptions(_AllOptions):
 
     memory_opt_engine: str = flag(
         AUTO,
-        f"What trains the model: {_ENGINES}, or auto: the first of them that works here.",
+        f"The engine that trains the model: {_ENGINES}, or auto: the first that works here.",
         choices=(AUTO, *engine_names()),
     )
 
@@ -131,7 +131,7 @@ class MemOptOptions(_AllOptions):
         chosen = [(kind, flag) for kind, flag, is_given in given if is_given]
         if len(chosen) > 1:
             (kind, flag), (_, other), *_ = chosen
-            raise MemOptError(f"{flag} together with {other}: {kind} chooses the plans itself; give one of the two")
+            raise MemOptError(f"{flag} together with {other}: {kind} chooses the plans itself; give only one")
 
     @property
     def _engines(self) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ _UNITS = {
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
 # An exbibyte, more than any device has.
 LARGEST = 2**60
-_ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of the device's memory as 90%, and auto"
+_ALLOWED = (
+    "allowed: sizes such as 24GiB, 800MiB or 24GB (1000-based), shares of the device's memory such as 90%, and auto"
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def parse_budget(text: str) -> Budget:
         if unit in _UNITS and 0 < int(number * _UNITS[unit]) <= LARGEST:
             return Budget(text, int(number * _UNITS[unit]))
         if not unit:
-            why = f"a number needs a unit, as {match[1]}GiB or {match[1]}%"
+            why = f"a number needs a unit, such as {match[1]}GiB or {match[1]}%"
     raise MemOptError(f"--memory_opt_budget {excerpt(text) or repr(text)}: {why}")
 
 

@@ -25,7 +25,7 @@ def patterns(trainable: object) -> tuple[str, ...]:
     """Returns patterns of parameter names from a sequence, or from a comma-separated string. Raises MemOptError."""
     found = trainable.split(",") if isinstance(trainable, str) else trainable
     if not isinstance(found, Sequence) or not all(isinstance(pattern, str) for pattern in found):
-        raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
+        raise MemOptError(f"trainable {excerpt(found)}: allowed: strings, and lists or tuples of strings")
     return tuple(found)
 
 
@@ -37,26 +37,26 @@ class ModelSettings:
         MISSING, "Folder with a config.json, path of a config file, or name on the hub."
     )
     task: str | None = flag(
-        None, "text-classification, fill-mask, text-generation, …. Default: by the name of the class in the config."
+        None, "text-classification, fill-mask, text-generation, …. Default: from the class that the config names."
     )
     batch_size: Annotated[int, COUNTS] = flag(
         8,
-        "Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one trace of "
-        "the largest.",
+        "Rows of a (micro-)batch (default: 8); several, such as 1,2,4,8, for a table over batch sizes from one trace "
+        "of the largest.",
         type=str,
     )
     seq_len: Annotated[int, COUNTS] = flag(128, "Tokens per row, without padding (default: 128).")
     trainable: tuple[str, ...] = flag(
         (),
-        "Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), globs or "
+        "Train only these parameters: parts of their names like PEFT's target_modules (query, classifier), globs or "
         "regular expressions. Default: all that the model trains.",
         type=patterns,
         metavar="PATTERN[,PATTERN]",
     )
-    padding: bool = flag(True, "All rows are equally long, as packed ones: models leave their masks out.")
+    padding: bool = flag(True, "All rows have the same length, such as packed ones, so models skip their masks.")
     dtype: str | None = flag(
         None,
-        "Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it.",
+        "Dtype of the weights, such as bfloat16. Default: the config's, as transformers 5 loads it.",
         allowed=DTYPES,
     )
     # Implementations that need no GPU; flash attention's package does.
@@ -65,13 +65,13 @@ class ModelSettings:
     )
     peft: str | None = flag(
         None,
-        "PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
+        "PEFT's adapter, such as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
         "adapter_config.json.",
         metavar="FIELD=VALUE,… or FILE",
     )
     quantize: str | None = flag(
         None,
-        "Weights of 4 bits, as bitsandbytes loads them for QLoRA: nf4 or fp4; with fields as "
+        "4-bit weights, as bitsandbytes loads them for QLoRA: nf4 or fp4, with optional fields: "
         "nf4,double=false,compute=float32,prepare=false,storage=bfloat16 (default: double quantization, products in "
         "bfloat16, PEFT's prepare_model_for_kbit_training, packed into uint8). Needs --peft.",
         metavar="KIND[,FIELD=VALUE]",
@@ -88,34 +88,34 @@ class StepSpec:
 
     device: str | None = flag(
         None,
-        "compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
-        "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
+        "compile engine: the device to predict for, such as h100 or 'rtx 4090', or a JSON file (docs/budget.md), with "
+        "its memory, speed, attention kernels, workspaces and allocator. Default: this machine.",
     )
     compiler: str | None = flag(
-        None, "As --memory_opt_compiler takes it (default: the one that would train, inductor with --device)."
+        None, "Like --memory_opt_compiler (default: the one that would train, or inductor with --device)."
     )
-    bf16: bool = flag(False, "Under autocast, as Trainer's --bf16.")
-    fp16: bool = flag(False, "Under autocast, as Trainer's --fp16.")
+    bf16: bool = flag(False, "Autocast to bfloat16, like Trainer's --bf16.")
+    fp16: bool = flag(False, "Autocast to float16, like Trainer's --fp16.")
     # `DEFAULT` of `memory/optimizers.py`, which imports torch.
-    optim: str = flag("adamw_torch_fused", "The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+    optim: str = flag("adamw_torch_fused", "The optimizer, like Trainer's --optim (default: adamw_torch_fused).")
     gradient_accumulation_steps: Annotated[int, Numbers(1)] = flag(
-        1, "As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward."
+        1, "Like Trainer's (default: 1): from 2 on, a forward holds the gradients of earlier micro-batches."
     )
-    loss: str = flag(AUTO, "compile engine: as --memory_opt_loss takes it (default: auto).")
+    loss: str = flag(AUTO, "compile engine: like --memory_opt_loss (default: auto).")
     unit: str = AUTO
     keep_outputs: bool = flag(
         False,
-        "The loop holds the model's outputs, logits and in plain PyTorch the key-value cache, during the backward, as "
-        "loops of one's own often do. Trainer drops them.",
+        "The training loop holds the model's outputs (logits, and in plain PyTorch the key-value cache) during the "
+        "backward, as custom loops often do. Trainer drops them.",
     )
     fsdp: Annotated[int, Numbers(1, 2**20)] = flag(
         1,
-        "Predict one of so many ranks that share parameters, gradients and optimizer states, as a Trainer under FSDP2 "
-        "shards them (default: 1, not sharded).",
+        "Predict one rank of this many, which shard parameters, gradients and optimizer states like a Trainer under "
+        "FSDP2 (default: 1, not sharded).",
         metavar="RANKS",
     )
     release_gradients: bool = flag(
-        False, "The compile engine's plans: as --memory_opt_release_gradients, the optimizer steps in the backward."
+        False, "The compile engine's plans: step the optimizer in the backward, like --memory_opt_release_gradients."
     )
 
     @property
@@ -133,7 +133,7 @@ class StepSpec:
             MemOptError: settings conflict.
         """
         if self.bf16 and self.fp16:
-            raise MemOptError(f"{dashes}bf16 together with {dashes}fp16: give one of the two")
+            raise MemOptError(f"{dashes}bf16 together with {dashes}fp16: give only one")
 
 
 THIS_MACHINE = StepSpec()
@@ -144,12 +144,12 @@ class PlanSettings:
     """The plan of a step; an engine's options have the same names, prefixed `memory_opt_`."""
 
     budget: str | None = flag(
-        None, "Bytes that the step must not pass, as 24GiB, 90%% or auto; the cheapest plan that fits."
+        None, "Memory limit of the step, such as 24GiB, 90%% or auto; selects the cheapest plan that fits."
     )
-    level: int = flag(0, "As --memory_opt_level takes it.")
-    config: Any = flag(None, "Plans to turn on, as --memory_opt_config takes them.")
-    plan: str | None = flag(None, "A plan file, as --memory_opt_plan takes it.")
-    compress: str | None = flag(None, "What the plan saves, as --memory_opt_compress takes it.")
+    level: int = flag(0, "Like --memory_opt_level.")
+    config: Any = flag(None, "Plans to enable, like --memory_opt_config.")
+    plan: str | None = flag(None, "A plan file, like --memory_opt_plan.")
+    compress: str | None = flag(None, "Compress what the plan saves, like --memory_opt_compress.")
 
 
 # Settings whose keyword argument has another name.

@@ -75,7 +75,7 @@ class Attachment:
 
     def _repr_html_(self) -> str:
         if self.table is None:
-            return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
+            return f"<p>{self.engine.name} engine: the plan table is available after the first training step</p>"
         peaks = {"predicted": self.plan_stats.predicted_peak_mib, "measured": self.measured_peak_mib}
         text = ", ".join(f"{kind} peak {peak:.1f} MiB" for kind, peak in peaks.items() if peak)
         return f"<div><p>{text}</p>{self.table._repr_html_()}</div>"
@@ -100,7 +100,7 @@ class Attachment:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
         """
         if (trainer := self._trainer()) is None:
-            raise MemOptError("report: the Trainer is gone")
+            raise MemOptError("report: the Trainer no longer exists")
         return training_page(trainer, self.engine, path)
 
     def detach(self) -> None:
@@ -160,8 +160,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     former: Attachment | None = getattr(trainer, ATTACHMENT, None)
     if former is not None and former.is_in_use:
         raise MemOptError(
-            "this Trainer has an engine already, trainer.memopt; to attach another one, call trainer.memopt.detach() "
-            "before, and not while it trains"
+            "this Trainer already has an engine, trainer.memopt; to attach another one, first call "
+            "trainer.memopt.detach(), but not during training"
         )
     with distributed.stopping_all("before its training"):
         given = _options(trainer.args, options, overrides)
@@ -255,7 +255,7 @@ def run_summary(trainer: Trainer) -> str:
     lines = {
         "engine": " ".join((memopt.engine.name, *(table.header[:1] if table else ()))),
         "plans on": ", ".join(on) or "none",
-        "claimed saving": f"{claimed} of stashed activations, first batch",
+        "claimed saving": f"{claimed} of saved activations, first batch",
         **({"predicted peak": f"{predicted:.1f} MiB"} if (predicted := memopt.plan_stats.predicted_peak_mib) else {}),
         "measured peak": f"{memopt.measured_peak_mib:.1f} MiB",
         "samples/s": f"{speeds[-1]:.2f}" if speeds else "unknown",
@@ -273,7 +273,7 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
     if options is not None and isinstance(args, MemOptOptions):
         raise MemOptError(
             f"attach: options are given twice, as {type(options).__name__} and in the Trainer's "
-            f"{type(args).__name__}; give one of the two, or single options by name"
+            f"{type(args).__name__}; give only one, or single options by name"
         )
     given = options if options is not None else args
     if not isinstance(given, MemOptOptions):

@@ -27,19 +27,19 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Patch(Enum):
     """The method that a wrapper patches, and its reason; for each method from the innermost to the outermost."""
 
-    NOTED_LOSS = ("compute_loss", "what it takes beside the model's forward is counted with its own inputs")
+    NOTED_LOSS = ("compute_loss", "its memory outside of the model's forward is predicted from its own inputs")
     SMOOTHED_LOSS = "compute_loss", "the engine smooths labels where it computes the loss"
-    AGREED_FAILURE = "compute_loss", "memory that runs out on one rank ends the forward on all, which run it again"
-    FAILED_TOGETHER = "compute_loss", "a rank whose first forward fails ends all, before they wait for its gradients"
-    FALLBACK = "training_step", "a first step whose backward cannot run goes on without a plan"
-    GUARDED_STEP = "training_step", "a step that runs out of memory is explained, or runs again"
-    COUNTED_TOKENS = "training_step", "padding is counted before label smoothing takes the labels out"
+    AGREED_FAILURE = "compute_loss", "a forward that runs out of memory on one rank ends on all ranks, which rerun it"
+    FAILED_TOGETHER = "compute_loss", "a failed first forward stops all ranks before they wait for gradients"
+    FALLBACK = "training_step", "a first step whose backward cannot run continues without a plan"
+    GUARDED_STEP = "training_step", "a step that runs out of memory is explained or rerun"
+    COUNTED_TOKENS = "training_step", "padding is counted before label smoothing removes the labels"
     GUARDED_OPTIMIZER = "step", "an optimizer's step that runs out of memory is explained"
-    RELEASED_NORM = GRADIENT_NORM, "gradients that were released in the backward count in the norm that is logged"
+    RELEASED_NORM = GRADIENT_NORM, "the logged norm includes gradients released in the backward"
     ATTACHED_ENGINE = "create_optimizer", "the model is loaded, and neither DDP, DeepSpeed nor autocast wraps it yet"
-    GROUPED_ROWS = TRAIN_SAMPLER, "all ranks get rows of like length"
-    CHOSEN_MICRO_BATCH = "train", "micro-batch and accumulation are chosen for a run, and restored after it"
-    REMOVED_HOOKS = "train", "a Trainer has no event after an error, at which callbacks could remove their hooks"
+    GROUPED_ROWS = TRAIN_SAMPLER, "all ranks get rows of similar length"
+    CHOSEN_MICRO_BATCH = "train", "micro-batch and accumulation are chosen before a run and restored after it"
+    REMOVED_HOOKS = "train", "a Trainer has no event after an error in which callbacks could remove their hooks"
     DRY_RUN = "train", "nothing is trained; the phases of the run are shown"
     RELEASED_MODEL = "train", "the model is restored, and the page of the run is written"
 

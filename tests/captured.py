@@ -1,4 +1,4 @@
-"""Joint graphs of real models as the engine's backend gets them, and what the engine makes of them."""
+"""Joint graphs of real models as the engine's backend receives them, and the engine's analysis of them."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from tests.compiled import selection
 
 @dataclass(frozen=True)
 class Parts:
-    """Forward and backward of a graph under a selection."""
+    """The forward and backward graphs of a joint graph under a selection."""
 
     graph: PartitionedGraph
     forward: fx.GraphModule
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def saved_for_backward(self) -> list[fx.Node]:
-        """Nodes that the forward saves beside its inputs, in order."""
+        """Returns the nodes that the forward saves in addition to its inputs, in order."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
         return [node for node in rest if isinstance(node, fx.Node) and node.op != "placeholder"]
@@ -54,17 +54,17 @@ class Parts:
         return [operator_name(node) for node in self.backward.graph.nodes if node.op == "call_function"]
 
     def recomputed(self, joint: JointGraph) -> list[str]:
-        """Names of the forward's operators that the backward runs again, in its order."""
+        """Returns the names of the forward operators that the backward recomputes, in backward order."""
         forward = {node.name for node in joint.forward}
         nodes = self.backward.graph.nodes
         return [node.name for node in nodes if node.op == "call_function" and node.name in forward]
 
 
 class Executed(fx.Interpreter):
-    """Runs a joint graph on real tensors of ones, and keeps what every node computed.
+    """Runs a joint graph on real tensors of ones and keeps the result of every node.
 
     Attributes:
-        made: by node; nothing is freed, so that no two share an address by accident.
+        made: the results by node; nothing is freed, so no two results share an address by accident.
     """
 
     def __init__(self, joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
@@ -80,7 +80,7 @@ class Executed(fx.Interpreter):
 
 
 def real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
-    """A tensor of ones, a generator's state, or a number, for what a tracer put in its place."""
+    """Returns a real value for a traced one: a tensor of ones, a generator state or a number."""
     if not isinstance(given, torch.Tensor):
         return int(symbolic(given).subs(sizes))
     if given.dtype == torch.uint8:
@@ -91,7 +91,7 @@ def real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph before anything was done to it."""
+    """A joint graph before any transformation."""
 
     module: fx.GraphModule
     inputs: Any
@@ -101,7 +101,7 @@ class Captured:
 
     @cached_property
     def graph(self) -> AnalyzedGraph:
-        """As the engine looks at it; not to be changed."""
+        """Returns the engine's analysis of the graph, which must not be changed."""
         return partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others)
 
     @property
@@ -126,24 +126,24 @@ class Captured:
 
     @property
     def configs(self) -> dict[str, int]:
-        """Each row and how often it occurs."""
+        """Returns how often each row occurs."""
         return {row: len(candidates) for row, candidates in self.rows.items()}
 
     def choose(self, asked: str, *earlier: Choice) -> Choice:
-        """Under a config or `level 1`."""
+        """Returns the choice under a config or `level 1`."""
         return producer_for(selection(asked)).choose(self.graph, earlier)
 
     def split(self, asked: str = "") -> Parts:
-        """Under a config, `level 1` or nothing; made once, and not to be changed."""
+        """Returns the graphs under a config, `level 1` or nothing; cached, and must not be changed."""
         if asked not in self._splits:
             graph, modules = self.partitioned(producer_for(selection(asked)))
-            # Names come from the tracer, which is gone.
+            # The names come from the tracing context, which no longer exists.
             named = dataclasses.replace(graph, names=self.names)
             self._splits[asked] = Parts(named, *modules, self.num_fwd_outputs)
         return self._splits[asked]
 
     def partitioned(self, producer: Producer, target: Device | None = None) -> tuple[PartitionedGraph, Modules]:
-        """A copy of the graph as a producer chooses for it, planned for a device."""
+        """Partition a copy of the graph with the producer's choice, planned for a device."""
         cuda = target.cuda if target is not None else None
         graph = partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others, cuda)
         return partitioned_graph.partitioned(graph, producer.choose(graph), target=target)
@@ -157,7 +157,7 @@ class Captured:
 
 
 def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kwargs: Any) -> Captured:
-    """The joint graph of one call; a function with several graphs is an error."""
+    """Returns the joint graph of one call; fails if the function has several graphs."""
     found = []
 
     def record(
@@ -182,7 +182,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
 
 
 def by_bytes(graph: AnalyzedGraph) -> Costs:
-    """Each operator as long as what it allocates is large: without a device, the order of most of them."""
+    """Returns costs proportional to the allocated bytes: without a device, that orders most operators correctly."""
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
     seconds = (sum(problem.bytes[node] for node in nodes) / 1e12 for nodes in problem.allocates)
     return Costs((*seconds, 0.0), "no")

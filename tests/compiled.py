@@ -1,4 +1,4 @@
-"""Trains models under the compile engine, and keeps what it made of them."""
+"""Trains models under the compile engine and keeps the resulting partitions and plan table."""
 
 import contextlib
 import copy
@@ -31,19 +31,19 @@ GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 
 
 def hold_still(patch: pytest.MonkeyPatch) -> None:
-    """What the process itself holds is constant: it grows and shrinks by more than small models take."""
+    """Keep the process's own memory constant: it varies by more than small models take."""
     for module in (footprint, step_predictor):
         patch.setattr(module, "constant_of", lambda *held: 2**29)
 
 
 def below_recompute(less: int = 1) -> contextlib.AbstractContextManager[Any]:
-    """Budgets, whatever they are, leave so many bytes less than the least that recompute inside of layers takes."""
+    """Set every budget to `less` bytes below the smallest peak that recompute within layers reaches."""
     return mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver._in_segments(solver.lowest - less))
 
 
 @dataclass(frozen=True)
 class Split:
-    """One joint graph as it was partitioned, before a compiler changed the two."""
+    """A partitioned joint graph, before a compiler changes its forward and backward."""
 
     graph: PartitionedGraph
     forward: fx.GraphModule
@@ -52,7 +52,7 @@ class Split:
 
     @property
     def saved_for_backward(self) -> set[str]:
-        """Names of the operators whose results are saved for the backward."""
+        """Returns the names of the operators whose results are saved for the backward."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
         return {node.name for node in rest if isinstance(node, fx.Node) and node.op == "call_function"}
@@ -62,14 +62,14 @@ class Split:
         return {node.name for node in self.backward.graph.nodes if node.op == "call_function"}
 
     def request(self, root: str, strategy: Strategy, count: int = ALL) -> str:
-        """The config of the row that this operator's result is a candidate of."""
+        """Returns the config of the row that has this operator's result as a candidate."""
         for candidate in self.graph.candidates:
             if candidate.strategy is strategy and candidate.activation.root.name == root:
                 return f"{candidate.cluster_id}:{int(strategy)}:{count}"
         raise LookupError(f"no row with strategy {strategy} has {root}")
 
     def check(self, table: PlanTable) -> None:
-        """All that the table says is recomputed, offloaded or compressed is, and all else is saved."""
+        """Check that exactly the enabled rows are recomputed, offloaded or compressed, and all else is saved."""
         applied = Counter()
         for candidate in self.graph.candidates:
             name = candidate.activation.root.name
@@ -98,7 +98,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Split]]:
-    """The graphs that the engine partitions meanwhile."""
+    """Collect the graphs that the engine partitions within the context."""
     found: list[Split] = []
 
     def partitioned(graph: AnalyzedGraph, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def recorded() -> Iterator[list[Split]]:
 
 
 def selection(asked: str) -> Selection:
-    """The selection of a config, `level 1`, or nothing; each in fp8 where it ends in ` fp8`."""
+    """Returns the selection for a config, `level 1` or nothing, with fp8 compression if it ends in ` fp8`."""
     plan, is_compressed = asked.removesuffix(IN_FP8), asked.endswith(IN_FP8)
     compress = "fp8" if is_compressed else None
     if plan.startswith("level "):
@@ -129,7 +129,7 @@ def run(
     seed: int = 0,
     dynamic: bool = False,
 ) -> Run:
-    """One accumulated step of a model, which is left as it was, from this seed on."""
+    """Run one accumulated step of a model from this seed; the model is left unchanged."""
     engine = CompileEngine(selection(asked), compiler, dynamic, unit=MODEL)
     with recorded() as splits:
         engine.attach(model)

@@ -12,19 +12,20 @@ from hypothesis import HealthCheck, settings
 from optimum_memopt.logs import get_logger
 from tests.rotation import Share
 
-# Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
+# Tests start like a fresh installation, without the built torch extensions; set this variable to a cache that has them
+# to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Each test solves for its budget itself.
+# Each test solves for its own budget.
 os.environ.setdefault("OPTIMUM_MEMOPT_PLAN_CACHE", "0")
-# Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
-# fifth less. `make test-nightly` leaves it on, as users have it.
+# Models of one or two layers repeat too few operators for torch's fake tensor cache: tracing takes a fifth less
+# without it. `make test-nightly` leaves it on, as users have it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# pytest (9.2) listens to loggers that pass nothing on, which makes torch write down every graph, tensor and guard for
-# its trace, for about a tenth of what tracing takes.
+# pytest (9.2) listens to non-propagating loggers, which makes torch log every graph, tensor and guard for its trace;
+# that takes about a tenth of the tracing time.
 logging.getLogger("torch.__trace").propagate = True
 
-# The same examples in every run, however slow the machine is; the nightly workflow looks at many more, and new ones.
+# Every run uses the same examples, however slow the machine; the nightly workflow uses many more, and new ones.
 _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fast", max_examples=50, derandomize=True, **_ALIKE)
 settings.register_profile("thorough", max_examples=1000, **_ALIKE)
@@ -45,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, nightly = config.option.nightly, Path(__file__).parent / "nightly"
     for item in items:
-        # Building them takes minutes.
+        # Building the extensions takes minutes.
         if nightly in item.path.parents or item.get_closest_marker("extensions"):
             item.add_marker(pytest.mark.nightly)
     left_out = [item for item in items if not share.has(item)]
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _log_level():
-    """A level that a test asks for, as a flag or a variable, is not the next one's."""
+    """Restore the log level, which a test may set by a flag or a variable."""
     before = get_logger().level
     yield
     get_logger().setLevel(before)
@@ -63,7 +64,7 @@ def _log_level():
 
 @pytest.fixture(autouse=True)
 def _is_not_left_to_plain_pytorch(request: pytest.FixtureRequest):
-    """A model that the compile engine fails at is left to plain PyTorch, with which every comparison would pass."""
+    """Fail if the compile engine fell back to plain PyTorch: every comparison with plain PyTorch would pass."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -76,14 +77,14 @@ def _is_not_left_to_plain_pytorch(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True)
 def _what_lasts_is_no_garbage():
-    """A Trainer collects garbage three times a run, and each time would look through what is imported or cached."""
+    """Freeze imported and cached objects: a Trainer collects garbage three times a run and would scan them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _guards_are_not_timed():
-    """torch flushes the processor's caches after each graph, to log how long its guards take: 30 milliseconds."""
+    """Do not time guards: torch flushes the processor's caches for that after each graph, which takes 30 ms."""
     import torch._dynamo.guards
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
-"""Fresh processes for scripts, forked from one that has imported torch and transformers, for 7 seconds less each.
+"""Runs scripts in processes forked from one that has imported torch and transformers; saves 7 seconds each.
 
-Nothing of the package, of ONNX Runtime or of DeepSpeed has been imported in them. What is about imports of torch and
-transformers, about malloc from the start, or about how a process starts, needs a real one: `subprocess.run`.
+The forked processes have not imported this package, ONNX Runtime or DeepSpeed. Tests of imports of torch and
+transformers, of malloc from the start, or of process startup need a real process: `subprocess.run`.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = str(Path(__file__).parents[1])
-# As pytest has it (`pythonpath` in pyproject.toml).
+# The same path as pytest uses (`pythonpath` in pyproject.toml).
 BENCHMARKS = os.path.join(ROOT, "benchmarks")
 # Most of what a Trainer needs.
 IMPORTED = ("torch._inductor.compile_fx", "transformers.trainer")
@@ -31,12 +31,12 @@ IMPORTED = ("torch._inductor.compile_fx", "transformers.trainer")
 def run(
     *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: int = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments; the process can import the tests, and its output is kept as text.
+    """Run Python with these arguments; the process can import the tests, and its output is captured as text.
 
     Args:
         arguments: a script with its own arguments, or `-c` and the code.
-        environment: of the process, by default this one's; libraries that were imported have read theirs.
-        timeout: seconds, after which the process is killed; its exit code is -14.
+        environment: environment of the process, by default this one's; imported libraries have already read theirs.
+        timeout: seconds after which the process is killed; its exit code is then -14.
     """
     command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
@@ -57,20 +57,20 @@ def run(
 
 
 def free_port() -> int:
-    """A port of this machine, for the store of a process group."""
+    """Returns a free port of this machine, for the store of a process group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def fork_ranks(count: int, timeout: int = 300, end_together: bool = True) -> None:
-    """Go on as so many ranks of a process group; the process that called this ends when they have ended.
+    """Fork into `count` ranks of a process group, and continue in each; the calling process exits after all of them.
 
     Args:
-        count: of the ranks, all on this machine.
-        timeout: seconds, after which a rank is killed.
-        end_together: kill the others when one fails, as a launcher does; False: leave them alone, and print the exit
-            codes of all when they have ended.
+        count: number of ranks, all on this machine.
+        timeout: seconds after which a rank is killed.
+        end_together: whether to kill the other ranks when one fails, as a launcher does; if False, print the
+            exit codes of all ranks once they have ended.
     """
     port, ranks = str(free_port()), []
     for rank in map(str, range(count)):
@@ -86,7 +86,7 @@ def fork_ranks(count: int, timeout: int = 300, end_together: bool = True) -> Non
         ended, status = os.wait()
         codes[ended] = os.waitstatus_to_exitcode(status)
         if codes[ended] and end_together:
-            # They would wait for it.
+            # The others would wait for the failed rank.
             for child in set(ranks).difference(codes):
                 os.kill(child, signal.SIGKILL)
     if not end_together:
@@ -96,7 +96,7 @@ def fork_ranks(count: int, timeout: int = 300, end_together: bool = True) -> Non
 
 @functools.cache
 def _server() -> Any:
-    """One for all tests of a worker; it ends with its standard input."""
+    """Returns the server process, one for all tests of a worker; it ends when its standard input closes."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
@@ -105,8 +105,8 @@ def _server() -> Any:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Exit codes of processes that end for requests; a request in the process that is to answer it."""
-    # The pipes are not the children's, and neither is what they print.
+    """Answer requests with the exit codes of forked processes; in a forked process, returns its request."""
+    # Children inherit neither the pipes nor the output that goes to them.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -122,10 +122,10 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any], own_path: list[str]) -> None:
-    """Run what is asked for as the main program.
+    """Run the requested program as the main program.
 
     Args:
-        own_path: where Python looks for modules without a script and `PYTHONPATH`.
+        own_path: Python's module search path without the script's folder and `PYTHONPATH`.
     """
     signal.alarm(request["timeout"])
     for target, path in enumerate(request["outputs"], 1):

@@ -6,15 +6,15 @@ Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]
 
 TOLERANCE = 1e-5
-# Some gradients are zero by mathematics (softmax does not see an attention key's bias) and rounding noise in floating
-# point, where no relative error means anything. So a gradient counts as at least this fraction of the model's mean
-# gradient: errors below 1e-7 of that mean pass. The noise reaches 2e-8 of it; the smallest gradients that are not zero
-# in the tests' models have 2e-4 to 5e-3 of it, so that an error of 0.05% shows even there.
+# Some gradients are mathematically zero (softmax is invariant to an attention key's bias) and rounding noise in
+# floating point, where a relative error means nothing. So a gradient counts as at least this fraction of the model's
+# mean gradient: errors below 1e-7 of that mean pass. The noise reaches 2e-8 of it; the smallest nonzero gradients in
+# the tests' models have 2e-4 to 5e-3 of it, so that an error of 0.05% shows even there.
 FLOOR = 1e-2
 
 
 def accumulate(model: torch.nn.Module, batches: Sequence[Batch]) -> tuple[torch.Tensor, Gradients]:
-    """Losses and summed gradients of the batches; a deep copy, so that later steps leave them alone."""
+    """Returns the losses and summed gradients of the batches, as copies that later steps do not change."""
     model.zero_grad(set_to_none=True)
     losses = []
     for batch in batches:
@@ -26,7 +26,7 @@ def accumulate(model: torch.nn.Module, batches: Sequence[Batch]) -> tuple[torch.
 
 
 def wrong_gradients(ours: Gradients, expected: Gradients, tolerance: float = TOLERANCE) -> dict[str, float | None]:
-    """Parameters to their relative error; None where only one of the two has a gradient at all."""
+    """Returns the relative error by parameter; None if only one of the two has a gradient."""
     present = [gradient for gradient in expected.values() if gradient is not None]
     mean = (sum(g.square().sum() for g in present) / sum(g.numel() for g in present)).sqrt()
     wrong: dict[str, float | None] = {}
@@ -44,7 +44,7 @@ def wrong_gradients(ours: Gradients, expected: Gradients, tolerance: float = TOL
 def assert_same_step(
     ours: torch.nn.Module, plain: torch.nn.Module, *batches: Batch, tolerance: float = TOLERANCE
 ) -> None:
-    """One accumulated step over the batches gives both the same losses and gradients."""
+    """Assert that both models have the same losses and gradients after one accumulated step over the batches."""
     torch.manual_seed(0)
     found = accumulate(ours, batches)
     torch.manual_seed(0)
@@ -54,14 +54,14 @@ def assert_same_step(
 def assert_same(
     ours: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients], tolerance: float = TOLERANCE
 ) -> None:
-    """Losses and gradients are equal but for rounding."""
+    """Assert that losses and gradients are equal except for rounding."""
     torch.testing.assert_close(ours[0], expected[0], rtol=tolerance, atol=0)
     assert wrong_gradients(ours[1], expected[1], tolerance) == {}
 
 
 def assert_bitwise_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Batch) -> None:
-    """One accumulated step over the batches gives both the same losses and gradients to the last bit, and leaves
-    torch's generator in the same state."""
+    """Assert that both models have bitwise equal losses and gradients after one accumulated step over the batches, and
+    leave torch's generator in the same state."""
     torch.manual_seed(0)
     found = accumulate(ours, batches)
     state = torch.get_rng_state()
@@ -71,7 +71,7 @@ def assert_bitwise_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *bat
 
 
 def assert_bitwise_same(ours: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients]) -> None:
-    """Losses and gradients are equal to the last bit."""
+    """Assert that losses and gradients are bitwise equal."""
     (our_losses, our_gradients), (losses, gradients) = ours, expected
     assert torch.equal(our_losses, losses)
     assert our_gradients.keys() == gradients.keys()
@@ -83,8 +83,8 @@ def _equal(ours: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 
 class Sink(torch.autograd.Function):
-    """As DistributedDataParallel wraps a module's outputs: a gradient that nobody computed stays None, and the
-    backward of that output runs all the same."""
+    """Wraps outputs like DistributedDataParallel: a gradient that was not computed stays None, and the backward of
+    that output still runs."""
 
     @staticmethod
     def forward(ctx, *outputs):

@@ -1,4 +1,4 @@
-"""Steps that run out of memory: under a limit on torch's tensors, by an error at a chosen call, and for real."""
+"""Steps that run out of memory: by a limit on torch's tensors, by an error at a chosen call, and for real."""
 
 import itertools
 import multiprocessing
@@ -18,13 +18,13 @@ from optimum_memopt import MemOptTrainer
 
 
 class LimitedTensors(TorchDispatchMode):
-    """Within it torch's own error is raised when tensors that were made in it would take more than `limit` bytes.
+    """Raises torch's own error when the tensors created within it would take more than `limit` bytes.
 
     Attributes:
-        live: bytes that they take.
-        peak: the most so far.
-        requested: bytes of the allocation that was refused.
-        at_failure: bytes that they took then.
+        live: bytes of these tensors now.
+        peak: most bytes so far.
+        requested: bytes of the refused allocation.
+        at_failure: bytes of these tensors at the refused allocation.
     """
 
     def __init__(self, limit: int = 2**62) -> None:
@@ -62,21 +62,21 @@ class LimitedTensors(TorchDispatchMode):
 
 
 class RunsOut(MemOptTrainer):
-    """Runs out of memory at chosen training forwards, counted from 1; a step that is run again counts again.
+    """Runs out of memory at chosen training forwards, counted from 1; a repeated step counts again.
 
     Attributes:
-        fails: at which forwards, and in `forward` or `backward`.
-        held: bytes that the error says were allocated, asked when it is raised; None: it does not say.
-        forwards: so far, those included that were run again.
+        fails: place of the failure, `forward` or `backward`, by forward.
+        held: returns the bytes that the error reports as allocated, called when it is raised; None: not reported.
+        forwards: number of forwards so far, repeated ones included.
         raised: the errors.
-        losses: what it notes of each step, as a Trainer of another project its metrics.
+        losses: losses recorded in each step, as another project's Trainer records its metrics.
     """
 
     def __init__(
         self, *args: Any, fails: dict[int, str], held: Callable[[Any], int] | None = None, **kwargs: Any
     ) -> None:
         self.fails, self.held, self.forwards = fails, held, 0
-        # Neither is a container of which a step that runs again restores what was in it.
+        # Neither is a container whose contents a repeated step restores.
         self._numbers, self.raised = itertools.count(1), UserList[BaseException]()
         self.losses: dict[str, list[torch.Tensor]] = {"train": []}
         super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ class RunsOut(MemOptTrainer):
         return loss
 
     def count(self) -> str:
-        """Count a forward; returns where it runs out of memory, or an empty text."""
+        """Count a forward; returns where it runs out of memory, or an empty string."""
         self.forwards = next(self._numbers)
         return self.fails.get(self.forwards, "")
 
@@ -106,17 +106,17 @@ class RunsOut(MemOptTrainer):
 
 
 def data_bytes() -> int:
-    """Bytes that a limit on this process's data counts."""
+    """Returns the bytes that count towards a limit on this process's data."""
     return int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def limit_data(extra: int) -> None:
-    """Let this process take so many bytes more, and no more."""
+    """Limit this process to `extra` bytes more than it has now."""
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + extra, resource.RLIM_INFINITY))
 
 
 def in_fresh_process(target: Callable[..., None], *args: Any) -> int:
-    """Run a function of a test module in a process that has imported all of it and trained nothing; its exit code."""
+    """Run a function in a process that has imported its test module and trained nothing; returns the exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, target.__module__])
     process = context.Process(target=target, args=args)

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture the tests train, and batches of any shape for them."""
+"""Tiny random models of every tested architecture, and batches of any shape for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ IGNORE = -100
 IMAGE = 16
 MELS, FRAMES = 8, 12
 STEPS = 16
-# Gemma 3's tokens around and in place of an image, which are beside the vocabulary.
+# Gemma 3's tokens around and in place of an image, outside the range of word ids.
 IMAGE_TOKENS, IMAGE_TOKEN, IMAGE_BEGINS, IMAGE_ENDS = 4, 2, 3, 4
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -48,7 +48,7 @@ _FEED_FORWARD |= dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout
 
 
 def tokens(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Ids and mask; every second row ends in padding."""
+    """Returns ids and a mask; every second row ends in padding."""
     ids = torch.randint(5, VOCABULARY, (batch_size, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1::2, length - max(1, length // 4) :] = 0
@@ -65,13 +65,13 @@ def classification(batch_size: int, length: int, generator: torch.Generator) -> 
 
 
 def forecast(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Series of two channels; `length` is of no use to a PatchTST."""
+    """Returns series of two channels; a PatchTST has no use for `length`."""
     past, future = (torch.randn((batch_size, steps, 2), generator=generator) for steps in (STEPS, STEPS // 4))
     return {"past_values": past, "future_values": future}
 
 
 def images_in_text(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Each row begins with an image, whose tokens have no labels."""
+    """Returns rows that begin with an image, whose tokens have no labels."""
     batch = masked_lm(batch_size, length, generator)
     is_image = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     is_image[:, 1 : 1 + IMAGE_TOKENS] = True
@@ -85,7 +85,7 @@ def images_in_text(batch_size: int, length: int, generator: torch.Generator) -> 
 
 
 def images_of_sizes(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Each row has an image, those of every second one twice as large; all lie in one row of pixels."""
+    """Returns rows with one image each, twice as large in every second row; all pixels lie in one packed row."""
     batch = masked_lm(batch_size, length, generator)
     sizes = torch.tensor([(1, 2, 4), (1, 4, 4)]).repeat(batch_size, 1)[:batch_size]
     is_image = torch.arange(length) < 1 + sizes.prod(1, keepdim=True) // IMAGE_TOKENS
@@ -101,14 +101,14 @@ def images_of_sizes(batch_size: int, length: int, generator: torch.Generator) ->
 
 
 def translation(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Labels of another length than the inputs."""
+    """Returns inputs and labels of different lengths."""
     target = tokens(batch_size, length // 2 + 1, generator)
     labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, IGNORE)
     return {**tokens(batch_size, length, generator), "labels": labels}
 
 
 def speech(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Spectrograms that fill Whisper's encoder, which takes no other length; labels of `length` tokens."""
+    """Returns spectrograms that fill Whisper's encoder, which takes no other length, and labels of `length` tokens."""
     labels = tokens(batch_size, length, generator)
     features = torch.randn((batch_size, MELS, 2 * FRAMES), generator=generator)
     return {
@@ -126,42 +126,42 @@ def segmentation(batch_size: int, length: int, generator: torch.Generator) -> di
 
 
 def images(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """`length` is of no use to a ViT: its images all have one size."""
+    """Returns images of one size; a ViT has no use for `length`."""
     pixels = torch.rand((batch_size, 3, IMAGE, IMAGE), generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, 3, (batch_size,), generator=generator)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture with one head."""
+    """An architecture with one head."""
 
-    # Names in transformers, or classes; a model may be a function of its config.
+    # Names in transformers, or classes; `model` may also be a function of the config.
     model: str | Callable[[Any], torch.nn.Module]
     config: str | type[transformers.PretrainedConfig]
     arguments: dict[str, Any]
     make_batch: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
-    # Freshly initialised models of this size are nearly linear, so that a wrong gradient would hardly show.
+    # Freshly initialised models of this size are nearly linear, so a wrong gradient would hardly show.
     weight_scale: float = 4.0
-    # Traced by stock torch.compile, too, it ends in other last bits than PyTorch's operators one by one.
+    # Whether tracing rounds differently from eager PyTorch, with stock torch.compile too.
     rounds_when_traced: bool = False
-    # What it is trained on, among its inputs.
+    # The name of the target among the inputs.
     labels: str = "labels"
-    # How many its forward is traced into.
+    # The number of graphs that the forward is traced into.
     graphs: int = 1
-    # Where layers are compiled by themselves, the gradients of what several of them read are summed in another order.
+    # Whether compiling layer by layer changes the order in which gradients of shared inputs are summed.
     rounds_by_layer: bool = False
 
     @property
     def one_layer(self) -> dict[str, int]:
-        """Arguments of the config; a second layer doubles what tracing and exporting take, most of many a test.
+        """Returns the config's arguments for one layer: a second one doubles tracing and exporting, most of a test.
 
-        Those with layers of two types need both.
+        Models with layers of two types keep both.
         """
         keys = () if "layer_types" in self.arguments else ("num_hidden_layers", "n_layer", "num_layers")
         return {key: 1 for key in keys if key in self.arguments}
 
     def deep(self, layers: int) -> dict[str, Any]:
-        """Arguments of the config: so many layers, of each type or in each stage where there are several."""
+        """Returns the config's arguments for `layers` layers, per type or stage if there are several."""
         if stages := self.arguments.get("depths"):
             return {"depths": [layers] * len(stages)}
         if types := self.arguments.get("layer_types"):
@@ -170,11 +170,11 @@ class Case:
 
     @property
     def dropout(self) -> dict[str, float]:
-        """Arguments of the config: every probability of a dropout at a tenth."""
+        """Returns the config's arguments that set every dropout probability to 0.1."""
         return {name: 0.1 for name, value in self.arguments.items() if "drop" in name and isinstance(value, float)}
 
     def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
-        """A model in training mode; `changes` go over the config's arguments."""
+        """Returns a model in training mode; `changes` override the config's arguments."""
         torch.manual_seed(seed)
         config = _class(self.config)(**{**self.arguments, **changes})
         config._attn_implementation = attention
@@ -190,7 +190,7 @@ class Case:
 
     def without_labels(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rest = {name: value for name, value in batch.items() if name != self.labels}
-        # An encoder-decoder makes its decoder's inputs from the labels.
+        # An encoder-decoder derives its decoder inputs from the labels.
         if self.make_batch in (translation, speech):
             rest["decoder_input_ids"] = batch["labels"].clamp(min=0)
         return rest
@@ -201,7 +201,7 @@ def _class(name: Any) -> Any:
 
 
 def in_4_bits(model: transformers.PreTrainedModel, **settings: Any) -> None:
-    """Have the products of a model without biases, but for its head, be NF4; `settings` as of `Linear4bit`."""
+    """Replace all linear layers of a model without biases, except its head, by NF4 `Linear4bit(**settings)`."""
     import bitsandbytes
 
     for name, module in list(model.model.named_modules()):
@@ -210,15 +210,15 @@ def in_4_bits(model: transformers.PreTrainedModel, **settings: Any) -> None:
                 module.in_features, module.out_features, bias=False, quant_type="nf4", **settings
             )
             product.load_state_dict(module.state_dict())
-            # In an evaluation some processors lay out its codes anew, where sizes are multiples of 32.
+            # In evaluation, some processors repack the codes if the sizes are multiples of 32.
             product.support_avx512bf16_for_cpu = False
             model.model.set_submodule(name, product.to("cpu"))
     model.is_loaded_in_4bit = True
 
 
 def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
-    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it."""
-    # For seconds, and nearly all tests import this file.
+    """Returns LoRA on a Llama with NF4 linear layers, as `BitsAndBytesConfig` loads it."""
+    # Importing peft takes seconds, and nearly all tests import this file.
     import peft
 
     base = transformers.LlamaForCausalLM(config)
@@ -228,7 +228,7 @@ def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
 
 
 def _lora_experts(config: transformers.MixtralConfig) -> torch.nn.Module:
-    """LoRA on the experts, their router and a product of a Mixtral."""
+    """Returns LoRA on the experts, the router and one linear layer of a Mixtral."""
     import peft
 
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
@@ -237,7 +237,7 @@ def _lora_experts(config: transformers.MixtralConfig) -> torch.nn.Module:
 
 
 def _patchtst(config: transformers.PatchTSTConfig) -> torch.nn.Module:
-    """Without the biases of keys, whose gradient is rounding noise alone."""
+    """Returns a PatchTST without key biases, whose gradient is pure rounding noise."""
     model = transformers.PatchTSTForPrediction(config)
     for name, module in model.named_modules():
         if name.endswith(".k_proj"):
@@ -289,7 +289,7 @@ ZOO: dict[str, Case] = {
         {**_SIZES, **_NO_DROPOUT, "image_size": IMAGE, "patch_size": 8, "num_labels": 3},
         images,
     ),
-    # Windows of the image, shifted in every second layer, which are given the image's sizes as numbers.
+    # Windows of the image, shifted in every second layer; layers get the image size as numbers.
     "swin": Case(
         "SwinForImageClassification",
         "SwinConfig",
@@ -332,7 +332,7 @@ ZOO: dict[str, Case] = {
         speech,
         rounds_by_layer=True,
     ),
-    # BatchNorm over a transposed input, and hidden states collected by hooks.
+    # BatchNorm over a transposed input; hidden states collected by hooks.
     "segformer": Case(
         "SegformerForSemanticSegmentation",
         "SegformerConfig",
@@ -345,10 +345,10 @@ ZOO: dict[str, Case] = {
         segmentation,
         rounds_when_traced=True,
     ),
-    # As many rows an expert as the router sends there.
+    # The number of rows per expert depends on the router.
     "mixtral": Case("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
     "lora-experts": Case(_lora_experts, "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
-    # A gated DeltaNet, whose backward of a softplus has other strides than are traced, and then attention.
+    # A gated DeltaNet, whose softplus backward has other strides than its trace, followed by attention.
     "qwen3.5": Case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_LLAMA, **_DELTA_NET, "head_dim": 8}, masked_lm),
     "olmo-hybrid": Case("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_LLAMA, **_DELTA_NET}, masked_lm),
     # The same with experts.
@@ -361,7 +361,7 @@ ZOO: dict[str, Case] = {
         },
         masked_lm,
     ),
-    # A loop over the tokens of a layer, experts, and then attention.
+    # A Mamba layer that loops over tokens, experts, and then attention.
     "jamba": Case(
         "JambaForCausalLM",
         "JambaConfig",
@@ -372,7 +372,7 @@ ZOO: dict[str, Case] = {
         masked_lm,
         rounds_when_traced=True,
     ),
-    # transformers counts the tokens of images, which torch cannot trace.
+    # transformers counts image tokens, which torch cannot trace.
     "gemma3-vision": Case(
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
@@ -385,7 +385,7 @@ ZOO: dict[str, Case] = {
         images_in_text,
         graphs=4,
     ),
-    # Images of several sizes in one row of pixels, within which its attention stays.
+    # Images of several sizes packed into one row of pixels; attention stays within each image.
     "qwen2-vl": Case(
         "Qwen2VLForConditionalGeneration",
         "Qwen2VLConfig",
@@ -397,7 +397,7 @@ ZOO: dict[str, Case] = {
         images_of_sizes,
         graphs=3,
     ),
-    # BatchNorm over a transposed input, in series.
+    # BatchNorm over a transposed input, for time series.
     "patchtst": Case(
         _patchtst,
         "PatchTSTConfig",
@@ -408,22 +408,22 @@ ZOO: dict[str, Case] = {
         forecast,
         labels="future_values",
     ),
-    # A base model of 4 bits, which each pass dequantizes.
+    # A 4-bit base model, dequantized in each pass.
     "qlora": Case(_qlora, "LlamaConfig", {**_LLAMA, "lora_dropout": 0.0}, masked_lm),
 }
 
-# For what is about the Trainer and not about the model.
+# For tests of the Trainer that do not depend on the model.
 SMALL = Case(SmallForSequenceClassification, SmallConfig, {}, classification)
 
 # Models that also train with torch's fused attention: DeBERTa has none in transformers.
 SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3")
 SDPA += ("vit", "opt", "gemma", "patchtst", "qwen2-vl")
-# Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
-# whose running statistics it would not keep, and Swin, whose layers change the sizes of their windows.
+# Trained by the compile engine only; `UNTRAINABLE` gives one example of each reason. ONNX Runtime refuses BatchNorm,
+# whose running statistics it would not update, and Swin, whose layers change their window sizes.
 COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "qwen3-next", "olmo-hybrid", "jamba")
 COMPILE_ONLY += ("swin", "gemma3-vision", "qwen2-vl", "patchtst", "qlora", "lora-experts")
 
-# What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
+# Models that ONNX Runtime 1.19 cannot train: case, attention, config changes, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
     "t5-sdpa": (ZOO["t5"], "sdpa", {}, "while running Squeeze node.*SelfAttention"),
     "roberta-sdpa-dropout": (

@@ -1,4 +1,4 @@
-"""Nightly tests, those of tests/nightly and cells of a matrix: `make test` takes a share, another with each commit."""
+"""Nightly tests (tests/nightly and matrix cells); `make test` runs a share of them, a different one per commit."""
 
 import zlib
 from collections.abc import Collection, Iterable
@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-# Each commit takes one of 24 files with such tests: a test closer to the user would find most of their failures.
+# Each commit runs one of 24 files with such tests: tests closer to the user find most of their failures.
 TURNS = 24
 in_turn = pytest.mark.nightly(shares=TURNS)
 
 
 def nightly(values: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize` that are nightly, `but` for some.
+    """Returns parameters for `pytest.mark.parametrize`, all nightly except `but`.
 
     Args:
-        values: one a test, or a tuple of several arguments.
-        but: those of the values, first arguments or names of functions among them, that each run takes.
+        values: one value per test, or a tuple of several arguments.
+        but: values, first arguments or function names that every run includes.
     """
     return [
         pytest.param(*_arguments(value), marks=[] if _is_in(value, but) else [pytest.mark.nightly]) for value in values
@@ -33,18 +33,18 @@ def _is_in(value: Any, names: Collection[Any]) -> bool:
 
 
 class Share:
-    """One of so many equal parts of the nightly tests, by the hashes of their names."""
+    """One of N equal shares of the nightly tests, by the hashes of their names."""
 
     def __init__(self, text: str):
         """
         Args:
-            text: `K/N` for the tests whose hash is K modulo N, whatever K is; `all` is 0/1.
+            text: `K/N` for the tests whose hash is K modulo N, for any K; `all` is 0/1.
         """
         which, _, parts = ("0/1" if text == "all" else text).partition("/")
         self.which, self.parts = int(which), int(parts)
 
     def has(self, item: pytest.Item) -> bool:
-        """True for tests that are not nightly, and for those whose turn it is; tests in turn of a file go together."""
+        """True if a test is not nightly or falls into this share; all rotating tests of a file share one turn."""
         marks = list(item.iter_markers("nightly"))
         if not marks:
             return True

@@ -7,7 +7,7 @@ from tests.model_zoo import ZOO
 
 
 def save(folder: Path, name: str, **changes: Any) -> str:
-    """Write the config of the model `name`, with `changes` over its arguments, and give back the folder's path."""
+    """Save the config of the model `name`, with `changes` over its arguments; returns the folder's path."""
     case = ZOO[name]
     getattr(transformers, case.config)(**{**case.arguments, **changes}).save_pretrained(folder)
     return str(folder)

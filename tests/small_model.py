@@ -1,5 +1,5 @@
-"""A classifier of a dozen operators, for what is about the Trainer and not about the model: tracing a transformer of
-one layer takes five times as long."""
+"""A classifier of a dozen operators, for tests of the Trainer that do not depend on the model: tracing a transformer
+of one layer takes five times as long."""
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ WIDTH, WIDE, CLASSES, VOCABULARY = 16, 24, 3, 97
 class SmallConfig(PretrainedConfig):
     """
     Args:
-        picks_labelled: rows with a negative label have no loss, and which they are breaks the graph, as in DeBERTa's
-            classifier.
-        repeats: a vector is repeated for each row, as in DeBERTa's attention; a batch of one row repeats nothing.
-        dropout: probability, of the embeddings and of the block.
+        picks_labelled: whether rows with a negative label are left out of the loss; selecting rows breaks the
+            graph, as in DeBERTa's classifier.
+        repeats: whether a vector is repeated for each row, as in DeBERTa's attention; one row repeats nothing.
+        dropout: dropout probability of the embeddings and of the block.
     """
 
     model_type = "small"
@@ -60,13 +60,13 @@ class SmallForSequenceClassification(PreTrainedModel):
         for block in self.layer:
             x = block(self.dropout(x))
         x = self.dropout(x)
-        # A mean of what is no padding: a row's loss is the same in any batch.
+        # A mean over unpadded tokens: a row's loss is the same in any batch.
         mask = attention_mask[:, :, None].to(x.dtype)
         logits = self.head((x * mask).sum(1) / mask.sum(1))
         return SequenceClassifierOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        # transformers' classifiers write down what they find out.
+        # transformers' classifiers store the problem type that they infer.
         if self.config.problem_type is None and not self.config.picks_labelled:
             self.config.problem_type = "single_label_classification"
         if self.config.picks_labelled:

@@ -1,4 +1,4 @@
-"""Who may name what, read from the sources; import-linter checks who imports whom (`pyproject.toml`)."""
+"""Which names a module may use, read from the sources; import-linter checks the imports (`pyproject.toml`)."""
 
 import ast
 import re
@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "optimum_memopt"
 PACKAGE = "optimum_memopt"
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
-# Pieces of the package's own texts and attributes, documented functions of Python, a list of tqdm (see `errors.run`).
+# Parts of the package's own strings and attributes, documented Python functions, a tqdm list (see `errors.run`).
 NOT_OF_A_LIBRARY = {"_dim", "_mib", "_config", "_files", "_checkpointing", "_memopt_counted", "_on_host", "_getframe"}
 NOT_OF_A_LIBRARY |= {"_instances", "_replace"}
 _ATTENTION = "_scaled_dot_product_{}_attention"
-# By module, or folder with all that is in it.
+# By module or folder; a folder includes everything in it.
 PRIVATE_NAMES_ALLOWED = {
-    # What a graph is read with: an operator's name, schema and type, the mode that sees each operator. They have no
-    # public counterpart, have not changed since torch 2.0, and are in nearly each line that reads a graph.
+    # Names needed to read a graph: an operator's name, schema and type, and the dispatch mode. They have no public
+    # counterpart, have not changed since torch 2.0, and occur in nearly every line that reads a graph.
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
     "engines.compile.costs.work": {
         *("_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax"),
@@ -39,7 +39,7 @@ PRIVATE_NAMES_ALLOWED = {
 
 @dataclass(frozen=True)
 class Module:
-    """A source file; `name` is without the package's, empty for the package itself."""
+    """A source file; `name` omits the package's, so it is empty for the package itself."""
 
     path: Path
 
@@ -57,7 +57,7 @@ class Module:
         return self.path.stem.startswith("compat") or bool({"compat", "torch_compat"} & set(self.path.parts))
 
     def imports(self) -> Iterator[str]:
-        """Full names of the modules that it imports, `a.b` for `from a import b` where that is one."""
+        """Yields the full names of imported modules; `a.b` for `from a import b` if that is a module."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -78,13 +78,13 @@ MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py
 
 
 def in_modules(read: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
-    """Names that `read` finds, by module; modules without one are left out."""
+    """Returns the names that `read` finds, by module; modules without any are left out."""
     names = {name: sorted(read(module)) for name, module in MODULES.items()}
     return {name: each for name, each in names.items() if each}
 
 
 def engine(name: str) -> str:
-    """The engine that a module belongs to, empty for one of all engines."""
+    """Returns the engine that a module belongs to, or an empty string if it belongs to none."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "engines" and parts[1] not in ("api", "shared") else ""
 
@@ -93,8 +93,8 @@ def engine(name: str) -> str:
 
 
 def private_names(module: Module) -> set[str]:
-    """Names with a leading underscore that this module takes from elsewhere: imported, as attributes, or as strings
-    for `getattr` and the like."""
+    """Returns the names with a leading underscore that this module takes from elsewhere: imports, attributes, and
+    strings for `getattr` and the like."""
     tree = module.tree
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -111,7 +111,7 @@ def private_names(module: Module) -> set[str]:
 
 
 def _operators(tree: ast.Module) -> set[str]:
-    """ATen's operators: their names, with underscore or without, are those of a graph's nodes."""
+    """Returns the names of ATen operators: these name graph nodes, with or without an underscore."""
     chains = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     return {node.attr for node in chains if "aten" in ast.unparse(node.value).split(".")}
 
@@ -140,7 +140,7 @@ _NAMES_IT = re.compile(r"onnx|ortmodule|(?<![a-z])ort(?![a-z])|(?<![A-Za-z])Ort[
 
 
 def of_onnxruntime(module: Module) -> set[str]:
-    """Imports, identifiers and strings (docstrings excepted) that name ONNX Runtime."""
+    """Returns the imports, identifiers and strings (except docstrings) that name ONNX Runtime."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(module.tree)
@@ -161,7 +161,7 @@ def test_onnx_runtime_is_named_in_its_folder_only():
 
 
 def test_a_folders_map_names_its_files() -> None:
-    """A map is a line a file or folder, in the docstring of a folder that holds nothing else."""
+    """A folder whose `__init__.py` is only a docstring lists each of its files and folders there, one per line."""
     for path in ROOT.rglob("__init__.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         beside = {

@@ -1,4 +1,4 @@
-"""Writes what tests took into the tables of docs/testing.md: `make test-times`, on a quiet machine."""
+"""Writes test durations into the tables of docs/testing.md: `make test-times`, on a quiet machine."""
 
 import collections
 import os
@@ -14,7 +14,7 @@ _began = time.time()
 
 
 def folder(name: str) -> str:
-    """The tier of a test, by its name."""
+    """Returns the tier of a test from its name."""
     return name.split("/")[1] if name.count("/") > 1 else "others"
 
 

@@ -1,4 +1,4 @@
-"""A tracker of a user's own, which tests ask for what the observers found, and the smallest observer."""
+"""A custom tracker that records the observers' numbers, and a minimal observer."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,7 @@ from optimum_memopt.callbacks.reporting import Reporter
 
 
 class Tracker(TrainerCallback):
-    """Gets our numbers through its `on_memopt_log`, and the Trainer's through `on_log`, each with its global step."""
+    """Records our numbers from `on_memopt_log` and the Trainer's from `on_log`, each with its global step."""
 
     def __init__(self) -> None:
         self.ours: list[dict[str, Any]] = []
@@ -28,7 +28,7 @@ def tracked(trainer: Trainer) -> Trainer:
 
 
 def numbers(trainer: Trainer, name: str | None = None) -> list[Any]:
-    """All entries that the Trainer's Tracker got from us; with a name, without the prefix, that number of each."""
+    """Returns all entries that the Trainer's Tracker got from us, or only number `name` (without prefix) of each."""
     (tracker,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, Tracker)]
     if name is None:
         return tracker.ours
@@ -36,7 +36,7 @@ def numbers(trainer: Trainer, name: str | None = None) -> list[Any]:
 
 
 class Marker(TrainerCallback):
-    """A minimal user of the Reporter: one line, one metric and one record a step."""
+    """A minimal user of the Reporter: one line, one metric and one record per step."""
 
     def __init__(self, path=None):
         self.reporter = Reporter("plan_stats", path)

@@ -1,4 +1,4 @@
-"""A Trainer, plain or with an engine, on a tiny model of the zoo: what the tests of the trainer share."""
+"""Builds a Trainer, plain or with an engine, on a tiny model of the zoo; shared by the trainer tests."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.logs import get_logger
 from tests.model_zoo import IGNORE, PAD, SMALL, ZOO
 
-# How far weights of runs may be apart that are the same but for rounding.
+# Largest distance between weights of runs that are equal except for rounding.
 CLOSE = 1e-5
 ROWS = 18
 _FILL = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORE}
@@ -24,9 +24,9 @@ CASES = {**ZOO, "small": SMALL}
 
 
 def build(name: str, **changes: Any) -> torch.nn.Module:
-    """A model of the zoo with one layer and biases that are not zero: attention's key bias has no gradient but
-    rounding noise, so beside a bias of zero that noise would be everything. Plans over several layers are for
-    `test_matrix.py` and `engines/`."""
+    """Returns a one-layer model of the zoo with nonzero biases: the gradient of an attention key's bias is rounding
+    noise, which would be all that a zero bias ever receives. `test_matrix.py` and `engines/` test plans over several
+    layers."""
     model = CASES[name].build(**{**CASES[name].one_layer, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,7 +36,7 @@ def build(name: str, **changes: Any) -> torch.nn.Module:
 
 
 def rows(name: str, count: int = ROWS, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Examples of lengths 5 to 9."""
+    """Returns examples of lengths 5 to 9."""
     made = [CASES[name].batch(1, 5 + index % 5, seed=1000 * seed + index) for index in range(count)]
     return [{key: value[0] for key, value in row.items()} for row in made]
 
@@ -53,8 +53,9 @@ def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any) -> Any:
-    """Five quiet steps of AdamW on the CPU. Epsilon is large, since the usual one blows a gradient that is rounding
-    noise up to a full step; fallback is off, since it would pass every comparison with plain PyTorch."""
+    """Returns arguments for five quiet steps of AdamW on the CPU. Epsilon is large because the usual one scales
+    gradients of rounding noise up to a full step; fallback is off because it would pass every comparison with plain
+    PyTorch."""
     defaults: dict[str, Any] = {
         "use_cpu": True,
         "report_to": "none",
@@ -66,7 +67,7 @@ def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any)
         "adam_epsilon": 1e-3,
     }
     if kind is MemOptTrainingArguments:
-        # Inductor takes most of a test, and has tests of its own and those of ZeRO.
+        # Inductor would take most of a test's time; it has tests of its own, as ZeRO has.
         is_compiled = changes.get("memory_opt_engine", "ort") == "compile"
         defaults |= {"memory_opt_compiler": "aot_eager"} if is_compiled else {"ort_fallback": False}
         defaults |= {"memory_opt_engine": "ort"}
@@ -76,7 +77,7 @@ def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any)
 def make(
     folder: Path | str, name: str, plain: bool = False, trainer: type[Trainer] | None = None, **changes: Any
 ) -> Any:
-    """A trainer on the model `name`; what `changes` names of a Trainer's own arguments goes there, the rest to its
+    """Returns a trainer on the model `name`; `changes` that are Trainer arguments go to the Trainer, the rest to its
     TrainingArguments."""
     own = {key: changes.pop(key) for key in tuple(changes) if key in _TRAINER_ARGUMENTS}
     if "model" not in own and "model_init" not in own:
@@ -94,7 +95,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a tensor's elements, relative to its largest element; keys must be the same."""
+    """Returns the largest difference in any tensor, relative to its largest element; keys must be equal."""
     assert found.keys() == expected.keys()
     differences = [
         ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12)).item()
@@ -106,7 +107,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """The package's log lines meanwhile (its logger does not propagate), less progress, which slow machines see."""
+    """Collect the package's log lines (its logger does not propagate) without progress lines of slow machines."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.addFilter(lambda record: not record.getMessage().startswith("still "))

@@ -1,21 +1,21 @@
-"""Proves or breaks every CUDA path on one GPU, in 10 minutes on a machine with 16 cores.
+"""Tests every CUDA path on one GPU, in 10 minutes on a machine with 16 cores.
 
     python benchmarks/gpu/acceptance.py --out results --earlier h100/engine.json
     python benchmarks/gpu/acceptance.py --only "^llama" --out results
     python benchmarks/gpu/acceptance.py --report results --docs docs
 
-Parts, of which --part takes one:
+Parts (--part selects one):
 
-- `right`: kernels, buffers, gradients, dropout, offload under delayed copies, fp16.
-- `predicted`: bytes and the budget against what torch's allocator says; how much of the copies is hidden.
-- `worth`: the time and the peak of a step, against other ways to save memory or time; Trainer and DDP.
+- `right`: kernels, buffers, gradients, dropout, offload with delayed copies, fp16.
+- `predicted`: bytes and budgets against torch's allocator; how much of the copies is hidden.
+- `worth`: the time and peak of a step against other ways to save memory or time; Trainer and DDP.
 
-From a checkout, with torch 2.9 or later, transformers 5, accelerate and tabulate; budgets need scipy too, some checks
-peft or Liger Kernel. Nothing is downloaded. Prints a line for each figure as it comes, `PASS|FAIL|SKIP name figure
-limit`, and ends with 1 where one failed. --out has the same as JSON and as a Markdown table.
+Runs from a checkout, with torch 2.9 or later, transformers 5, accelerate and tabulate; budgets also need scipy, some
+checks peft or Liger Kernel. Nothing is downloaded. Prints each figure when it is measured, as `PASS|FAIL|SKIP name
+figure limit`, and exits with 1 if one failed. --out gets the same as JSON and as a Markdown table.
 
-Each check runs in a process of its own. They compile, and compare gradients and bytes, side by side; what is timed
-waits until nothing else runs, and goes on alone, one check after the other.
+Each check runs in a process of its own. Checks compile, and compare gradients and bytes, in parallel; a timed part
+waits until nothing else runs, and then runs alone.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# A checkout need not be installed.
+# Works in a checkout that is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,17 +42,17 @@ from gpu import report
 from gpu.checks import FAIL, SKIP, Check, Outcome, Setting, crash, heard, serve
 
 PARTS = ("right", "predicted", "worth")
-# After these the rest is left out, and this share of them is for what runs side by side.
+# Seconds after which the remaining checks are skipped, and their share for checks that run in parallel.
 SECONDS, _SIDE_BY_SIDE = 600, 0.6
-# Processes that run side by side at most, each of which takes several GiB of the device, and for each but the first
-# how many may be there: what waits has its model on the host.
+# Most processes that run in parallel, each of which takes several GiB of the device; and how many processes may exist
+# for each of them but the first, since waiting processes have their model on the host.
 _MOST, _THERE = 10, 4
 _PATIENCE = 10
 _LOOK = 0.05
 
 
 def checks_of(part: str) -> list[Check]:
-    """In the order in which they begin."""
+    """Returns the checks of a part, in the order in which they start."""
     return list(importlib.import_module(f"gpu.{part}").CHECKS)
 
 
@@ -60,9 +60,9 @@ class Running:
     """A check in its process.
 
     Attributes:
-        is_ready: it waits for its turn.
-        has_ended: it has told all.
-        limit: on the monotonic clock, when it has run too long.
+        is_ready: whether the check waits for its turn.
+        has_ended: whether the check has reported its end.
+        limit: when the check times out, on the monotonic clock.
     """
 
     def __init__(self, part: str, check: Check, arguments: argparse.Namespace, folder: str) -> None:
@@ -84,7 +84,7 @@ class Running:
         self._lines.put(None)
 
     def events(self) -> Iterator[dict[str, Any] | None]:
-        """Its events since the last time; None at the end, when it has ended."""
+        """Yields the events since the last call; None if the process has ended."""
         while not self._lines.empty():
             line = self._lines.get()
             if line is None:
@@ -93,20 +93,20 @@ class Running:
                 yield event
 
     def go_on(self) -> None:
-        """Let it go on alone."""
+        """Make the waiting check continue, alone."""
         self.is_ready, self.limit = False, time.monotonic() + self._seconds
         assert self._process.stdin is not None
-        # It may be dead.
+        # The process may have died.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
 
     def end(self) -> int:
-        """Its exit status, once it has nothing more to say."""
+        """Wait for the process to end, and return its exit status."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """With the compilers that it has started."""
+        """Kill the process and the compilers that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -118,9 +118,9 @@ def outcomes(
     """Yield the outcomes of all checks, each with its part.
 
     Args:
-        checks: each with its part; they begin in this order.
-        arguments: of this program.
-        note_conditions: gets what the figures depend on beside the models.
+        checks: checks with their parts, in the order in which they start.
+        arguments: the command-line arguments.
+        note_conditions: called with the conditions that the figures depend on besides the models.
     """
     begin = time.monotonic()
     deadline, beside = begin + arguments.seconds, begin + _SIDE_BY_SIDE * arguments.seconds
@@ -164,14 +164,14 @@ def outcomes(
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[str, Check]]:
-    """Each with its part; long ones begin first."""
+    """Returns the selected checks with their parts, the longest first."""
     wanted, parts = re.compile(arguments.only), [arguments.part] if arguments.part else PARTS
     found = [(part, check) for part in parts for check in checks_of(part) if wanted.search(check.name)]
     return sorted(found, key=lambda item: -item[1].seconds)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run checks and print what they find; the exit status."""
+    """Run the checks, print their outcomes, and return the exit status."""
     import torch
 
     if not torch.cuda.is_available():
@@ -202,16 +202,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--report", type=Path, help="folder of --out, whose tables --docs gets; nothing is run")
+    parser.add_argument("--report", type=Path, help="do not run: write the tables of this --out folder to --docs")
     parser.add_argument("--out", type=Path, help="folder for the figures as JSON and as a table")
     parser.add_argument("--docs", type=Path, help="folder whose gpu.md gets the tables")
     parser.add_argument("--earlier", type=Path, help="worth.json of an earlier run, to compare steps with")
-    parser.add_argument("--only", default="", help="regular expression of checks' names")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="for all")
+    parser.add_argument("--only", default="", help="regular expression for names of checks")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit for all checks")
     jobs = max(1, min(_MOST, (os.cpu_count() or 1) // 2))
     parser.add_argument("--jobs", type=int, default=jobs, help="checks side by side (default %(default)s here)")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny models, few rounds, no cuDNN and no NCCL: does it run?"
+        "--quick", action="store_true", help="smoke test: tiny models, few rounds, no cuDNN and no NCCL"
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""A check of gpu/acceptance.py, and the process that runs it."""
+"""Checks of gpu/acceptance.py, and the process that runs one."""
 
 import gc
 import importlib.util
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-# Begins each line of the process that is for the one that started it.
+# Prefix of the output lines that the parent process reads as events.
 MARK = "@gpu "
 
 
@@ -19,18 +19,18 @@ class Setting:
     """How the checks run.
 
     Attributes:
-        quick: tiny models and few rounds, without cuDNN and NCCL: does it run?
+        quick: whether to only test that everything runs, with tiny models, few rounds, and no cuDNN or NCCL.
     """
 
     quick: bool = False
 
     def compiler(self, model: str) -> str:
-        """inductor, which takes minutes for each model on a machine with few cores: of --quick for one of them."""
+        """Returns inductor; under --quick for one model only, since it takes minutes each on few cores."""
         return "aot_eager" if self.quick and model != "roberta" else "inductor"
 
 
 class Turn:
-    """Yielded by a check that is prepared, before what it times: it goes on when nothing else runs on the device."""
+    """Yielded by a check before its timed part; it continues when nothing else runs on the device."""
 
 
 ALONE = Turn()
@@ -38,14 +38,14 @@ ALONE = Turn()
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that was found.
+    """A result of a check.
 
     Attributes:
-        name: what it is, below the name of its check.
-        is_right: within its limit.
-        figure: as it is shown.
-        limit: as it is shown; empty where there is none.
-        data: the numbers behind it.
+        name: name of the figure within its check.
+        is_right: whether the figure is within its limit.
+        figure: the figure as text.
+        limit: the limit as text; empty if there is none.
+        data: the numbers behind the figure.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A figure, or what kept a check from having one.
+    """A figure, or the reason why a check has none.
 
     Attributes:
-        check: its name.
+        check: name of the check.
         status: `PASS`, `FAIL` or `SKIP`.
         name: see `Figure`.
-        figure: see `Figure`; the error's line, or why it was left out.
+        figure: see `Figure`; otherwise the error's first line, or why the check was skipped.
         limit: see `Figure`.
-        crashed: there is no figure, since the check ended in an error.
+        crashed: whether the check ended in an error, without a figure.
         data: see `Figure`.
     """
 
@@ -84,13 +84,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """Something to find out.
+    """A check that yields figures.
 
     Attributes:
-        name: in the report, and for `--only`.
-        run: yields what it finds, and `ALONE` before what it times.
-        seconds: it may take, and once more when it is alone.
-        needs: modules beyond torch, transformers and accelerate.
+        name: name in the report, matched by `--only`.
+        run: yields figures, and `ALONE` before the timed part.
+        seconds: time limit, which starts again when the check runs alone.
+        needs: required modules besides torch, transformers and accelerate.
     """
 
     name: str
@@ -99,15 +99,16 @@ class Check:
     needs: tuple[str, ...] = ()
 
     def missing(self) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Returns why the check cannot run here, empty if it can."""
         lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{', '.join(lacking)} not installed" if lacking else ""
 
     def outcomes(self, setting: Setting, wait: Callable[[], object] = lambda: None) -> Iterator[Outcome]:
-        """Run it; an error is an outcome.
+        """Run the check, and yield its outcomes; an error is an outcome.
 
         Args:
-            wait: returns when nothing else runs on the device.
+            setting: how the checks run.
+            wait: blocks until nothing else runs on the device.
         """
         if why := self.missing():
             yield Outcome(self.name, SKIP, "", why)
@@ -125,7 +126,7 @@ class Check:
 
 
 def crash(name: str, why: str) -> Outcome:
-    """The outcome of a check that ended in an error."""
+    """Returns the outcome of a check that ended in an error."""
     return Outcome(name, FAIL, "", why, crashed=True)
 
 
@@ -135,15 +136,19 @@ def error_line(error: BaseException) -> str:
 
 
 def within(name: str, value: float, limit: float, text: str = "{:.2e}", **data: Any) -> Figure:
-    """A figure that must not pass its limit; NaN passes none."""
+    """Returns a figure that must not exceed its limit; NaN fails."""
     return Figure(name, value <= limit, text.format(value), text.format(limit), {"value": value, **data})
 
 
 def serve(check: Check, setting: Setting, conditions: str) -> None:
-    """Run a check in this process, and print a line for each outcome and for its end; a line of the input is its turn.
+    """Run a check in this process, and print a line for each outcome and for its end.
+
+    When the check waits for its turn, it continues on a line of standard input.
 
     Args:
-        conditions: told first.
+        check: the check.
+        setting: how the checks run.
+        conditions: the conditions, printed first.
     """
     _tell({"conditions": conditions})
 
@@ -157,7 +162,7 @@ def serve(check: Check, setting: Setting, conditions: str) -> None:
 
 
 def clean_up() -> None:
-    """Forget all that was compiled and allocated."""
+    """Drop compiled code and cached memory, and reset torch's settings."""
     import torch
 
     torch.cuda.synchronize()
@@ -174,7 +179,7 @@ def _tell(event: Mapping[str, Any]) -> None:
 
 
 def heard(line: str) -> dict[str, Any] | None:
-    """The event that `serve` told in a line, None where it is somebody else's."""
+    """Parse an event that `serve` printed; prints any other line to standard error and returns None."""
     if not line.startswith(MARK):
         print(line, end="", file=sys.stderr)
         return None

@@ -1,4 +1,4 @@
-"""Offload whose copies are late, for the part `right` of gpu/acceptance.py."""
+"""Offload with delayed copies, for the part `right` of gpu/acceptance.py."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ import torch
 from gpu.checks import Figure, Setting, within
 from gpu.steps import SMALL, TINY, batch_of, build, gradients, largest_error, offload_config, planned
 
-# Of a copy that others queue behind, and of the delay on the streams; both take milliseconds.
+# Bytes of a copy that delays the engine's copies, and cycles of a delay of the computation; both take milliseconds.
 _BLOCK = 256 * 2**20
 _CYCLES = 20_000_000
 
 
 def delayed_copies(setting: Setting) -> Iterator[Figure]:
-    """Gradients of many steps whose copies begin late: a missing wait would show as wrong data."""
+    """Check the gradients of many steps with delayed copies: a missing wait would show as wrong data."""
     shape, rounds = (TINY, 4) if setting.quick else (SMALL, 100)
     batch = batch_of(shape)
     for compiler in ("aot_eager", "inductor"):
@@ -41,12 +41,12 @@ def delayed_copies(setting: Setting) -> Iterator[Figure]:
 
 @contextlib.contextmanager
 def _busy_copies(number: int, is_behind: list[bool]) -> Iterator[None]:
-    """Large copies in both directions on streams of their own, which others queue behind; every other time the
-    computation is late, too.
+    """Delay the engine's copies by large ones in both directions on other streams; in odd rounds also delay the
+    computation.
 
     Args:
-        number: of the round.
-        is_behind: gets whether they were still under way when the step had been asked for.
+        number: number of the round.
+        is_behind: gets whether the large copies were still in flight when the step began.
     """
     on_device = torch.empty(_BLOCK, dtype=torch.uint8, device="cuda")
     on_host = torch.empty(_BLOCK, dtype=torch.uint8, pin_memory=True)

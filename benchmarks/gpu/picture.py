@@ -1,4 +1,4 @@
-"""Draws the steps of a GPU, the time of each against its peak, a panel for each model.
+"""Plots the steps measured on a GPU: time against peak, one panel per model.
 
 python benchmarks/gpu/picture.py benchmarks/gpu/h100.json docs/steps.svg      # needs matplotlib
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# A checkout need not be installed.
+# Works in a checkout that is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,7 +21,7 @@ _TITLES = {
     "roberta": "RoBERTa-large, 12 layers, 16 x 512",
     "deberta": "DeBERTa-v2-xlarge, 6 layers, 16 x 256",
 }
-# By family, marker and name of each way.
+# By family and marker: the ways and their names.
 _WAYS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("PyTorch", "o"): {"eager": "plain", "ckpt": "checkpointing", "liger": "Liger Kernel"},
     ("torch.compile", "s"): {
@@ -40,7 +40,7 @@ _WAYS: Mapping[tuple[str, str], Mapping[str, str]] = {
 
 
 def draw(steps: Steps, path: Path) -> None:
-    """Write the picture as svg."""
+    """Write the plot as svg."""
     plots = pyplot("steps")
     models = [model for model in _TITLES if any(name.startswith(f"{model} ") for name in steps)]
     figure, panels = plots.subplots(
@@ -63,7 +63,7 @@ def draw(steps: Steps, path: Path) -> None:
         panel.set_ylabel("time of a step, ms")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_WAYS))
     figure.canvas.draw()
-    # Labels are placed for the layout as it is now.
+    # Labels are placed for the current layout.
     figure.set_layout_engine("none")
     for panel, model in zip(panels[0], models, strict=True):
         label(panel, points[model])
@@ -72,7 +72,7 @@ def draw(steps: Steps, path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", type=Path, help="worth.json of gpu/acceptance.py, or such rows as of h100.json")
+    parser.add_argument("steps", type=Path, help="worth.json of gpu/acceptance.py, or rows like those of h100.json")
     parser.add_argument("picture", type=Path)
     asked = parser.parse_args()
     draw(steps_in(asked.steps), asked.picture)

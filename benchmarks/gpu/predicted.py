@@ -1,4 +1,4 @@
-"""The part `predicted` of gpu/acceptance.py: bytes, budgets and hidden copies against what a GPU shows."""
+"""The part `predicted` of gpu/acceptance.py: predicted bytes, budgets and hidden copies against GPU measurements."""
 
 import functools
 import tempfile
@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.step_settings import StepSpec
 
-# Of the predicted peak; reserved has no limit of its own, it is what the allocator's fragmentation makes of it.
+# Limits relative to the predicted peak; reserved bytes also depend on the allocator's fragmentation.
 _REQUESTED, _ALLOCATED, _RESERVED = 0.005, 0.03, 0.25
 _PLAN_FOR_DEVICE = 0.02
 _HALFWAY = 0.5
@@ -33,7 +33,7 @@ def _steps(setting: Setting) -> int:
 
 
 def against_prediction(name: str, engine: CompileEngine, optimizer: Any, held: Held) -> Iterator[Figure]:
-    """Measured peaks against the predicted one."""
+    """Compare measured peaks with the predicted one."""
     predictor = engine.predictor
     assert predictor is not None
     footprint = predictor.footprint(optimizer=optimizer)
@@ -47,7 +47,7 @@ def against_prediction(name: str, engine: CompileEngine, optimizer: Any, held: H
 
 
 def peaks(setting: Setting, model: str, dtype: str, compiler: str, plan: str) -> Iterator[Figure]:
-    """A plan's step."""
+    """Measure a plan's step, and compare its peaks with the prediction."""
     shape = shape_of(setting)
     trained, batch = build(model, shape, dropout=0.1), batch_of(shape)
     optimizer = adamw(trained)
@@ -58,7 +58,7 @@ def peaks(setting: Setting, model: str, dtype: str, compiler: str, plan: str) ->
 
 
 def offload(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator[Figure | Turn]:
-    """All activations to the host: bytes, and the share of the copies' time that is hidden."""
+    """Offload all activations; checks the bytes, and the share of the copy time that is hidden."""
     shape = shape_of(setting)
     trained, batch = build(model, shape, dropout=0.1), batch_of(shape)
     optimizer = adamw(trained)
@@ -68,7 +68,7 @@ def offload(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
     table = engine.plans()
     config = offload_config(table.plans if table is not None else ())
     engine.detach()
-    # The states of an optimizer that were there before would be counted twice.
+    # States of an earlier optimizer would be counted twice.
     del trained, optimizer, engine
     clean_up()
     trained = build(model, shape, dropout=0.1)
@@ -86,13 +86,13 @@ def offload(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
     saved = (without.allocated - held.allocated) / MIB
     yield Figure("saved at the peak", saved > 0, f"{saved:.0f} of {moved / MIB:.0f} MiB", "> 0", data)
     shown = f"{hidden:.0%} of {copies * 1000:.0f} ms"
-    # A shorter step has nothing to hide them behind.
+    # A step shorter than its copies cannot hide them.
     is_right = setting.quick or hidden >= _HALFWAY or copies > without.seconds
     yield Figure("copies hidden", is_right, shown, f"{_HALFWAY:.0%} where the step is longer", data)
 
 
 def _link_rate(setting: Setting) -> float:
-    """Bytes a second of a copy from pinned memory."""
+    """Returns the bytes per second of a copy from pinned memory."""
     size = MIB if setting.quick else 512 * MIB
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = host.cuda()
@@ -105,7 +105,7 @@ def _link_rate(setting: Setting) -> float:
 
 
 def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator[Figure]:
-    """Three budgets between level 1 and no plan: none is passed, and each is used."""
+    """Check that three budgets between level 1 and no plan are neither exceeded nor left unused."""
     shape, compiler = shape_of(setting), setting.compiler(model) if compiler == "inductor" else compiler
     batch = batch_of(shape)
     ends = {}
@@ -113,7 +113,7 @@ def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
         trained = build(model, shape, dropout=0.1)
         optimizer = adamw(trained)
         engine = planned(trained, compiler=compiler, level=level)
-        # Its first step gives the optimizer its states, which are in the prediction of the next.
+        # The first step creates the optimizer's states, which the prediction of the next step includes.
         train(trained, batch, dtype, optimizer, steps=1, warm=1)
         assert engine.predictor is not None
         ends[level] = bounded_bytes(engine.predictor, optimizer=optimizer)
@@ -142,7 +142,7 @@ def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
 
 
 def another_batch(setting: Setting, model: str) -> Iterator[Figure]:
-    """A larger batch than the one that was compiled, without a recompile."""
+    """Train a larger batch than the compiled one, without a recompile."""
     shape = shape_of(setting)
     larger = replace(shape, batch=shape.batch + 2)
     trained = build(model, shape, dropout=0.1)
@@ -158,7 +158,7 @@ def another_batch(setting: Setting, model: str) -> Iterator[Figure]:
 
 
 def plan_for_device(setting: Setting, model: str) -> Iterator[Figure]:
-    """`optimum-cli memopt plan --device h100`, which computes without a step, against the step."""
+    """Compare `optimum-cli memopt plan --device h100`, which runs no step, with a step."""
     shape = shape_of(setting)
     trained = build(model, shape, dropout=0.1)
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def plan_for_device(setting: Setting, model: str) -> Iterator[Figure]:
     engine = planned(trained, compiler="aot_eager", level=1)
     held = train(trained, batch_of(shape), "fp32", optimizer, _steps(setting))
     assert engine.predictor is not None
-    # What the process held before is no part of the plan.
+    # The plan does not include what the process held before.
     before = engine.predictor.footprint(optimizer=optimizer).constant
     predicted = told.peak_mib * MIB - told.parts["constant"]
     apart = abs((held.requested - before) / predicted - 1)

@@ -1,4 +1,4 @@
-"""The figures of gpu/acceptance.py as files and as tables of the documentation."""
+"""Writes the figures of gpu/acceptance.py to files and to the documentation's tables."""
 
 import json
 import platform
@@ -12,19 +12,19 @@ from shared import fill, to_markdown
 from optimum_memopt.compat.installed import installed_version
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate")
-# What this project wants to be, of other ways on the same model: name, ours, theirs of which the best counts, and the
-# most of the seconds and of the bytes.
+# This project's goals against other ways on the same model: name, our ways, other ways (the fastest counts), and the
+# largest allowed share of its seconds and of its bytes.
 _GOALS = (
     ("no plan of torch.compile", ("none", "noneplain", "none_model"), ("tc", "tcdyn"), 1.0, 1.0),
     ("level 1 of checkpointing", ("L1",), ("ckpt",), 0.75, 0.5),
     ("budget of checkpointing", ("B_ckpt",), ("ckpt",), 0.5, 1.0),
 )
-# A step by model and way, as `llama tc`: seconds and MiB.
+# Steps by model and way, such as `llama tc`: seconds and MiB.
 Steps = Mapping[str, Mapping[str, float]]
 
 
 def conditions() -> str:
-    """The conditions that the figures depend on beside the models."""
+    """Returns the conditions that the figures depend on besides the models."""
     import torch
 
     versions = (installed_version((name,)) for name in _PACKAGES)
@@ -37,10 +37,10 @@ def save(folder: Path, part: str, about: str, found: Sequence[Outcome]) -> None:
     """Write `PART.json` and `PART.md`.
 
     Args:
-        folder: made where it is not there.
-        part: their name.
+        folder: the output folder; created if missing.
+        part: name of the part.
         about: the `conditions`.
-        found: the figures.
+        found: the part's outcomes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     raw = {"conditions": about, "outcomes": [asdict(outcome) for outcome in found]}
@@ -49,7 +49,7 @@ def save(folder: Path, part: str, about: str, found: Sequence[Outcome]) -> None:
 
 
 def steps(found: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """The steps among the outcomes, by model and way."""
+    """Returns the steps among the outcomes, by model and way."""
     return {
         outcome.check: {key: outcome.data[key] for key in ("wall", "allocated")}
         for outcome in found
@@ -58,10 +58,11 @@ def steps(found: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 
 def goals(found: Steps, is_quick: bool) -> Iterator[Outcome]:
-    """What this project wants to be, by model; nothing of ways that were not run.
+    """Yields an outcome for each goal and model; skips ways that were not run.
 
     Args:
-        is_quick: figures mean nothing.
+        found: the measured steps.
+        is_quick: whether the figures are meaningless, so that every goal passes.
     """
     for model in dict.fromkeys(name.split()[0] for name in found):
         for name, ours, theirs, seconds, size in _GOALS:
@@ -78,16 +79,16 @@ def goals(found: Steps, is_quick: bool) -> Iterator[Outcome]:
 
 
 def steps_in(path: Path) -> Steps:
-    """The steps of a file of `save`, or of one that has them as `rows`, as benchmarks/gpu/h100.json."""
+    """Load the steps from a file of `save`, or from one that has them as `rows`, such as benchmarks/gpu/h100.json."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     if "rows" in raw:
-        # Versions may stand behind the names; of several the last one counts.
+        # Names may end with a version in parentheses; the last version counts.
         return {name.partition(" (")[0]: step for name, step in raw["rows"].items()}
     return steps([Outcome(**outcome) for outcome in raw["outcomes"]])
 
 
 def compared(found: Steps, earlier: Path) -> str:
-    """A table of the steps beside those of an earlier run, see `steps_in`."""
+    """Returns a table of the steps and those of an earlier run, see `steps_in`."""
     before = steps_in(earlier)
     rows = [
         {
@@ -106,7 +107,7 @@ def compared(found: Steps, earlier: Path) -> str:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """All outcomes in Markdown."""
+    """Returns all outcomes as a Markdown table."""
     rows = [
         {
             "": outcome.status,
@@ -120,7 +121,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def fill_docs(folder: Path, docs: Path | None) -> None:
-    """Print the tables of a folder, and write them into `gpu.md` of another one."""
+    """Print the tables of a folder, and write them into `gpu.md` of the folder `docs`."""
     for path in sorted(folder.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         print(f"{path.stem}: {text}")

@@ -1,5 +1,5 @@
-"""The part `right` of gpu/acceptance.py: the same gradients as plain PyTorch, and the kernels and buffers that are
-told."""
+"""The part `right` of gpu/acceptance.py: gradients against plain PyTorch, reported kernels and buffers against real
+ones."""
 
 import functools
 import platform
@@ -37,7 +37,7 @@ from optimum_memopt.engines.compile.capture.backend import missing_for
 from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 
-# Relative errors of gradients: operator by operator, by other kernels, and in half precision.
+# Allowed relative errors of gradients: the same operators, other kernels, and half precision.
 _BITWISE, _FP32, _HALF = 1e-6, 1e-5, 2e-2
 _KERNELS = {
     "_scaled_dot_product_cudnn_attention": "cuDNN",
@@ -52,7 +52,7 @@ def shape_of(setting: Setting) -> Shape:
 
 
 def versions(setting: Setting) -> Iterator[Figure]:
-    """Report the installed versions, and what inductor lacks here."""
+    """Report the installed versions, and what inductor lacks on this machine."""
     oldest = {"torch": (2, 9), "transformers": (5, 0), "accelerate": (1, 3)}
     for name, least in oldest.items():
         version = (installed_version((name,)) or ("", "0.0"))[1]
@@ -70,7 +70,7 @@ def _capability() -> tuple[int, int]:
 
 
 def memory_marks(setting: Setting) -> Iterator[Figure]:
-    """The monitor's peak is the allocator's."""
+    """Check that the monitor's peak equals the allocator's."""
     monitor = PeakMonitor("cuda")
     torch.cuda.reset_peak_memory_stats()
     monitor.start_run()
@@ -80,7 +80,7 @@ def memory_marks(setting: Setting) -> Iterator[Figure]:
 
 
 def buffers(setting: Setting, model: str, dtype: str) -> Iterator[Figure]:
-    """Workspaces of operators, each against the prediction's rules."""
+    """Compare the workspace of each operator with the predicted one."""
     shape = shape_of(setting)
     trained, batch = build(model, shape), batch_of(shape)
     gradients(trained, batch, dtype)
@@ -96,7 +96,7 @@ def buffers(setting: Setting, model: str, dtype: str) -> Iterator[Figure]:
 
 
 def kernels(setting: Setting, model: str, dtype: str, dropout: float, padding: int) -> Iterator[Figure]:
-    """The attention in the header is the one that runs."""
+    """Check that the attention kernel in the table's header is the one that runs."""
     shape = shape_of(setting)
     trained, batch = build(model, shape, dropout), batch_of(shape, padding)
     engine = planned(trained, compiler="aot_eager", loss="plain")
@@ -113,7 +113,7 @@ def kernels(setting: Setting, model: str, dtype: str, dropout: float, padding: i
 
 
 def gradients_without_compiler(setting: Setting, model: str) -> Iterator[Figure]:
-    """Operator by operator: the same to the last bits, under every plan."""
+    """Check that gradients without inductor equal plain PyTorch's up to the last bits, under every plan."""
     shape = shape_of(setting)
     batch = batch_of(shape, padding=8)
     with warnings.catch_warnings(), deterministic():
@@ -136,7 +136,7 @@ def gradients_without_compiler(setting: Setting, model: str) -> Iterator[Figure]
 
 
 def gradients_by_inductor(setting: Setting, model: str, dtype: str, plan: str) -> Iterator[Figure]:
-    """inductor's kernels round differently."""
+    """Check gradients computed by inductor's kernels, which round differently."""
     shape = shape_of(setting)
     batch = batch_of(shape, padding=8)
     trained = build(model, shape)
@@ -160,7 +160,7 @@ def gradients_by_inductor(setting: Setting, model: str, dtype: str, plan: str) -
 
 
 def gradients_under_a_budget(setting: Setting) -> Iterator[Figure]:
-    """A solved plan, and a larger batch, for which it is solved again."""
+    """Check the gradients of a solved plan, and of a larger batch, for which the budget is solved again."""
     shape = shape_of(setting)
     batch = batch_of(shape)
     more = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
@@ -180,14 +180,14 @@ def gradients_under_a_budget(setting: Setting) -> Iterator[Figure]:
 
 
 def dropout(setting: Setting) -> Iterator[Figure]:
-    """Masks: how much they drop, and that a plan recomputes the same ones."""
+    """Check the rate of dropout masks, and that a plan recomputes the same masks."""
     from optimum_memopt.engines.compile.partition.dropout import pure_dropout
 
     elements = 2**16 if setting.quick else 2**26
     for p in (0.1, 0.5):
         kept, _ = pure_dropout(torch.ones(elements, device="cuda"), p, True)
         share = float((kept == 0).double().mean())
-        # Six standard deviations.
+        # The limit is six standard deviations.
         yield within(f"rate {p}", abs(share - p), 6 * (p * (1 - p) / elements) ** 0.5)
     shape = shape_of(setting)
     batch, found = batch_of(shape), {}
@@ -207,7 +207,7 @@ def dropout(setting: Setting) -> Iterator[Figure]:
 
 
 def cudnn(setting: Setting) -> Iterator[Figure]:
-    """pytorch #196678: gradients are finite where cuDNN's backward gives NaN."""
+    """Check that gradients are finite where cuDNN's backward gives NaN (pytorch #196678)."""
     shape = replace(shape_of(setting), length=192)
     batch = batch_of(shape, padding=8)
     trained = build("roberta", shape)
@@ -229,7 +229,7 @@ def cudnn(setting: Setting) -> Iterator[Figure]:
 
 
 def _make_scores_negative(model: torch.nn.Module) -> None:
-    """Queries and keys of one component each, opposed: all scores are about -120."""
+    """Set biases of queries and keys to one opposed component per head, so that all scores are about -120."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("query.bias", "key.bias")):
@@ -239,7 +239,7 @@ def _make_scores_negative(model: torch.nn.Module) -> None:
 
 
 def scaled_fp16(setting: Setting) -> Iterator[Figure]:
-    """fp16 with GradScaler over accumulated micro-batches: losses as in plain PyTorch, and the same scale."""
+    """Check that fp16 with GradScaler and gradient accumulation gives plain PyTorch's losses and scale."""
     shape, steps = shape_of(setting), 3 if setting.quick else 10
     batch, losses, scales = batch_of(shape), {}, {}
     for plan in ("plain PyTorch", "level 1"):
@@ -268,7 +268,7 @@ def scaled_fp16(setting: Setting) -> Iterator[Figure]:
 
 
 def released_gradients(setting: Setting) -> Iterator[Figure]:
-    """Weights of steps in the backward are those of steps behind it; the gradients of one layer are held at a time."""
+    """Check that optimizer steps during the backward give the same weights as steps after it, at no higher peak."""
     shape, steps = replace(shape_of(setting), layers=4), 3
     weights, peaks = {}, {}
     for is_released in (False, True):

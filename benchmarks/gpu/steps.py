@@ -1,4 +1,4 @@
-"""Models on a GPU, their training steps, and what torch's allocator says of them; for gpu/acceptance.py."""
+"""Models on a GPU, their training steps, and the steps' memory in torch's allocator, for gpu/acceptance.py."""
 
 import contextlib
 import os
@@ -22,10 +22,10 @@ from optimum_memopt.options import from_keywords, resolve
 
 MIB = 2**20
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A gradient counts as at least this share of the model's mean one: the bias of an attention's key has none but noise.
+# Lower bound of a gradient, relative to the model's mean one: the bias of an attention's key has nothing but noise.
 _FLOOR = 1e-2
 _EXCESS = 4096
-# Ways that may hold a whole step side by side.
+# Number of processes that may hold a whole step at the same time.
 _PLACES = 3
 
 Batch = dict[str, torch.Tensor]
@@ -59,7 +59,7 @@ SMALL = Shape(layers=2, hidden=256, heads=4, intermediate=1024, vocabulary=4096,
 BASE = Shape(layers=6, hidden=768, heads=12, intermediate=3072, vocabulary=8192, batch=16, length=512)
 
 
-# Of DeBERTa-v2-xlarge.
+# Relative attention of DeBERTa-v2-xlarge.
 RELATIVE = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
@@ -98,15 +98,16 @@ MODELS: dict[str, Callable[[Shape, float], torch.nn.Module]] = {
 
 
 def build(name: str, shape: Shape, dropout: float = 0.0) -> torch.nn.Module:
-    """Returns a model of `MODELS`, see `made`."""
+    """Returns a model of `MODELS`; see `made`."""
     return made(lambda: MODELS[name](shape, dropout))
 
 
 def made(make: Callable[[], torch.nn.Module], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Returns a model on the GPU in training mode, the same each time.
+    """Returns a model on the GPU in training mode, with the same weights each time.
 
     Args:
-        dtype: of its weights.
+        make: builds the model.
+        dtype: the dtype of its weights.
     """
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -119,10 +120,11 @@ def made(make: Callable[[], torch.nn.Module], dtype: torch.dtype = torch.float32
 
 
 def batch_of(shape: Shape, padding: int = 0) -> Batch:
-    """Random tokens, the same each time.
+    """Returns random tokens, the same each time.
 
     Args:
-        padding: tokens at the end of the first row that are none.
+        shape: the batch's sizes and the vocabulary.
+        padding: number of padding tokens at the end of the first row.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, shape.vocabulary, (shape.batch, shape.length), generator=generator).cuda()
@@ -132,15 +134,15 @@ def batch_of(shape: Shape, padding: int = 0) -> Batch:
 
 
 def planned(model: torch.nn.Module, dynamic: bool = False, **options: Any) -> CompileEngine:
-    """Attach the compile engine, with nobody who reads the logits.
+    """Attach the compile engine for steps that do not read the logits.
 
     Args:
-        model: on the GPU.
-        dynamic: any batch runs without a recompile, as for users; tracing takes several times as long.
+        model: a model on the GPU.
+        dynamic: whether any batch size runs without a recompile, as for users; tracing takes several times as long.
         options: fields of `MemOptOptions`, without the prefix `memory_opt_`.
 
     Raises:
-        MemOptError: bad options.
+        MemOptError: an option is invalid.
     """
     given = from_keywords(memory_opt_engine="compile", **{f"memory_opt_{name}": options[name] for name in options})
     given.check()
@@ -163,7 +165,7 @@ def forward(model: torch.nn.Module, batch: Batch, dtype: str) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module, batch: Batch, dtype: str = "fp32") -> dict[str, torch.Tensor]:
-    """Gradients of one step, by parameter; those that are not there are left out."""
+    """Returns the gradients of one step by parameter name; parameters without a gradient are left out."""
     model.zero_grad(set_to_none=True)
     forward(model, batch, dtype).backward()
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -172,7 +174,7 @@ def gradients(model: torch.nn.Module, batch: Batch, dtype: str = "fp32") -> dict
 
 
 def largest_error(ours: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The highest relative error of a parameter's gradient; infinite where one is missing."""
+    """Returns the highest relative error of a parameter's gradient, infinity if one is missing."""
     if ours.keys() != expected.keys():
         return float("inf")
     squares = sum(float(gradient.double().square().sum()) for gradient in expected.values())
@@ -186,7 +188,7 @@ def largest_error(ours: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 def error_of_all(ours: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The relative error of all gradients together; infinite where one is missing."""
+    """Returns the relative error of all gradients together, infinity if one is missing."""
     if ours.keys() != expected.keys():
         return float("inf")
     apart = sum(float((ours[name] - reference).double().square().sum()) for name, reference in expected.items())
@@ -199,10 +201,10 @@ class Held:
     """The peak of a step, in bytes, and its time.
 
     Attributes:
-        requested: of all tensors.
-        allocated: of the blocks that they lie in.
-        reserved: of the device's memory.
-        seconds: median.
+        requested: bytes of all tensors.
+        allocated: bytes of the blocks that the tensors lie in.
+        reserved: bytes of device memory that the allocator reserved.
+        seconds: median time of a step.
     """
 
     requested: int
@@ -213,7 +215,7 @@ class Held:
 
 @contextlib.contextmanager
 def room() -> Iterator[None]:
-    """One of few places for what takes much of the device's memory while others run."""
+    """Limit how many processes take much of the device's memory at the same time."""
     folder = Path(os.environ.get("MEMOPT_GPU_FOLDER", tempfile.gettempdir()))
     while True:
         for place in range(_PLACES):
@@ -225,7 +227,7 @@ def room() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_host(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A model and its optimizer's states leave the device to others meanwhile."""
+    """Move a model and its optimizer's states to the host, so that other processes can use the device."""
 
     def move(device: str) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -247,7 +249,7 @@ def on_host(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 def train(
     model: torch.nn.Module, batch: Batch, dtype: str, optimizer: torch.optim.Optimizer, steps: int = 5, warm: int = 2
 ) -> Held:
-    """Steps with an optimizer; the first ones compile, and are not measured."""
+    """Run steps with an optimizer, and measure them except the first `warm` ones, which compile."""
     for _ in range(warm):
         _step(model, batch, dtype, optimizer)
     torch.cuda.empty_cache()
@@ -275,14 +277,14 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def offload_config(rows: Iterable[Any]) -> str:
-    """All activations of a plan table to the host, by strategy 3."""
+    """Returns the config that offloads all activations of a plan table (strategy 3)."""
     ids = dict.fromkeys(row.config.split(":")[0] for row in rows)
     return ",".join(f"{cluster}:3:-1" for cluster in ids if cluster != "Loss+")
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator that held more while it ran than it returned, in bytes."""
+    """An operator with a workspace, in bytes."""
 
     name: str
     measured: int
@@ -290,10 +292,10 @@ class Call:
 
 
 class OperatorBuffers(TorchDispatchMode):
-    """Compares what operators hold while they run with what the prediction knows of them.
+    """Compares the workspaces of operators with the predicted ones.
 
     Attributes:
-        calls: those that hold something, or should.
+        calls: the operators with a measured or predicted workspace.
     """
 
     def __init__(self) -> None:
@@ -315,7 +317,7 @@ class OperatorBuffers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels that repeat themselves, where torch has them; others only warn."""
+    """Use deterministic kernels where torch has them; other kernels only warn."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Trainer end to end and DDP of one process, for the part `worth` of gpu/acceptance.py.
+"""Trainer end to end, and DDP with one process, for the part `worth` of gpu/acceptance.py.
 
-python benchmarks/gpu/trainer.py --backend nccl --quick      # what `distributed` starts
+python benchmarks/gpu/trainer.py --backend nccl --quick      # started by `distributed`
 """
 
 import argparse
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# A checkout need not be installed.
+# Works in a checkout that is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,14 +27,14 @@ from gpu.checks import ALONE, Figure, Setting, Turn, clean_up, within
 from gpu.steps import BASE, TINY, Shape, adamw, batch_of, build, forward, planned
 
 _WARM_UP = 5
-# Of a step's time, and of losses under bf16.
+# Allowed relative increase of a step's time, and relative error of losses under bf16.
 _OBSERVERS, _LOSSES = 0.02, 2e-2
 _RANKS_SECONDS = 220
 _LAYERS = 2
 
 
 class _Clock(transformers.TrainerCallback):
-    """Seconds of each step, the device's work included."""
+    """Measures the seconds of each step, including the device's work."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -50,7 +50,7 @@ class _Clock(transformers.TrainerCallback):
 
 
 def _train(setting: Setting, shape: Shape, **options: Any) -> tuple[list[float], list[float]]:
-    """Seconds of each step and logged losses of a Trainer under bf16, stock where there are no options."""
+    """Returns the seconds of each step and the logged losses of a Trainer under bf16; without options a stock one."""
     import optimum_memopt
 
     steps = 8 if setting.quick else 50
@@ -83,7 +83,7 @@ def _train(setting: Setting, shape: Shape, **options: Any) -> tuple[list[float],
 
 
 def observers(setting: Setting) -> Iterator[Figure | Turn]:
-    """A Trainer with the engine learns what a stock one does, and what all observers cost a step."""
+    """Check that a Trainer with the engine has a stock Trainer's losses, and how much time all observers add."""
     shape = TINY if setting.quick else BASE
     yield ALONE
     cases: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def observers(setting: Setting) -> Iterator[Figure | Turn]:
 
 
 def distributed(setting: Setting) -> Iterator[Figure]:
-    """DDP around the engine, in a process of its own: the losses of the same steps without."""
+    """Check in a separate process that DDP around the engine gives the same losses as the engine alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The part `worth` of gpu/acceptance.py: the time and the peak of a step, ours beside other ways."""
+"""The part `worth` of gpu/acceptance.py: the time and peak of a step, for this engine and other ways to train."""
 
 import contextlib
 import functools
@@ -12,19 +12,19 @@ from gpu.checks import ALONE, Check, Figure, Setting, Turn, clean_up
 from gpu.steps import MIB, RELATIVE, TINY, Batch, Shape, adamw, batch_of, made, on_host, planned, roberta, room, train
 from gpu.trainer import distributed, observers
 
-# Steps that are timed, and rows and tokens that compile for any batch.
+# Number of timed steps, and rows and tokens of the small batch to compile with for any batch.
 _STEPS, _FEW = 8, (3, 64)
-# torch.compile's share of the activations that are saved.
+# torch.compile's activation_memory_budget.
 _TORCHS_BUDGET = 0.5
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, whose layers are those of a published one, and its batch.
+    """A model with the layers of a published one, and its batch.
 
     Attributes:
-        dtype: see `steps.forward`; fp32 is without autocast.
-        weights: their dtype.
+        dtype: the dtype of autocast, see `steps.forward`; fp32 for none.
+        weights: the dtype of the weights.
     """
 
     make: Callable[[Shape], Any]
@@ -60,7 +60,7 @@ def _causal(shape: Shape) -> Batch:
 
 
 def _masked(shape: Shape) -> Batch:
-    """Labels for 15% of the tokens."""
+    """Returns a batch with labels for 15% of the tokens."""
     batch = batch_of(shape, padding=8)
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(batch["labels"].shape, generator=generator) < 0.15).cuda()
@@ -88,7 +88,7 @@ def _checkpointing(model: Any, is_on: bool = True) -> None:
 
 
 def _as_it_is(model: Any, compiler: str) -> None:
-    """Plain PyTorch."""
+    """Leave the model as it is, for plain PyTorch."""
 
 
 def _checkpointed(model: Any, compiler: str) -> None:
@@ -114,7 +114,7 @@ def _ours(model: Any, compiler: str, **options: Any) -> None:
     planned(model, dynamic=True, compiler=compiler, **options)
 
 
-# Each changes a model that is on the GPU, for the compiler.
+# Each sets up a model on the GPU for one way to train, with the given compiler.
 WAYS: dict[str, Callable[[Any, str], None]] = {
     "eager": _as_it_is,
     "ckpt": _checkpointed,
@@ -128,12 +128,12 @@ WAYS: dict[str, Callable[[Any, str], None]] = {
     "L1": functools.partial(_ours, level=1),
     "L1plain": functools.partial(_ours, level=1, loss="plain"),
 }
-# They compile for one batch; the others with a small one, for any.
+# Ways that compile for one batch size; the others compile with a small batch, for any size.
 _WHOLE = ("tc", "tc_b50")
 
 
 def step(setting: Setting, model: str, way: str) -> Iterator[Figure | Turn]:
-    """A step's time and peak."""
+    """Measure a step's time and peak."""
     job = JOBS[model]
     if setting.quick:
         job = replace(job, shape=TINY)
@@ -144,12 +144,12 @@ def step(setting: Setting, model: str, way: str) -> Iterator[Figure | Turn]:
         with room():
             _checkpointing(trained)
             limit = train(trained, batch, job.dtype, optimizer, steps=2, warm=1).allocated
-            # Of an optimizer with states an engine that comes later would count them twice.
+            # States of this optimizer would be counted twice by an engine that is attached later.
             trained = optimizer = None
             clean_up()
             trained = job.model()
             optimizer = adamw(trained)
-            # What a tiny model may save is less than what is rounded off.
+            # A tiny model's savings are smaller than the rounding to MiB.
             _ours(trained, compiler, budget=f"{limit // MIB + 2 * setting.quick}MiB")
             train(trained, batch, job.dtype, optimizer, steps=1, warm=1)
     else:

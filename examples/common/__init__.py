@@ -1,1 +1,1 @@
-"""Shared by the example scripts: arguments, and data and a model that can be installed with pip."""
+"""Shared by the example scripts: arguments, and data and a model from pip packages."""

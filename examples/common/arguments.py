@@ -12,7 +12,7 @@ from optimum_memopt import MemOptError, MemOptTrainingArguments
 
 @dataclass
 class ModelArguments:
-    """Which model to train."""
+    """The model to train."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -35,10 +35,10 @@ class RowArguments:
         default=None, metadata={"help": "Dataset on the Hugging Face hub, or a folder that `datasets` can load."}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
-    train_file: str | None = field(default=None, metadata={"help": "Training data in a file of your own."})
+    train_file: str | None = field(default=None, metadata={"help": "Your own file with training data."})
     validation_file: str | None = field(
         default=None,
-        metadata={"help": "Evaluation data in the same format. Default: 10%% of the training data are held out."},
+        metadata={"help": "Evaluation data in the same format. Default: 10%% of the training data is held out."},
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
@@ -76,7 +76,7 @@ def _check_positive(arguments: object, *names: str) -> None:
 
 @dataclass
 class TrainingArguments(MemOptTrainingArguments):
-    """Training arguments with the memory plan."""
+    """Training arguments with those of the memory plan."""
 
     # A recipe that falls back to plain PyTorch would not show a memory plan.
     ort_fallback: bool = field(
@@ -86,7 +86,7 @@ class TrainingArguments(MemOptTrainingArguments):
         },
     )
     save_plan: str | None = field(
-        default=None, metadata={"help": "Write the plan that was trained under to this file, for --memory_opt_plan."}
+        default=None, metadata={"help": "Write the plan of the run to this file, for --memory_opt_plan."}
     )
 
 

@@ -1,4 +1,4 @@
-"""Loads the rows of an example from the hub, a file or a package."""
+"""Loads the rows of an example from the hub, from files or from a package."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ HELD_OUT = 0.1
 
 
 def load_rows(args: RowArguments, packaged: Callable[[int], DatasetDict]) -> DatasetDict:
-    """The rows that the arguments name, or the packaged ones; always with a validation split."""
+    """Load the rows that the arguments name, or the packaged ones; the result always has a validation split."""
     if args.dataset_name:
         with loading("--dataset_name", args.dataset_name):
             rows = load_dataset(args.dataset_name, args.dataset_config_name)
@@ -44,5 +44,5 @@ def with_validation(rows: DatasetDict, seed: int) -> DatasetDict:
 
 
 def take(rows: Dataset, count: int | None) -> Dataset:
-    """The first `count` rows, or all."""
+    """Returns the first `count` rows, or all if None."""
     return rows if count is None else rows.select(range(min(count, len(rows))))

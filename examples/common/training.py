@@ -10,7 +10,7 @@ from optimum_memopt import run_summary
 def train_and_evaluate(trainer: Trainer) -> dict[str, float]:
     """Train and evaluate, or only one of them with --do_train or --do_eval; returns the evaluation metrics."""
     args = trainer.args
-    # --eval_strategy turns do_eval on by itself, which does not mean evaluation only.
+    # --eval_strategy sets do_eval, too; that does not mean evaluation only.
     train = args.do_train or not args.do_eval or args.eval_strategy != "no"
     evaluate = args.do_eval or not args.do_train
     if train:
@@ -31,11 +31,11 @@ def _record(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
 
 def report(trainer: Trainer, results: dict[str, str]) -> None:
     """Print the summary of the memory plan and the example's own results in the same columns, and write both to
-    `summary.txt` in the output folder; and the plan where that is asked for."""
+    `summary.txt` in the output folder; with --save_plan also write the plan."""
     if trainer.is_world_process_zero():
         lines = "\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())])
         print(lines)
         Path(trainer.args.output_dir, "summary.txt").write_text(lines + "\n")
-        # TRL's arguments have no such flag.
+        # TRL's arguments do not have this flag.
         if (path := getattr(trainer.args, "save_plan", None)) is not None:
             trainer.memopt.save_plan(path)

@@ -28,7 +28,7 @@ class Verse(NamedTuple):
 
 
 def _translation(name: str):
-    """The `Bible` object of one translation package."""
+    """Load the `Bible` object of a translation package."""
     try:
         return importlib.import_module(f"pythonbible_{name}.plain_text_readers_bible").bible
     except ImportError as error:
@@ -44,7 +44,7 @@ def _clean(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def aligned_verses() -> tuple[Verse, ...]:
-    """Every verse that both translations have, in the order of the book."""
+    """Returns every verse that both translations have, in the order of the book."""
     web, ylt = _translation("web"), _translation("ylt")
     common = sorted(set(web.get_verse_ids()) & set(ylt.get_verse_ids()))
     verses = (Verse(i // 1000, _clean(web.get_scripture(i)), _clean(ylt.get_scripture(i))) for i in common)
@@ -52,7 +52,7 @@ def aligned_verses() -> tuple[Verse, ...]:
 
 
 def split_chapters(seed: int) -> tuple[list[int], list[int]]:
-    """Chapters for training and for evaluation; splitting by chapter keeps a passage from being in both."""
+    """Split the chapters into training and evaluation; splitting by chapter keeps a passage from being in both."""
     chapters = sorted({verse.chapter for verse in aligned_verses()})
     random.Random(seed).shuffle(chapters)
     held_out = round(len(chapters) * EVAL_SHARE)
@@ -60,7 +60,7 @@ def split_chapters(seed: int) -> tuple[list[int], list[int]]:
 
 
 def _pairs(chapters: list[int], rng: random.Random) -> list[dict]:
-    """One pair per verse, shuffled; labels alternate, so that every prefix is balanced."""
+    """Returns one pair per verse, shuffled; labels alternate, so that every prefix is balanced."""
     chosen = set(chapters)
     verses = aligned_verses()
     places = [i for i, verse in enumerate(verses) if verse.chapter in chosen]
@@ -75,7 +75,7 @@ def _pairs(chapters: list[int], rng: random.Random) -> list[dict]:
 
 
 def _neighbour(verses: tuple[Verse, ...], place: int, rng: random.Random) -> int | None:
-    """Index of the previous or next verse in the same chapter with another text, if there is one."""
+    """Returns the index of the previous or next verse in the same chapter with another text, if there is one."""
     near = [
         i
         for i in (place - 1, place + 1)
@@ -85,7 +85,7 @@ def _neighbour(verses: tuple[Verse, ...], place: int, rng: random.Random) -> int
 
 
 def verse_pairs(seed: int) -> DatasetDict:
-    """Sentence pairs, label 1 for the same verse; pairs that occur in the evaluation are removed from training."""
+    """Returns sentence pairs, with label 1 for the same verse; pairs of the evaluation are removed from training."""
     train_chapters, eval_chapters = split_chapters(seed)
     validation = _pairs(eval_chapters, random.Random(f"eval {seed}"))
     seen = {(row["sentence1"], row["sentence2"]) for row in validation}
@@ -98,7 +98,7 @@ def verse_pairs(seed: int) -> DatasetDict:
 
 
 def prose(seed: int) -> DatasetDict:
-    """The World English Bible as running text, one chapter per row."""
+    """Returns the World English Bible as running text, one chapter per row."""
     by_chapter: dict[int, list[str]] = {}
     for verse in aligned_verses():
         by_chapter.setdefault(verse.chapter, []).append(verse.web)
@@ -110,7 +110,7 @@ def prose(seed: int) -> DatasetDict:
 
 
 def retellings(seed: int) -> DatasetDict:
-    """A verse of Young's Literal Translation to the same verse of the World English Bible, for completions."""
+    """Returns prompts with verses of Young's Literal Translation, completed by those of the World English Bible."""
 
     def rows(chapters: list[int], name: str) -> Dataset:
         chosen = set(chapters)

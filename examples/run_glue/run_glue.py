@@ -1,5 +1,5 @@
 """Fine-tune a text classifier under a memory plan: on a GLUE task, on your own data, or on sentence pairs from a pip
-package. Trains and evaluates; with --do_train or --do_eval only that."""
+package. Trains and evaluates; with --do_train or --do_eval does only one of them."""
 
 import sys
 from collections import Counter
@@ -35,8 +35,8 @@ GLUE_HUB_ID = "nyu-mll/glue"
 
 @dataclass
 class GlueArguments(DataArguments):
-    """The sentences to classify. Without a task, dataset or file: pairs of Bible verses from two translations, label 1
-    for the same verse and 0 for neighbours."""
+    """The sentences to classify. The default is pairs of Bible verses from two translations, with label 1 for the same
+    verse and 0 for neighbouring ones."""
 
     task_name: GlueTask | None = field(default=None, metadata={"help": "A GLUE task from the Hugging Face hub."})
     pad_to_max_length: bool = field(
@@ -52,14 +52,14 @@ class GlueArguments(DataArguments):
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its text columns and its classes (none: regression)."""
+    """A task: its text columns and its classes (None for regression)."""
 
     columns: list[str]
     classes: list | None
     encoded: bool = False
 
     def model_config(self) -> dict:
-        """The part of a model's configuration that depends on the task."""
+        """Returns the part of a model's configuration that depends on the task."""
         if self.classes is None:
             return {"num_labels": 1, "problem_type": "regression"}
         names = [str(name) for name in self.classes]
@@ -71,7 +71,7 @@ class Task:
         }
 
     def label_ids(self, values: list) -> list:
-        """Labels in the form that the model expects."""
+        """Convert labels to the form that the model expects."""
         if self.classes is None:
             return [float(value) for value in values]
         if self.encoded:
@@ -83,7 +83,7 @@ class Task:
 
 
 def load_splits(args: GlueArguments) -> DatasetDict:
-    """The rows of the GLUE task, of the data that the arguments name, or the verse pairs."""
+    """Load the GLUE task or the data that the arguments name, or else the verse pairs."""
     if args.task_name is None:
         return load_rows(args, verse_pairs)
     with loading("--task_name", args.task_name):
@@ -125,7 +125,7 @@ def encode(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, args: 
 
 
 def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
-    """GLUE's metrics: correlations for regression, Matthews for CoLA, otherwise accuracy and F1."""
+    """Returns GLUE's metrics: correlations for regression, Matthews for CoLA, otherwise accuracy and F1."""
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         scores = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -143,7 +143,7 @@ def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], d
 
 
 def accuracies(metrics: dict[str, float], validation: dict[str, Dataset]) -> dict[str, str]:
-    """Each accuracy beside that of always predicting the most frequent class."""
+    """Returns each accuracy, with that of always predicting the most frequent class."""
     results = {}
     for name, rows in validation.items():
         key = f"eval_{name}_accuracy" if len(validation) > 1 else "eval_accuracy"

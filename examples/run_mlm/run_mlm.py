@@ -1,5 +1,5 @@
 """Train a masked language model under a memory plan: on a dataset, on your own text, or on text from a pip package.
-Trains and evaluates; with --do_train or --do_eval only that."""
+Trains and evaluates; with --do_train or --do_eval does only one of them."""
 
 import math
 import sys
@@ -22,9 +22,9 @@ from optimum_memopt import MemOptError, MemOptTrainer, run
 
 @dataclass
 class MlmArguments(DataArguments):
-    """The text to train on. Without a dataset or file: the World English Bible, one chapter per text."""
+    """The text to train on. The default is the World English Bible, one chapter per text."""
 
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that the model must guess."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that the model must predict."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,7 @@ class MlmArguments(DataArguments):
 
 
 def text_column(rows: Dataset) -> str:
-    """The column named `text`, or the first one."""
+    """Returns the column named `text`, or the first one."""
     return "text" if "text" in rows.column_names else rows.column_names[0]
 
 
@@ -43,7 +43,7 @@ def blocks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Da
     length = min(length, tokenizer.model_max_length)
 
     def cut(batch: dict[str, list]) -> dict[str, list]:
-        # `verbose` off: a text may be longer than the model's maximum, since it is cut below.
+        # Not verbose: a text may be longer than the model's maximum, since it is cut below.
         encoded = tokenizer(batch[column], return_special_tokens_mask=True, verbose=False)
         joined = {name: list(chain.from_iterable(values)) for name, values in encoded.items()}
         whole = len(joined["input_ids"]) // length * length
@@ -53,7 +53,7 @@ def blocks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Da
 
 
 def perplexity(metrics: dict[str, float], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Perplexity, beside that of uniform guessing."""
+    """Returns the perplexity, with that of uniform guessing."""
     if "eval_loss" not in metrics:
         return {}
     value = math.exp(metrics["eval_loss"])

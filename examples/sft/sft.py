@@ -1,6 +1,6 @@
-"""Fine-tune a causal language model, all of it, LoRA or QLoRA, with TRL's SFTTrainer under a memory plan: on a
-dataset, on your own rows, or on verses from a pip package. Trains and evaluates; with --do_train or --do_eval only
-that."""
+"""Fine-tune a causal language model (fully, or with LoRA or QLoRA) with TRL's SFTTrainer under a memory plan: on a
+dataset, on your own rows, or on verses from a pip package. Trains and evaluates; with --do_train or --do_eval does
+only one of them."""
 
 import math
 import sys
@@ -38,14 +38,14 @@ from optimum_memopt import MemOptError, MemOptOptions, attach, run
 
 @dataclass
 class ModelArguments:
-    """The model to train, and whether to train LoRA adapters only."""
+    """The model to train, and whether to train only LoRA adapters."""
 
     model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: a new Llama of 8 layers."},
     )
-    lora: bool = field(default=False, metadata={"help": "Train LoRA adapters on all linear layers, the rest stays."})
-    qlora: bool = field(default=False, metadata={"help": "As --lora, on a base model of 4 bits (NF4)."})
+    lora: bool = field(default=False, metadata={"help": "Train LoRA adapters on all linear layers; freeze the rest."})
+    qlora: bool = field(default=False, metadata={"help": "Like --lora, on a 4-bit base model (NF4)."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class ModelArguments:
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """The `peft_config` for SFTTrainer."""
+        """Returns the `peft_config` for SFTTrainer, None without adapters."""
         if not (self.lora or self.qlora):
             return None
         return LoraConfig(
@@ -69,7 +69,7 @@ BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 
 
 def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """Byte-pair encoding trained on `texts`; it adds `BEGIN` to a text, and TRL adds the end token."""
+    """Train a byte-pair tokenizer on `texts`; it adds `BEGIN` to a text, and TRL adds the end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
 
 
 def new_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """7 million parameters, one seventh of them word embeddings."""
+    """Returns a new Llama with 7 million parameters, one seventh of them word embeddings."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -103,30 +103,35 @@ def new_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def texts_of(rows: Dataset) -> Iterator[str]:
-    """The text columns of all rows, to train a new tokenizer on."""
+    """Yields the text values of all rows, to train a new tokenizer on."""
     return (value for row in rows for value in row.values() if isinstance(value, str))
 
 
 def load_quantized(path: str, compute_dtype: torch.dtype) -> PreTrainedModel:
-    """A checkpoint whose products but the head have NF4 weights; all else is float32 and frozen."""
+    """Load a checkpoint with NF4 weights in all linear layers but the head; the rest is float32 and frozen."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
-        # FSDP2 shards weights that are packed into a float type, and leaves bytes whole.
+        # FSDP2 shards weights packed into a float type, but not bytes.
         bnb_4bit_quant_storage=compute_dtype if PartialState().num_processes > 1 else torch.uint8,
     )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
-    # SFTTrainer turns on gradient checkpointing where it is asked for.
+    # SFTTrainer itself turns on gradient checkpointing if it is requested.
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def load(
     args: ModelArguments, rows: Dataset, compute_dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the arguments name, or a new model with a tokenizer for `rows`; `compute_dtype` is that of the
-    products with quantized weights."""
+    """Load the model that the arguments name, or make a new model with a tokenizer for `rows`.
+
+    Args:
+        args: the model arguments.
+        rows: the training rows.
+        compute_dtype: the dtype of matrix products with quantized weights.
+    """
     if args.model_name_or_path is None:
         tokenizer = new_tokenizer(texts_of(rows))
         model = new_llama(tokenizer)
@@ -139,7 +144,7 @@ def load(
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 model = load_quantized(folder, compute_dtype)
-            # Adapters note where their base model is; this folder is gone.
+            # Adapters store the path of their base model, and this folder no longer exists.
             model.name_or_path = model.config.name_or_path = ""
         return model, tokenizer
     path = args.model_name_or_path
@@ -149,7 +154,7 @@ def load(
 
 
 def results(metrics: dict[str, float]) -> dict[str, str]:
-    """How well the model continues the prompts of the evaluation rows."""
+    """Returns how well the model continues the prompts of the evaluation rows."""
     if "eval_loss" not in metrics:
         return {}
     return {

@@ -243,8 +243,8 @@ class InputDensityCallback(StepCallback):
                 mark = padding_of(name, batch, trainer.processing_class, trainer.model)
                 self._tallies[name] = _Tally("EMBED", mark)
                 if mark.mask:
-                    why = "there is no padding index" if mark.index is None else f"{mark.index} is a real token too"
-                    self.reporter.lines(f"density of {name} is read from {mark.mask}: {why}")
+                    why = "no padding index is known" if mark.index is None else f"{mark.index} is a real token too"
+                    self.reporter.lines(f"density of {name}: counting padding by {mark.mask}, since {why}")
             self._tallies[name].add(batch, name, self._due)
         for name in labels:
             self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name, self._due)

@@ -144,7 +144,7 @@ class MemoryPhasesCallback(StepCallback):
         parts = [] if self._is_peak_shown() else [f"measured peak of the run: {run_peak:.0f} MiB {what}"]
         if self._highest is not None:
             highest, phase, step = self._highest
-            parts.append(f"of the measured steps highest up to {phase} of step {step}, {highest:.0f} MiB")
+            parts.append(f"highest measured phase: up to {phase} of step {step}, {highest:.0f} MiB")
         if parts:
             self.reporter.lines("; ".join(parts))
         row = {"phase": "run", "unit": "MiB", "method": method, "measured_peak": run_peak}

@@ -60,7 +60,7 @@ class PlanStatsCallback(TrainerCallback):
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
         if engine_of(kwargs["model"]) is None:
-            self.reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
+            self.reporter.lines("this model has no engine, so there is no plan table; see optimum_memopt.attach")
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # Check before the first optimizer step changes a weight.
@@ -100,7 +100,7 @@ class PlanStatsCallback(TrainerCallback):
         device = "allocated" if args.device.type == "cuda" else f"resident, {self._monitor.method}"
         self.reporter.lines(
             f"measured peak of the run {measured:.1f} MiB ({device}); claimed saving of the "
-            f"{len(self.table.enabled)} plans that are on {claimed:.1f} MiB, a sum over tensors of different moments"
+            f"{len(self.table.enabled)} enabled plans {claimed:.1f} MiB, summed over tensors not all alive at once"
         )
         engine = engine_of(kwargs["model"])
         compared = self._compared(engine, args, kwargs.get("optimizer"), "at the peak of the run") if engine else {}
@@ -116,7 +116,7 @@ class PlanStatsCallback(TrainerCallback):
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib
         without = "; DeepSpeed's partitions and buffers are not predicted" if args.deepspeed else ""
         if args.device.type == "cpu" and process.keeps_freed_memory():
-            without += "; malloc keeps what a step frees for the next one, since no plan asks for less memory"
+            without += "; malloc keeps freed memory for the next step, since no plan reduces memory"
         share = measured / predicted
         self.reporter.lines(
             f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({share:.1%}) {when}{without}"

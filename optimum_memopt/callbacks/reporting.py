@@ -34,8 +34,8 @@ class JsonLines:
             path.open("a").close()
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise MemOptError(
-                f"the log file {str(path)!r} cannot be written ({reason_of(error)}); give another "
-                "--memory_opt_log_file, or path of a callback"
+                f"the log file {str(path)!r} cannot be written ({reason_of(error)}); choose another "
+                "--memory_opt_log_file, or another path for the callback"
             ) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -53,7 +53,7 @@ class JsonLines:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._lost = True
-            get_logger().warning(f"stopped writing the log file {self.path} ({reason_of(error)}); training goes on")
+            get_logger().warning(f"stopped writing the log file {self.path} ({reason_of(error)}); training continues")
 
 
 # Several callbacks append to one file; an unwritable file is detected and reported once.
@@ -151,7 +151,7 @@ def find_trainer(state: TrainerState) -> Trainer:
         if isinstance(owner, Trainer) and owner.state is state:
             return owner
         frame = frame.f_back
-    raise MemOptError("this callback works in a transformers.Trainer only: its event was fired by something else")
+    raise MemOptError("this callback works only in a transformers.Trainer, and its event was fired by something else")
 
 
 CallbackT = TypeVar("CallbackT", bound=TrainerCallback)

@@ -28,11 +28,11 @@ _FIRST = ("model", "batch_size", "device", "budget", "global_batch")
 class PlanFlags:
     """Engine and output of `memopt plan`."""
 
-    engine: str = flag(AUTO, "As --memory_opt_engine takes it (default: auto).")
+    engine: str = flag(AUTO, "Same values as --memory_opt_engine (default: auto).")
     ways: str = flag(
         ALL,
-        "The ways to train that are compared: plain PyTorch and Trainer's checkpointing, which take two seconds, and "
-        "all: also the compile engine without a plan, under level 1 and under what is selected (default).",
+        "What to compare. plain: plain PyTorch and Trainer's checkpointing, in two seconds. all (default): also the "
+        "compile engine without a plan, with level 1 and with the selected plan.",
         choices=(ALL, PLAIN),
     )
     symbolic: bool = flag(
@@ -40,8 +40,8 @@ class PlanFlags:
     )
     budget_curve: str | None = flag(
         None,
-        "Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg or .png "
-        "file also as a picture (pip install optimum-memopt[report]).",
+        "Show the time cost of ten budgets, from the smallest possible to no plan; given the name of an .svg or .png "
+        "file, also draw a picture (pip install optimum-memopt[report]).",
         nargs="?",
         const="",
         metavar="PICTURE",
@@ -53,14 +53,14 @@ class PlanFlags:
     )
     html: str | None = flag(
         None,
-        "Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the plan "
-        "table (pip install optimum-memopt[report]). Solves for ten budgets.",
+        "Also write an HTML page: memory of the step by operator, tensors at its peak, cost of ten budgets, and the "
+        "plan table (pip install optimum-memopt[report]). Solves for each of these budgets.",
         metavar="FILE",
     )
     output: str | None = flag(
         None,
-        "Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; with "
-        "--budget or --compress a plan file for --memory_opt_plan.",
+        "Write the enabled plans, or the best ones measured, as a JSON list for --memory_opt_config; with --budget "
+        "or --compress, write a plan file for --memory_opt_plan.",
     )
     json: bool = flag(False, "Print JSON instead of tables.")
 
@@ -71,25 +71,25 @@ class MeasureFlags:
 
     measure: bool = flag(
         False,
-        "Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows with the "
-        "lowest peak. Takes minutes: 10 to 30 seconds per process.",
+        "Measure no plan, each row of the plan table and both levels, each in a fresh process, and search for the set "
+        "of rows with the lowest peak. Takes minutes: 10 to 30 seconds per process.",
     )
-    steps: _COUNT = flag(None, "Steps to measure, after a first one that compiles (default: 2).")
-    max_runs: _COUNT = flag(None, "With --measure: most processes to start (default: 60).")
+    steps: _COUNT = flag(None, "Steps to measure after the first step, which compiles (default: 2).")
+    max_runs: _COUNT = flag(None, "With --measure: maximum number of processes to start (default: 60).")
 
 
 @dataclass(frozen=True)
 class AdviseFlags:
     """Search and output of `memopt advise`."""
 
-    budget: str = flag(AUTO, "Bytes that a step must not pass, as 24GiB or 90%% (default: auto, what is free).")
+    budget: str = flag(AUTO, "Memory limit of a step, such as 24GiB or 90%% (default: auto, the free memory).")
     global_batch: _COUNT = flag(
         None,
-        "Rows of an optimizer step on one device, divided into equal micro-batches. Default: each micro-batch is a "
-        "step, of any size.",
+        "Rows of an optimizer step on one device, divided into equal micro-batches. Default: micro-batches of any "
+        "size, each its own optimizer step.",
     )
     compress: str | None = flag(
-        None, "fp8: also compare plans that save activations in fp8, which is inexact, as --memory_opt_compress."
+        None, "fp8: also compare plans that save activations in fp8 (inexact), like --memory_opt_compress."
     )
     json: bool = flag(False, "Print JSON instead of a table.")
 
@@ -100,7 +100,7 @@ OF_PLAN = {
     **_OF_STEP,
     "plan, instead of a budget": PlanSettings,
     "engine and output": PlanFlags,
-    "measured in fresh processes, and not predicted": MeasureFlags,
+    "measurement in fresh processes, instead of a prediction": MeasureFlags,
 }
 OF_ADVISE = {**_OF_STEP, "output": AdviseFlags}
 CHOSEN_BY_ADVISE = ("batch_size", "gradient_accumulation_steps", "loss")
@@ -149,8 +149,8 @@ def check_numbers(args: Any, kind: type) -> None:
     for name, field in flags_of(kind).items():
         numbers, value = _numbers(field), getattr(args, field.name, None)
         if numbers is not None and value is not None and not numbers.low <= value <= numbers.high:
-            allowed = f"{numbers.low} on" if value < numbers.low else f"{numbers.low} to {numbers.high}"
-            raise MemOptError(f"--{name} {excerpt(value)}: allowed are numbers from {allowed}")
+            allowed = f"{numbers.low} up" if value < numbers.low else f"{numbers.low} to {numbers.high}"
+            raise MemOptError(f"--{name} {excerpt(value)}: allowed: numbers from {allowed}")
 
 
 def workload_of(args: Any, rows: int = 8) -> "Workload":
@@ -173,7 +173,7 @@ def spec_of(args: Any) -> StepSpec:
     spec.check("--")
     for name in ("keep_outputs", "no_padding"):
         if spec.fsdp > 1 and name in given_flags(args):
-            raise MemOptError(f"--{name} with --fsdp: is of plain PyTorch, on one device; leave one of the two out")
+            raise MemOptError(f"--{name} with --fsdp: plain PyTorch on one device only; leave out one of them")
     optimizers.check(spec.optim)
     return spec
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from optimum_memopt.engines.api.factory import Report
 
 _ADVISE_DESCRIPTION = (
-    "Predicts samples a second and the peak of a training step for several plans, each at its best micro-batch, and "
-    "recommends one. The model is traced from its config; no training step is run. Without --device the speed of "
-    "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
+    "Predicts samples per second and the peak memory of a training step for several plans, each at its best "
+    "micro-batch, and recommends one. The model is traced from its config; no training step runs. Without --device, "
+    "the speed of single operators is measured on this machine; with it, estimated from the device's data sheet."
 )
 # The value of --device that means this machine.
 _HERE = "here"
@@ -34,7 +34,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.description = _ADVISE_DESCRIPTION
         flags.add_flags(parser, flags.OF_ADVISE, without=flags.CHOSEN_BY_ADVISE)
         parser.epilog = (
-            "--optim all also compares the memory of all known optimizers, with --optim's default in force."
+            "--optim all also compares the memory of all known optimizers; plans are compared with the default one."
         )
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class AdviseCommand(BaseOptimumCLICommand):
             args.device = None
         spec = flags.spec_of(args)
         if spec.fsdp > 1 and spec.device is None:
-            raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted for a device with a name; add --device h100")
+            raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted only for a named device; add --device h100")
         name = predicting_engine()
         warn_of_precision(factory(name).planned_device(spec.device), spec.autocast, workload)
         options = flags.checked_options(args, name)
@@ -93,7 +93,7 @@ class EnvCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--build",
             action="store_true",
-            help="Build the C++ extensions that engines can use into the user's cache (1 to 3 minutes).",
+            help="Build the engines' optional C++ extensions in the user's cache (1 to 3 minutes).",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
@@ -142,7 +142,7 @@ def advice(reports: "Sequence[Report]") -> list[str]:
 
     try:
         (name, *_), reason = choose_engines(AUTO)
-        default = f"--memory_opt_engine auto takes {name} ({reason})"
+        default = f"--memory_opt_engine auto selects {name} ({reason})"
     except MemOptError as error:
         default = str(error)
     given = (report.advice for report in reports if report.advice)
@@ -159,7 +159,7 @@ def to_text(report: Mapping[str, Any]) -> str:
     works = [(each["what"], "yes" if each["works"] else "no", each["why"]) for each in abilities]
     lists = {
         "torch extensions": extensions.values(),
-        "to get what is missing": [f"{each['what']}: {each['command']}" for each in abilities if each["command"]],
+        "to install what is missing": [f"{each['what']}: {each['command']}" for each in abilities if each["command"]],
         "which engine": report["advice"],
     }
     parts = [
@@ -172,9 +172,9 @@ def to_text(report: Mapping[str, Any]) -> str:
 
 _PLAN_DESCRIPTION = (
     "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
-    "predicts the peak of a step. With any other engine or --measure a new process trains the model for a "
-    "few steps, with random weights and random data; there a step is forward and backward, and an optimizer's states "
-    "come on top, the same for every plan."
+    "predicts the peak of a step. With any other engine, or with --measure, a new process trains the model for a few "
+    "steps with random weights and data; these steps are a forward and a backward, without the optimizer's states, "
+    "which add the same memory under every plan."
 )
 
 
@@ -196,9 +196,9 @@ class PlanCommand(BaseOptimumCLICommand):
 
 
 _DRY_RUN_DESCRIPTION = (
-    "Runs a script until a Trainer's train(): stock, TRL's, a subclass. Then its own training step and evaluation run "
-    "on tensors without data, with the longest rows of the data, and the memory of each phase of the run is shown. "
-    "Neither a GPU nor weights are needed: models are made from their configs."
+    "Runs a script until it calls train() of a Trainer (stock, TRL's or a subclass). Then runs the Trainer's own "
+    "training step and evaluation on tensors without data, sized by the longest rows of the data, and shows the "
+    "memory of each phase of the run. Needs neither a GPU nor weights: models are created from their configs."
 )
 
 
@@ -206,9 +206,9 @@ class DryRunCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _DRY_RUN_DESCRIPTION
-        parser.add_argument("--device", required=True, help="The GPU that the run is for, as h100, or a JSON file.")
-        parser.add_argument("--budget", help="Bytes that no phase may pass, as 24GiB. Default: what the device has.")
-        parser.add_argument("script", help="The script.")
+        parser.add_argument("--device", required=True, help="The GPU to predict for, such as h100, or a JSON file.")
+        parser.add_argument("--budget", help="Memory limit of a phase, such as 24GiB. Default: all of the device.")
+        parser.add_argument("script", help="The training script.")
         parser.add_argument("arguments", nargs=REMAINDER, help="Its arguments.")
 
     def run(self) -> None:
@@ -228,20 +228,20 @@ class DryRunCommand(BaseOptimumCLICommand):
 class MemOptCommand(BaseOptimumCLICommand):
     """Prints its help; the work is in the subcommands."""
 
-    COMMAND = CommandInfo(name="memopt", help="See and trade what a training step keeps in memory.")
+    COMMAND = CommandInfo(name="memopt", help="Inspect and reduce the memory of a training step.")
     SUBCOMMANDS = (
         CommandInfo(
             name="advise",
-            help="Which micro-batch and which plan train a model fastest within a budget.",
+            help="Find the micro-batch and plan that train a model fastest within a budget.",
             subcommand_class=AdviseCommand,
         ),
         CommandInfo(
             name="dry-run",
-            help="What a script's run takes, phase by phase, before it trains.",
+            help="Predict the memory of a script's run, phase by phase, before it trains.",
             subcommand_class=DryRunCommand,
         ),
         CommandInfo(
-            name="env", help="What is installed, what works here, what is missing.", subcommand_class=EnvCommand
+            name="env", help="Show what is installed, what works and what is missing.", subcommand_class=EnvCommand
         ),
-        CommandInfo(name="plan", help="A model's memory plans, claimed and measured.", subcommand_class=PlanCommand),
+        CommandInfo(name="plan", help="Show a model's memory plans and their savings.", subcommand_class=PlanCommand),
     )

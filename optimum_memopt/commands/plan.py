@@ -30,8 +30,8 @@ from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, St
 _OF_PLAN = tuple(flags_of(PlanSettings))
 # Flags that need a single batch size, and why.
 _OF_ONE_SIZE = {
-    **dict.fromkeys(("budget", "budget_curve", "html"), "a budget has a plan for each"),
-    "at_peak": "each has a peak of its own",
+    **dict.fromkeys(("budget", "budget_curve", "html"), "each size has its own plan"),
+    "at_peak": "each size has its own peak",
 }
 # Flags that only a prediction takes: about a device and its peak, and about the step (`_OF_STEP`).
 _OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
@@ -64,7 +64,7 @@ def case_of(args: Any) -> Case:
         _check_measured(args, name, sizes, given)
     elif args.steps is not None:
         raise MemOptError(
-            f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
+            f"--steps {args.steps}: the {name} engine predicts without running steps; leave it out, or add --measure"
         )
     return Case(workload, {"memory_opt_engine": name, **engine_options(vars(args))}, steps=args.steps or 2)
 
@@ -78,27 +78,27 @@ def _refuse(given: Mapping[str, str], names: Iterable[str], why: str) -> None:
 
 def _check_measured(args: Any, engine: str, sizes: Sequence[int], given: Mapping[str, str]) -> None:
     """Reject flags that only a prediction takes. Raises MemOptError."""
-    _refuse(given, _OF_DEVICE, f": the {engine} engine is measured, on this machine; leave it out")
+    _refuse(given, _OF_DEVICE, f": the {engine} engine is measured on this machine, not predicted; leave it out")
     for name in _OF_STEP:
         if name in given:
-            raise MemOptError(f"{given[name]}: is predicted, and not measured; leave it out")
+            raise MemOptError(f"{given[name]}: used only in predictions, and this step is measured; leave it out")
     if len(sizes) > 1:
-        raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
+        raise MemOptError(f"--batch_size {args.batch_size}: several sizes can only be predicted; give one")
     if args.symbolic:
-        raise MemOptError(f"--symbolic is for predictions of the {predicting_engine()} engine; leave it out")
+        raise MemOptError(f"--symbolic: only the {predicting_engine()} engine predicts formulas; leave it out")
 
 
 def batch_sizes(text: str | int) -> tuple[int, ...]:
     """Returns the numbers of `--batch_size`, in ascending order.
 
     Raises:
-        MemOptError: one is not a whole number from 1 on, or is far too large.
+        MemOptError: one is not a positive whole number, or is far too large.
     """
     numbers = [part.strip() for part in str(text).split(",")]
     if not all(_NUMBER.fullmatch(number) for number in numbers):
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: numbers from 1 up, several as 1,2,4,8")
     if max(map(len, numbers)) > _MOST_DIGITS:
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 to {COUNTS.high}")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: numbers from 1 to {COUNTS.high}")
     return tuple(sorted({int(number) for number in numbers}))
 
 
@@ -106,31 +106,31 @@ def _check(args: Any, sizes: Sequence[int], given: Mapping[str, str]) -> None:
     """Reject conflicting arguments, and files that cannot be written. Raises MemOptError."""
     flags.check_numbers(args, MeasureFlags)
     if args.max_runs is not None and not args.measure:
-        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
+        raise MemOptError(f"--max_runs {args.max_runs} needs --measure, whose processes it limits; leave it out")
     if args.ways == PLAIN:
-        _refuse(given, _OF_ENGINE, " with --ways plain: is the engine's; leave one of the two out")
+        _refuse(given, _OF_ENGINE, " with --ways plain: it applies only to an engine; leave out one of them")
         if args.symbolic or len(sizes) > 1:
             several = "--symbolic" if args.symbolic else f"--batch_size {args.batch_size}"
             raise MemOptError(
-                f"{several} with --ways plain: a step of plain PyTorch has one size; leave one of the two out"
+                f"{several} with --ways plain: plain PyTorch is predicted for one batch size; leave out one of them"
             )
     for name, reason in _OF_ONE_SIZE.items():
         if len(sizes) > 1 and name in given:
             raise MemOptError(
-                f"--batch_size {args.batch_size} with --{name}: {reason}; give one, or let optimum-cli memopt advise "
-                "compare them"
+                f"--batch_size {args.batch_size} with --{name}: {reason}; give one size, or compare sizes with "
+                "optimum-cli memopt advise"
             )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     if args.output and not (given.keys() & {*_OF_PLAN, "measure"} - {"plan"}):
         raise MemOptError(
-            "--output writes the plans that are on; give --config, --level, --budget, --compress or --measure"
+            "--output: no plan is selected to write; give --config, --level, --budget, --compress or --measure"
         )
     if args.measure:
-        _refuse(given, _OF_PREDICTION, " with --measure: measured are rows and levels, on this machine; leave it out")
+        _refuse(given, _OF_PREDICTION, " with --measure: rows and levels are measured on this machine; leave it out")
     if args.budget_curve is not None and given.keys() & {*_OF_PLAN}:
         raise MemOptError(
-            "--budget_curve: it has all budgets; leave out --config, --level, --budget, --plan and --compress"
+            "--budget_curve covers all budgets; leave out --config, --level, --budget, --plan and --compress"
         )
     if args.budget_curve:
         check_written("--budget_curve", args.budget_curve)
@@ -228,8 +228,8 @@ def _at_peak(report: dict[str, Any], timeline: StepTimeline | None, peak: int) -
 def ranks_text(ranks: int, peak: int, of_twice: int) -> str:
     """Returns a line that compares `ranks` and twice as many ranks; peaks are bytes per rank."""
     less = peak - of_twice
-    change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "as"
-    return f"{2 * ranks} ranks: predicted peak {gib_text(of_twice)}, {change} on each of {ranks}"
+    change = f"{gib_text(abs(less))} {'less' if less > 0 else 'more'} than" if less else "the same as"
+    return f"{2 * ranks} ranks: predicted peak {gib_text(of_twice)} per rank, {change} with {ranks}"
 
 
 def _header(workload: Workload, spec: StepSpec) -> str:
@@ -240,7 +240,7 @@ def _header(workload: Workload, spec: StepSpec) -> str:
     quantized = f" quantized to {workload.quantize}" if workload.quantize else ""
     sharded = f", one of {spec.fsdp} ranks under FSDP2" if spec.fsdp > 1 else ""
     if sharded and autocast:
-        sharded += ", which holds in float32 what trains"
+        sharded += ", trainable parameters held in float32"
     micro_batches = (
         f", {spec.gradient_accumulation_steps} micro-batches" if spec.gradient_accumulation_steps > 1 else ""
     )
@@ -335,10 +335,10 @@ def run(args: Any) -> None:
 
 def _write(path: str, config: str) -> None:
     if not config:
-        raise MemOptError(f"--output {path}: not written, since no plan is on")
+        raise MemOptError(f"--output {path}: nothing to write, since no plan is enabled")
     try:
         Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
         raise MemOptError(
-            f"--output {path_excerpt(path)}: not written: {reason_of(error)}; the plans are {config}"
+            f"--output {path_excerpt(path)}: not written: {reason_of(error)}; the enabled plans are {config}"
         ) from error

@@ -169,7 +169,7 @@ def _processes() -> int:
     text = os.environ.get(_ON_HOST, "").strip()
     if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is None:
         raise MemOptError(
-            f"{_ON_HOST}={excerpt(text)}: allowed are whole numbers from 1 on, the processes on this host; launchers "
+            f"{_ON_HOST}={excerpt(text)}: allowed: whole numbers from 1 up, the processes on this host; launchers "
             "set it, unset it for a single process"
         )
     return int(text or 1)

@@ -187,14 +187,14 @@ def check(name: str) -> None:
     """Raise a MemOptError if an optimizer's memory cannot be predicted."""
     if name in _KINDS:
         return
-    supported = f"predicted are {', '.join(_KINDS)}"
+    supported = f"supported are {', '.join(_KINDS)}"
     if name.startswith("paged_"):
         raise MemOptError(
             f"--optim {excerpt(name)}: its states move between host and device as the driver pages them, which cannot "
             f"be predicted; {supported}"
         )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
+    hint = f"did you mean {near[0]}? " if near else "its memory is unknown; "
     # The message lists many names, so the quotation is shorter.
     raise MemOptError(f"--optim {excerpt(name, longest=QUOTED // 2) or repr(name)}: {hint}{supported}")
 

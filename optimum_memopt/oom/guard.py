@@ -160,14 +160,14 @@ class MemoryReportCallback(HookingCallback):
         """Log and write why memory ran out; failures in this method are logged, never raised."""
         if trainer.args.auto_find_batch_size and self.report is not None:
             tried, first = train_batch_size(trainer), self.report.rows
-            log_from_any_rank(f"memory ran out with a micro-batch of {tried} rows, too; explained for {first}")
+            log_from_any_rank(f"memory also ran out with a micro-batch of {tried} rows; explained for {first}")
             return
         try:
             start = self._start or StepStart.of(trainer)
             call = self.call.knowing(inputs) if self.call is not None else None
             self.report = report_of(failure, trainer, start, call, self._first_outside or 0)
         except Exception as second:
-            log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
+            log_from_any_rank(f"memory ran out, and the cause is unknown ({line_of(second)})")
             return
         text = self.report.to_text()
         log_from_any_rank(text if rank() == 0 else text.split("\n\n")[0])
@@ -175,7 +175,7 @@ class MemoryReportCallback(HookingCallback):
             written = self.report.save(Path(str(trainer.args.output_dir)))
             log_from_any_rank(f"written to {' and '.join(map(str, written))}")
         except OSError as second:
-            log_from_any_rank(f"the report is not written ({line_of(second)})")
+            log_from_any_rank(f"could not write the report ({line_of(second)})")
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
         self.remove_hooks()  # left by a run that failed

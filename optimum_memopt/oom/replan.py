@@ -103,8 +103,8 @@ class Replanner:
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
             raise MemOptError(
                 "--memory_opt_on_oom replan with an optimizer that steps inside the backward (LOMO, layer-wise ones, "
-                "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot be "
-                "run again; leave it out"
+                "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot "
+                "be rerun; leave it out"
             )
         restorable = {
             *(value for value in held_by(trainer) if isinstance(value, torch.nn.Parameter)),
@@ -112,9 +112,9 @@ class Replanner:
         }
         if unknown := sum(parameter not in restorable for parameter in trained):
             raise MemOptError(
-                f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters that are in no module of "
-                "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
-                "the Trainer, as in trainer.head = head, or leave it out"
+                f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters of modules that the "
+                "Trainer does not hold, so that buffers in these modules cannot be restored; make the module an "
+                "attribute of the Trainer, as in trainer.head = head, or leave the flag out"
             )
 
     def replan(self, failure: Failure, is_own: bool, before: StepState, trainer: Trainer) -> bool:
@@ -127,7 +127,7 @@ class Replanner:
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
         if why := self._refused(failure) or before.restore():
-            log_from_any_rank(f"{step} and is not run again: {why}")
+            log_from_any_rank(f"{step} and is not rerun: {why}")
             return False
         self.times += 1
         if not is_own:
@@ -138,16 +138,16 @@ class Replanner:
         budget = int(most * (1 - _ROOM))
         log_from_any_rank(
             f"{step} in its {failure.place.phase} with {gib_text(failure.held)} held: planning for "
-            f"{gib_text(budget)} and running it again ({self.times} of {_MOST})"
+            f"{gib_text(budget)} and rerunning it ({self.times} of {_MOST})"
         )
         self._engine.apply(Selection(budget=Budget(gib_text(budget).replace(" ", ""), budget)))
         return True
 
     def _refused(self, failure: Failure) -> str:
         if failure.place.phase == OPTIMIZER_STEP:
-            return "no plan makes the optimizer's states smaller"
+            return "no plan reduces the optimizer's states"
         if self.times == _MOST:
-            return f"that was tried {_MOST} times"
+            return f"it was already replanned {_MOST} times"
         if self._world_size > 1 and failure.place.phase != FORWARD:
             return "the other ranks wait in the backward's all-reduce, so all ranks stop"
         return ""

@@ -150,7 +150,7 @@ _NAME = "memory_report"
 _SHOWN = 5
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Recompute does not help in the optimizer's step: the activations are freed by then.
-_FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
+_FEWER_STATES = "an optimizer with smaller states needs less, such as --optim adamw_8bit or adafactor; so does LoRA"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class MemoryReport:
         rank = f" on rank {self.rank}" if self.rank else ""
         more = f", and {gib_text(self.requested)} more did not fit" if self.requested else ""
         sizes = ", ".join(f"{name} {shape}" for name, shape in self.sizes.items())
-        accumulated = f", {self.accumulation} of them an optimizer step" if self.accumulation > 1 else ""
+        accumulated = f", {self.accumulation} per optimizer step" if self.accumulation > 1 else ""
         return [
             f"memory ran out in step {self.step + 1}{rank}: {gib_text(self.held)} held{more}",
             f"  {self.model} on {self.device}, {self.engine}",
@@ -320,7 +320,7 @@ def _explained(
 ) -> Explanation:
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
-        return Explanation(moment, (), (), ("no forward of the model was seen",))
+        return Explanation(moment, (), (), ("no forward of the model has run",))
     # The step's error is being handled, so it is among the causes of any error raised here.
     failed_with = sys.exc_info()[1]
     failed = FailedStep(
@@ -371,7 +371,7 @@ def _parts(
 def _untraced(error: Exception, failed_with: BaseException | None) -> tuple[str, ...]:
     """Returns the remarks for a step that could not be traced; `failed_with` is the step's own error."""
     causes = itertools.takewhile(lambda cause: cause is not failed_with, with_causes(error))
-    own = ("tracing takes some hundred MiB of the process's own memory, which are not left",)
+    own = ("tracing needs a few hundred MiB of the process's own memory, which are not available",)
     return (
         f"the step could not be traced ({line_of(error)})",
         *(own if any(map(is_out_of_memory, causes)) else ()),

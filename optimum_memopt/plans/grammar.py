@@ -112,7 +112,7 @@ def to_text(source: ConfigSource) -> str:
         return _path_text(os.fsdecode(source))
     if not isinstance(source, dict | list | tuple):
         raise ConfigError(
-            f"memory-optimizer config {excerpt(source)}: allowed are a string, a list of strings, a dict of cluster "
+            f"memory-optimizer config {excerpt(source)}: allowed: a string, a list of strings, a dict of cluster "
             "id to strategy, or a path"
         )
     if not source:
@@ -198,7 +198,7 @@ def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
         )
 
     if not piece:
-        raise fail(0, f"nothing here; expected {_SHAPE}")
+        raise fail(0, f"empty item; expected {_SHAPE}")
     fields = piece.split(":")
     if len(fields) != 3:
         count = f"{len(fields)} field{'s' * (len(fields) > 1)}"

@@ -69,7 +69,7 @@ class Matched:
         request = self.requests.get(row)
         if request is None or request.cluster_id == row.split(":")[0]:
             return ""
-        return f"asked for as {request.cluster_id}"
+        return f"requested as {request.cluster_id}"
 
     def check(self) -> None:
         """Raise a ConfigError if there is a mistake."""
@@ -101,7 +101,7 @@ def match(
         if not request.is_on and meant:
             continue
         if meant is None and is_fused(request.cluster_id) and len(config.requests) > 1:
-            remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
+            remarks.append(f"{excerpt(str(request))}: this {here} has no plan for this activation; left out")
             continue
         if meant is None or request.strategy not in strategies[meant]:
             if meant is None:
@@ -109,15 +109,15 @@ def match(
                 mistakes.append(f'no plan "{excerpt(request.cluster_id)}" in this model; {listing}')
             else:
                 available = " or ".join(map(str, sorted(strategies[meant])))
-                mistakes.append(f"{excerpt(str(request))}: this plan has strategy {available} only")
+                mistakes.append(f"{excerpt(str(request))}: this plan supports only strategy {available}")
             remarks.append(f"{mistakes[-1]}; left out")
             continue
         row = f"{meant}:{int(request.strategy)}:{ALL}"
         if meant != request.cluster_id:
-            remarks.append(f"{request} is {row} on this {here}: the same activation, not fused the same way")
+            remarks.append(f"{request} is {row} on this {here}: the same activation, fused differently")
         requests.setdefault(row, request)
     if not requests and any(request.is_on for request in config.requests):
-        mistakes.append(f"{excerpt(str(config))}: nothing of it applies to this model; {_listing(strategies)}")
+        mistakes.append(f"{excerpt(str(config))}: no plan in it applies to this model; {_listing(strategies)}")
     return Matched(requests, tuple(remarks), next(iter(mistakes), ""))
 
 

@@ -104,7 +104,7 @@ class GraphSignature:
             if self.operators.get(name, 0) != other.operators.get(name, 0)
         ]
         if not texts and self.digest != other.digest:
-            return "the same operators in other modules, or in another order"
+            return "the same operators, but in other modules or in another order"
         return abbreviate(texts, separator="; ")
 
 
@@ -166,7 +166,7 @@ class PlanFile:
         try:
             plan: PlanFile = _parsed(cls, content)
             if plan.loss not in LOSSES:
-                raise ValueError(f"loss {excerpt(plan.loss)}: allowed are {', '.join(LOSSES)}")
+                raise ValueError(f"loss {excerpt(plan.loss)}: allowed: {', '.join(LOSSES)}")
             return plan
         except (KeyError, TypeError, ValueError) as error:
             raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
@@ -221,7 +221,7 @@ def _parsed(kind: Any, value: Any) -> Any:
     if kind is int:
         # Check the exact type, since a bool is an int in Python.
         if type(value) is not int or not 0 <= value < _MOST:
-            raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
+            raise ValueError(f"expected a count from 0 up, not {excerpt(value) or repr(value)}")
         return value
     origin, arguments = Mapping if is_dataclass(kind) else get_origin(kind) or kind, get_args(kind)
     json_kind, name = _IN_JSON[origin]

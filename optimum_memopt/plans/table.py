@@ -108,8 +108,7 @@ class PlanTable:
         return (
             f"First batch: {symbols}",
             f"On: {len(self.enabled)} of {len(self.plans)} plans, claimed saving {self.claimed_saving_bytes:,} bytes "
-            f"({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed tensors; the peak is what the memory phases "
-            "measure",
+            f"({self.claimed_saving_bytes / 2**20:.1f} MiB) of saved activations; the memory phases measure the peak",
         )
 
     def _columns(self) -> dict[str, list[object]]:

@@ -17,7 +17,7 @@ from optimum_memopt.step_settings import DTYPES
 
 _STORAGE = ("uint8", *DTYPES)
 _QUANTIZATION = (
-    "allowed are nf4 and fp4, with fields as nf4,double=false,compute=float32,prepare=false,storage=bfloat16"
+    "allowed: nf4 and fp4, with fields such as nf4,double=false,compute=float32,prepare=false,storage=bfloat16"
 )
 
 
@@ -91,7 +91,7 @@ def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Mo
 
 # Short names of LoRA's fields.
 _FIELDS = {"target": "target_modules", "alpha": "lora_alpha", "dropout": "lora_dropout", "type": "peft_type"}
-_ALLOWED = "allowed are fields of PEFT's config as r=16,target=q_proj+v_proj, and an adapter_config.json"
+_ALLOWED = "allowed: fields of PEFT's config such as r=16,target=q_proj+v_proj, and an adapter_config.json"
 _FILE = "adapter_config.json"
 
 
@@ -112,7 +112,7 @@ def parse_adapter(text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, sign, value = part.partition("=")
         if not (sign and name.strip() and value.strip()):
-            raise MemOptError(f"--peft {excerpt(text)}: {excerpt(part) or repr(part)} is no field; {_ALLOWED}")
+            raise MemOptError(f"--peft {excerpt(text)}: {excerpt(part) or repr(part)} is not a field; {_ALLOWED}")
         config[_FIELDS.get(name.strip(), name.strip())] = _value(value.strip())
     config["peft_type"] = str(config["peft_type"]).upper()
     target = config.get("target_modules")
@@ -155,7 +155,7 @@ def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     kinds = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     kind = kinds.get(str(config["peft_type"]))
     if kind is None:
-        raise MemOptError(f"--peft peft_type={excerpt(config['peft_type'])}: allowed are {', '.join(sorted(kinds))}")
+        raise MemOptError(f"--peft peft_type={excerpt(config['peft_type'])}: allowed: {', '.join(sorted(kinds))}")
     given = {name: value for name, value in config.items() if name != "peft_type" and value is not None}
     known = {field.name for field in fields(kind) if field.init}
     for name in given.keys() - known:
@@ -169,4 +169,4 @@ def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
             return peft.get_peft_model(model, kind(**given))
     # A user's config may raise any error in PEFT.
     except Exception as error:
-        raise MemOptError(f"--peft: PEFT refuses it: {excerpt(' '.join(str(error).split()), longest=300)}") from error
+        raise MemOptError(f"--peft: PEFT rejects it: {excerpt(' '.join(str(error).split()), longest=300)}") from error

@@ -153,7 +153,7 @@ class Advice:
         if row.largest <= row.rows:
             return ""
         gain = row.samples_with_largest / row.samples - 1
-        return f"Larger micro-batches do not pay: {row.largest} rows fit too, for {gain:+.1%} samples a second."
+        return f"Larger micro-batches do not pay: {row.largest} rows also fit, for {gain:+.1%} samples per second."
 
     @property
     def faster_without(self) -> str:
@@ -163,7 +163,9 @@ class Advice:
         gain = fastest.samples / self.recommended.samples - 1
         if gain <= AS_GOOD:
             return ""
-        return f"Faster without this package: {fastest.plan.name}, {fastest.rows} rows, {gain:+.1%} samples a second."
+        return (
+            f"Faster without this package: {fastest.plan.name}, {fastest.rows} rows, {gain:+.1%} samples per second."
+        )
 
 
 def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
@@ -187,8 +189,8 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     if not own:
         lowest = min(predictor.lowest(plan, rows != 1 and plan.accumulates) for plan in predictor.plans if plan.is_own)
         raise DoesNotFitError(
-            f"a step with one row takes at least {gib_text(lowest)}, even with full recompute; the budget is "
-            f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states",
+            f"a step with one row needs at least {gib_text(lowest)}, even with full recompute; the budget is "
+            f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with smaller states",
             lowest,
         )
     least = (1 - AS_GOOD) * max(search.speed(search.best) for search in own)
@@ -248,8 +250,8 @@ def optimizers_text(rows: Sequence[OptimizerRow], advice: Advice, predictor: Ste
     grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True, colalign=align)
     numbered = "\n".join(f"{number}: {note}" for number, note in enumerate(notes, 1))
     return (
-        f"Optimizers in this setup ({setup.plan.name}, {_loss(setup.plan)} loss, {setup.rows} rows), in bytes, against"
-        f" {current.name}:\n{grid}\n{numbered}\nNot known: {', '.join(unknown())}"
+        f"Optimizers in this setup ({setup.plan.name}, {_loss(setup.plan)} loss, {setup.rows} rows), in bytes, "
+        f"compared to {current.name}:\n{grid}\n{numbered}\nUnknown: {', '.join(unknown())}"
     )
 
 
@@ -331,7 +333,7 @@ def to_text(advice: Advice, predictor: StepPredictor) -> str:
     has_accumulation = any(row.accumulation > 1 for row in advice.rows)
     cells = [_cells(row, has_accumulation) for row in advice.rows]
     grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True)
-    tokens = f", {predictor.tokens} tokens a row" if predictor.tokens else ""
+    tokens = f", {predictor.tokens} tokens per row" if predictor.tokens else ""
     header = (
         f"{predictor.model} in {predictor.weights} on {predictor.device}{tokens}, within "
         f"{gib_text(predictor.budget)}: each plan at its best micro-batch ({predictor.costs} costs)"
@@ -382,7 +384,7 @@ def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
     on_host = f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
     return (
         "",
-        f"Recommended: {chosen}: {row.samples:.1f} samples a second, predicted peak {gib_text(row.step.peak)}"
+        f"Recommended: {chosen}: {row.samples:.1f} samples per second, predicted peak {gib_text(row.step.peak)}"
         f"{on_host}.",
         *filter(None, (advice.pays, advice.faster_without)),
         " ".join(flags(row)),

@@ -173,7 +173,7 @@ def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
         what: the results that are collected beside labels, in words.
     """
     if not evaluation.logits + evaluation.labels:
-        return RunPhase(EVALUATION, evaluation.peak, note="the loss alone is collected")
+        return RunPhase(EVALUATION, evaluation.peak, note="only the loss is collected")
     where = "until the end" if evaluation.is_on_host else "on the device until the end"
     if evaluation.accumulation is not None:
         where = f"on the device for {evaluation.accumulation} batches"
@@ -226,10 +226,10 @@ def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches
         micro_batches: number of micro-batches among these bytes.
         batch: bytes of each micro-batch.
     """
-    line = f"train takes {gib_text(peak)} of {gib_text(limit)}: "
+    line = f"train needs {gib_text(peak)} of {gib_text(limit)}: "
     if micro_batches > 1 and batch and (count := micro_batches - -(-(peak - limit) // batch)) >= 1:
         held = f"Trainer holds all {micro_batches} micro-batches of an optimizer step on the device"
-        return f"{line}--gradient_accumulation_steps {count}, since {held}"
+        return f"{line}--gradient_accumulation_steps {count}, because {held}"
     fewer = int(rows * (limit - given) / (peak - given)) if peak > given else 0
     flags = f"{checkpointing_flag()}, or --memory_opt_budget"
     if fewer < 1:
@@ -244,7 +244,7 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
         flags: the flags with which a phase fits, by the phase's name.
     """
     return tuple(
-        f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: " + (flags.get(phase.name) or _NO_FLAG)
+        f"{phase.name} needs {gib_text(phase.peak)} of {gib_text(limit)}: " + (flags.get(phase.name) or _NO_FLAG)
         for phase in phases
         if phase.peak > limit and phase.name not in OF_ROWS
     )
@@ -254,7 +254,7 @@ def host_suggestions(phases: Sequence[RunPhase], available: int) -> tuple[str, .
     """Returns a line for each phase that takes more than the `available` bytes on the host."""
     flags = {EVALUATION: "preprocess_logits_for_metrics or --prediction_loss_only"}
     return tuple(
-        f"{phase.name} takes {gib_text(phase.host)} of the host, where {gib_text(available)} are free: "
+        f"{phase.name} needs {gib_text(phase.host)} on the host, where {gib_text(available)} are free: "
         + flags.get(phase.name, _NO_FLAG)
         for phase in phases
         if phase.host > available
@@ -263,7 +263,7 @@ def host_suggestions(phases: Sequence[RunPhase], available: int) -> tuple[str, .
 
 # Number of batches from which the collected tensors are copies.
 _COPIED_FROM = 2
-_NO_FLAG = "it fits with no flag of Trainer"
+_NO_FLAG = "no Trainer flag makes it fit"
 # Bytes on the host from which they are shown.
 _SHOWN = 2**20
 EVALUATION, GENERATION, NO_GRAD = "evaluation", "generation", "no-grad"

@@ -115,10 +115,10 @@ def _settings(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 def _workload(model: object, inputs: object, settings: Mapping[str, Any]) -> Workload | ModuleWorkload:
     if isinstance(model, torch.nn.Module):
         if said := [name for name in _OF_MODULE if settings.get(name)]:
-            raise MemOptError(f"{', '.join(said)}: a module has it already; leave it out")
+            raise MemOptError(f"{', '.join(said)}: the module already determines it; leave it out")
         return _of_module(model, inputs, settings)
     if inputs is not None:
-        raise MemOptError("example_inputs: are those of a torch.nn.Module; leave them out")
+        raise MemOptError("example_inputs: only for a torch.nn.Module; leave them out")
     from transformers import PretrainedConfig
 
     if not isinstance(model, PretrainedConfig):
@@ -136,7 +136,7 @@ def _of_module(module: torch.nn.Module, inputs: object, settings: Mapping[str, A
     if inputs is not None:
         for name in ("task", "seq_len"):
             if name in settings:
-                raise MemOptError(f"{name} together with example_inputs, which have it; leave one of them out")
+                raise MemOptError(f"{name} together with example_inputs, which determine it; leave out one of them")
         return ModuleWorkload.of(module, inputs, settings.get("batch_size"), trainable)
     from transformers import PretrainedConfig
 
@@ -154,7 +154,7 @@ def _of_module(module: torch.nn.Module, inputs: object, settings: Mapping[str, A
 
 # Short names of categories.
 _NAMES = {OPTIMIZER: "optimizer", SAVED: "activations", TEMPORARY: "temporaries"}
-_BYTES = Numbers(0, LARGEST, "sizes as 24GiB, shares as 90%, auto, and whole numbers of bytes")
+_BYTES = Numbers(0, LARGEST, "sizes such as 24GiB, shares such as 90%, auto, and whole numbers of bytes")
 
 
 @dataclass(frozen=True, repr=False)

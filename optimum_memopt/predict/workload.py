@@ -118,7 +118,7 @@ def task_of(classes: Sequence[str]) -> str:
         for end, task in _HEADS.items():
             if name.endswith(end):
                 return task
-    named = f"{', '.join(classes)} does not tell it" if classes else "the config names no class that tells it"
+    named = f"{', '.join(classes)} does not imply it" if classes else "the config names no class that implies it"
     raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
 
 
@@ -202,26 +202,26 @@ class Workload(ModelSettings):
         if self.task not in TASKS:
             near = difflib.get_close_matches(str(self.task), TASKS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
+            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed: {', '.join(TASKS)}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
-                raise MemOptError(f"--{name} {getattr(self, name)}: allowed are numbers from 1 on")
+                raise MemOptError(f"--{name} {getattr(self, name)}: allowed: numbers from 1 up")
         if self.batch_size * self.seq_len > _MOST_TOKENS:
             raise MemOptError(
-                f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
-                "a step"
+                f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed: up to {_MOST_TOKENS:,} tokens "
+                "per step"
             )
         for setting in fields(self):
             allowed, value = setting.metadata.get("allowed"), getattr(self, setting.name)
             if allowed and value and value not in allowed:
-                raise MemOptError(f"--{setting.name} {excerpt(value)}: allowed are {', '.join(allowed)}")
+                raise MemOptError(f"--{setting.name} {excerpt(value)}: allowed: {', '.join(allowed)}")
         if self.peft:
             parse_adapter(self.peft)
         if self.quantize:
             parse_quantization(self.quantize)
             if not self.peft:
                 raise MemOptError(
-                    f"--quantize {excerpt(self.quantize)}: quantized weights do not train; add an adapter, as "
+                    f"--quantize {excerpt(self.quantize)}: quantized weights do not train; add an adapter, such as "
                     "--peft r=16,target=all-linear"
                 )
         if not isinstance(self.model, str):
@@ -357,7 +357,7 @@ def _at_most(modules: int) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > modules:
-            raise MemOptError(f"its config asks for more than {modules:,} modules; larger models are not measured")
+            raise MemOptError(f"its config requests more than {modules:,} modules; larger models are not measured")
 
     handle = register_module_module_registration_hook(registered)
     try:
@@ -376,7 +376,7 @@ def _way_of(config: Any) -> str:
     for other models."""
     if not hasattr(config, "vision_config"):
         return ""
-    return "; optimum-cli memopt dry-run --device h100 my_script.py takes a script's own batch of images and texts"
+    return "; optimum-cli memopt dry-run --device h100 my_script.py predicts a script's own batch of images and texts"
 
 
 def _tokens(config: Any, rows: int, length: int) -> torch.Tensor:
@@ -440,7 +440,7 @@ class ModuleWorkload:
             raise MemOptError("example_inputs: none of them is a tensor with a first dimension, the rows of a batch")
         rows = first.shape[0] if batch_size is None else batch_size
         if rows < 1:
-            raise MemOptError(f"batch_size={rows}: allowed are numbers from 1 on")
+            raise MemOptError(f"batch_size={rows}: allowed: numbers from 1 up")
         return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
 
     @property
@@ -489,8 +489,8 @@ def warn_of_precision(device: PlannedDevice, autocast: str, workload: Workload |
         if dtype == autocast or dtype in workload.dtypes:
             given = f"autocast to {dtype}" if dtype == autocast else f"weights in {dtype}"
             get_logger().warning(
-                f"{given} on {device.name}: it computes in float32 what is in {dtype}, which is slow, and inductor "
-                "compiles none of it; give fp16, and float32 as the type of the weights"
+                f"{given} on {device.name}: this device computes {dtype} in float32, which is slow, and inductor does "
+                "not compile it; use fp16, with weights in float32"
             )
 
 

@@ -169,7 +169,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
             axes.axvline(border, color=MUTED, linewidth=0.8)
         axes.set_xticks([middle / 2, (middle + last) / 2, (last + 1) / 2], ["forward", "backward", "optimizer"])
         axes.tick_params(axis="x", length=0)
-        axes.set_ylabel(f"{unit} held" if not beside else f"{unit} held beside the process")
+        axes.set_ylabel(f"{unit} held" if not beside else f"{unit} held, without the process")
         axes.grid(axis="y", linewidth=0.6)
         return svg_of(drawn, f"Memory of a training step over its operators, peak {gib_text(timeline.peak)}")
 
@@ -252,7 +252,7 @@ def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
         axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.13 * largest / count)
-        axes.set_xlabel(f"most {unit} since the phase before")
+        axes.set_xlabel(f"peak since the previous phase, {unit}")
         axes.grid(axis="x", linewidth=0.6)
         return svg_of(drawn, "Peak of each phase of a step, predicted and measured")
 
@@ -298,11 +298,11 @@ def density_svg(densities: Mapping[str, Sequence[tuple[int, float]]]) -> str:
             axes.plot(steps, percents, marker=".", color=OF_LINE[number % len(OF_LINE)], label=name)
         axes.set_ylim(0, 105)
         axes.set_xlabel("step")
-        axes.set_ylabel("no padding, %")
+        axes.set_ylabel("not padding, %")
         axes.grid(linewidth=0.6)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         drawn.legend(frameon=False, loc="outside upper left", ncols=4)
-        return svg_of(drawn, "Share of tokens that are no padding, over steps")
+        return svg_of(drawn, "Share of tokens that are not padding, over steps")
 
 
 _SUFFIXES = (".svg", ".png")
@@ -316,7 +316,7 @@ def check(path: Path) -> None:
     """
     if path.suffix.lower() not in _SUFFIXES:
         allowed = " or ".join(_SUFFIXES)
-        raise MemOptError(f"--budget_curve {path_excerpt(path)}: allowed are names that end in {allowed}")
+        raise MemOptError(f"--budget_curve {path_excerpt(path)}: allowed: names that end in {allowed}")
     check_drawing("--budget_curve", "a picture", ("matplotlib",))
 
 

@@ -114,7 +114,7 @@ def _facts(trainer: Trainer, engine: Engine) -> tuple[tuple[str, str], ...]:
     if args.gradient_accumulation_steps > 1:
         batch += f", {args.gradient_accumulation_steps} accumulated"
     if args.world_size > 1:
-        batch += f", on {args.world_size} processes; this page is of rank 0"
+        batch += f", on {args.world_size} processes; this page shows rank 0"
     return (
         ("engine", f"{engine.name} ({engine.reason})"),
         ("model", type(trainer.model).__name__),
@@ -155,7 +155,7 @@ def _predicted(timeline: StepTimeline) -> Iterator[str]:
     model = held[PARAMETERS] + held[GRADIENTS] + held[OPTIMIZER]
     yield (
         f"{gib_text(model)} of it are parameters, gradients and optimizer states, {gib_text(held[SAVED])} saved "
-        f"activations ({held[SAVED] / peak:.0%}); {gib_text(held['other'])} are held beside the step by the process."
+        f"activations ({held[SAVED] / peak:.0%}); the process holds {gib_text(held['other'])} outside of the step."
     )
 
 
@@ -163,20 +163,20 @@ def _plans(table: PlanTable) -> Iterator[str]:
     saving = gib_text(table.claimed_saving_bytes)
     if table.enabled:
         yield (
-            f"{len(table.enabled)} of {len(table.plans)} plans are on and free {saving} of saved activations, a sum "
-            "over tensors of different moments, so the peak falls by less."
+            f"{len(table.enabled)} of {len(table.plans)} plans are on and free {saving} of saved activations. Not all "
+            "of these are alive at once, so the peak falls by less."
         )
     else:
         yield f"None of the {len(table.plans)} plans is on."
     if off := [(plan.saving_bytes, plan.config) for plan in table.plans if not plan.is_on and plan.saving_bytes]:
         size, config = max(off, key=lambda each: each[0])
-        yield f"The largest that is off, {config}, would free {gib_text(size)}."
+        yield f"The largest plan that is off, {config}, would free {gib_text(size)}."
 
 
 def _costs(frontier: Frontier) -> Iterator[str]:
     lowest, highest = frontier.points[0], frontier.points[-1]
     if frontier.chosen is not None:
-        yield f"The plan takes {frontier.chosen.extra_time:+.1%} time ({frontier.costs} costs)."
+        yield f"The plan adds {frontier.chosen.extra_time:+.1%} time ({frontier.costs} costs)."
     yield (
         f"Budgets from {gib_text(lowest.peak)} ({lowest.extra_time:+.1%} time) to {gib_text(highest.peak)} "
         f"({highest.extra_time:+.1%}) are possible with this batch."
@@ -304,6 +304,6 @@ def write_training_page(trainer: Trainer, engine: Engine, path: os.PathLike | st
     try:
         training_page(trainer, engine, path, failure)
     except Exception as error:
-        get_logger().warning(f"the report was not written ({line_of(error)})")
+        get_logger().warning(f"could not write the report ({line_of(error)})")
     else:
-        get_logger().info(f"wrote the report about this run to {path}")
+        get_logger().info(f"wrote the report on this run to {path}")

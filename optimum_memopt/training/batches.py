@@ -154,7 +154,7 @@ def check(args: TrainingArguments, dataset: Any) -> None:
     MemOptError."""
     if (strategy := strategy_of(args)) != "random":
         raise MemOptError(
-            f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
+            f"{FLAG} with the sampling strategy {strategy}: both order the samples; leave out one of them"
         )
     if dataset is not None:
         _check_indexed(dataset)
@@ -169,8 +169,8 @@ def strategy_of(args: Any) -> str:
 def _check_indexed(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise MemOptError(
-            f"{FLAG} with a {type(dataset).__name__}: samples that come as a stream cannot be chosen by length; give "
-            "a data set with a length and an index, or leave the flag out"
+            f"{FLAG} with a {type(dataset).__name__}: samples of a stream cannot be chosen by length; give "
+            "a dataset with a length and an index, or leave the flag out"
         )
 
 
@@ -192,9 +192,9 @@ def complexities(dataset: Any, length_column: str = "length", pad_token_id: int 
     field = next((name for name in (length_column, "attention_mask", "input_ids") if name in names), None)
     if field is None:
         raise MemOptError(
-            f"{FLAG}: the training data have no {length_column}, attention_mask or input_ids, only "
-            f"{', '.join(map(str, names)) or type(first).__name__}; add a column {length_column} with the work of "
-            "each sample, or name yours in --length_column_name"
+            f"{FLAG}: the training data has no {length_column}, attention_mask or input_ids, only "
+            f"{', '.join(map(str, names)) or type(first).__name__}; add a column {length_column} with the length "
+            "of each sample, or name yours in --length_column_name"
         )
     # A transform (`set_transform`) may change all fields; a stored length is read from its column all the same.
     in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
@@ -267,7 +267,7 @@ class ComplexityCallback(TrainerCallback):
         if ours is None or before is None:
             return
         ranks = (
-            f"tokens of the slowest of {sampler.world_size} ranks {ours.slowest_rank:.3f} times the mean "
+            f"the slowest of {sampler.world_size} ranks has {ours.slowest_rank:.3f} times the mean tokens "
             f"({before.slowest_rank:.3f} in random order), "
         )
         self.reporter.lines(
@@ -392,13 +392,13 @@ def check_micro_batch(trainer: Trainer) -> None:
     """Refuse `--memory_opt_batch auto` if DeepSpeed or accelerate sets the batch sizes, or if the data cannot be read
     before training. Raises MemOptError."""
     if trainer.is_deepspeed_enabled:
-        raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config has the batch sizes; leave it out")
+        raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config sets the batch sizes; leave it out")
     if trainer.accelerator.split_batches:
-        raise MemOptError(f"{_AUTO_BATCH}: split_batches divides each batch among the ranks; leave one of the two out")
+        raise MemOptError(f"{_AUTO_BATCH}: split_batches divides each batch among the ranks; leave out one of them")
     if not is_readable(trainer.train_dataset):
         raise MemOptError(
-            f"{_AUTO_BATCH} needs training data that can be read beforehand: a datasets.Dataset without a transform, "
-            "or a list"
+            f"{_AUTO_BATCH} needs training data that can be read before training: a datasets.Dataset without a "
+            "transform, or a list"
         )
 
 
@@ -442,8 +442,8 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
     smallest = min(choice for choice in of_ranks if isinstance(choice, int))
     assert row is not None
     get_logger().info(
-        f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "
-        f"rank; predicted on rank 0 for {row.rows}: {row.samples:.1f} samples a second, peak "
+        f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} per optimizer step of {rows} rows a "
+        f"rank; predicted on rank 0 for {row.rows}: {row.samples:.1f} samples per second, peak "
         f"{gib_text(row.step.peak)} within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for "
         "recompute"
     )

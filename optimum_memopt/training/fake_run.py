@@ -180,7 +180,7 @@ def largest_batch_of(trainer: Any, data: Any, rows: int, kind: str, dataloader: 
     except MemOptError:
         raise
     except Exception as error:
-        raise MemOptError(f"no batch can be made of the data ({line_of(error)})") from error
+        raise MemOptError(f"cannot make a batch from the data ({line_of(error)})") from error
 
 
 def _longest_texts(batch: Any, data: Any) -> Any:
@@ -312,7 +312,7 @@ class FakeRun:
         size = self.simulator.constant + self.weights
         if self.simulator.shares_host:
             return RunPhase("load", size, note="parameters and buffers")
-        return RunPhase("load", size, self.weights, "parameters and buffers; the host has the file, too")
+        return RunPhase("load", size, self.weights, "parameters and buffers; the host also holds the file")
 
     def save_and_resume(self) -> Iterator[RunPhase]:
         """Yields the phases that write and read a checkpoint. safetensors (0.8) and torch copy tensors on a device to
@@ -324,12 +324,12 @@ class FakeRun:
         trained = sum(each.nbytes for each in self.trainer.model.parameters() if each.requires_grad)
         written = trained if is_adapter else weights
         if self.simulator.shares_host:
-            yield RunPhase("save", resident, note="weights and states are written from where they are")
+            yield RunPhase("save", resident, note="weights and states are written without copies")
             read = self.simulator.constant + weights + written
-            yield RunPhase("resume", max(resident, read), note="the file's weights, and then states")
+            yield RunPhase("resume", max(resident, read), note="weights of the file, then optimizer states")
             return
-        yield RunPhase("save", resident, written, "the host has copies of the weights that are written")
-        yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
+        yield RunPhase("save", resident, written, "the host holds copies of the written weights")
+        yield RunPhase("resume", resident, written + states, "the host holds weights and states read from the files")
 
     def merge(self) -> Iterator[RunPhase]:
         """Yields the phase that merges adapters into the weights; nothing without adapters, or for 4-bit weights,
@@ -347,13 +347,13 @@ class FakeRun:
                 base.unmerge_adapter()
 
         found = self.simulator.run(merged, list(self.holders), finds_variables=False)
-        yield RunPhase("merge", found.peak, note="of the adapters into the weights")
+        yield RunPhase("merge", found.peak, note="adapters are merged into the weights")
 
 
 def _phase(name: str, peak: int, generation: compat_dry_run.Generation) -> RunPhase:
     if name == GENERATION:
         return generation_phase(peak, generation.rows, generation.length)
-    return RunPhase(name, peak, note="modules that are called without gradients" if name == NO_GRAD else "")
+    return RunPhase(name, peak, note="modules called without gradients" if name == NO_GRAD else "")
 
 
 def _bytes_in(value: Any) -> int:
@@ -374,11 +374,11 @@ class PhaseCheckCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
         certain: tuple[str, ...] = ()
-        with best_effort("what phases beside training take"):
+        with best_effort("the memory check of other phases"):
             try:
                 certain = self._check(trainer)
             except MemOptError as error:
-                self.reporter.lines(f"phases beside training are not predicted: {error}")
+                self.reporter.lines(f"phases other than training are not predicted: {error}")
         if certain:
             raise MemOptError("; ".join(certain))
 
@@ -406,8 +406,8 @@ class PhaseCheckCallback(TrainerCallback):
         text = self._budget.text
         if text == AUTO:
             self.reporter.lines(
-                f"--memory_opt_budget {text}: {gib_text(limit)} of {gib_text(memory.total)}, of which others hold "
-                f"{gib_text(memory.elsewhere)}"
+                f"--memory_opt_budget {text}: {gib_text(limit)} of {gib_text(memory.total)}, of which "
+                f"{gib_text(memory.elsewhere)} are used elsewhere"
             )
         if save.peak > limit:
             # No training step fits either; the engine reports that.
@@ -564,4 +564,4 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
 def _shape(batch: Any) -> str:
     tensors = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     first = next((value for value in tensors if isinstance(value, torch.Tensor) and value.dim()), None)
-    return "of the data" if first is None else " x ".join(map(str, first.shape))
+    return "from the data" if first is None else " x ".join(map(str, first.shape))

@@ -156,7 +156,7 @@ def _unknown(trainer: Any) -> str:
     # Computing the loss again would consume further items of an iterator.
     iterators = (name for name, value in vars(trainer).items() if isinstance(value, Iterator))
     others = (type(value).__name__ for value in _named(trainer) if isinstance(value, Iterator))
-    return next((f"it may take from an iterator, {name}" for name in itertools.chain(iterators, others)), "")
+    return next((f"it may consume an iterator, {name}" for name in itertools.chain(iterators, others)), "")
 
 
 def _computed(

@@ -1,4 +1,4 @@
-"""A process that makes requests in random order, of torch's allocator and of the simulated one: both must agree."""
+"""A process that sends random requests to torch's allocator and to the simulated one: both must agree."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""`make test-cuda` runs this folder with the CUDA build of torch, on the stand-in or on a GPU; else it is left out."""
+"""`make test-cuda` runs this folder with torch's CUDA build, on the stand-in or a GPU; it is skipped otherwise."""
 
 import gc
 
@@ -10,7 +10,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _attention_without_cudnn():
-    """cuDNN asks the device for more than the stand-in knows."""
+    """Disable cuDNN attention, which requires more of the device than the stand-in provides."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
@@ -19,7 +19,7 @@ def _attention_without_cudnn():
 
 @pytest.fixture(autouse=True)
 def _dynamo_forgets():
-    """No test starts with the graphs, and the memory, of the one before."""
+    """Reset dynamo, so that no test starts with the graphs and memory of the previous one."""
     yield
     torch._dynamo.reset()
     gc.collect()

@@ -1,8 +1,8 @@
-"""A process whose device copies as late as it may: saved activations come back as they were, or it ends with 1.
+"""A process whose device copies as late as possible: saved activations must come back intact, or it exits with 1.
 
     CUDA_STANDIN_DATA=1 python late_copies.py [--without-waits]
 
-No kernel writes on the stand-in, so freed memory is overwritten by copies from the host, as a later tensor would be.
+No kernel writes on the stand-in, so freed memory is overwritten by copies from the host, as by a later tensor.
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 
 from optimum_memopt.engines.compile.partition import host_copies
 
-# Of an activation, round by round: the pool has to grow, and to give larger blocks to smaller ones.
+# Elements of an activation, by round: the pool must grow, and must give larger blocks to smaller activations.
 ELEMENTS = (2**20, 2**19, 5 * 2**18)
 ROUNDS, ACTIVATIONS, AHEAD = 100, 6, 2
 operators = torch.ops.optimum_memopt
@@ -34,7 +34,7 @@ def wait(target: torch.Tensor, source: torch.Tensor, waits: bool) -> torch.Tenso
 
 
 def training_step(first: float, elements: int, waits: bool) -> list[float]:
-    """The activations' values after they were offloaded and reloaded, last one first."""
+    """Returns the activations' values after offload and reload, last one first."""
     begun: list[tuple[torch.Tensor, torch.Tensor]] = []
     hosts: list[torch.Tensor] = []
     for index in range(ACTIVATIONS):
@@ -64,7 +64,7 @@ def training_step(first: float, elements: int, waits: bool) -> list[float]:
 
 
 def main(waits: bool) -> int:
-    """How many steps had other values."""
+    """Returns the number of steps with wrong values."""
     wrong = 0
     for number in range(ROUNDS if waits else 1):
         first = float(10 * number)

@@ -1,4 +1,4 @@
-"""Training steps on a CUDA device, and what torch's allocator says of them."""
+"""Training steps on a CUDA device, and the statistics of torch's allocator."""
 
 import operator
 from collections.abc import Callable
@@ -15,13 +15,13 @@ _DROPOUT = 0.1
 
 
 def model_of(name: str) -> torch.nn.Module:
-    """Two layers of a model of gpu/steps.py, on the CPU."""
+    """Returns two layers of a model of gpu/steps.py, on the CPU."""
     return MODELS[name](_LAYERS, _DROPOUT)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at the peak of a step: of tensors, of their blocks, of the device, and of tensors over those before it."""
+    """Bytes at the peak of a step: of tensors, their blocks and the device; of tensors beyond those before it."""
 
     requested: int
     allocated: int
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass
 class Training:
-    """A model on a CUDA device, under the compile engine or, where that is None, plain PyTorch."""
+    """A model on a CUDA device, under the compile engine or, if that is None, plain PyTorch."""
 
     model: torch.nn.Module
     engine: Any
@@ -43,7 +43,7 @@ class Training:
     loss_of: Callable[[Any], torch.Tensor] = operator.attrgetter("loss")
 
     def step(self) -> Held:
-        """One step, with nothing left of its loss."""
+        """Run one step, with nothing left of its loss."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = _requested("current")
@@ -62,13 +62,13 @@ class Training:
 
 
 def training(name: str, dtype: str, **options: Any) -> Training:
-    """`model_of` on the device, with a batch; `options` are of the compile engine."""
+    """Returns `model_of` on the device, with a batch; `options` belong to the compile engine."""
     torch.manual_seed(0)
     model = model_of(name).cuda().train()
     engine, optimizer = None, torch.optim.AdamW(model.parameters(), fused=True)
     given = optimizer if options.get("memory_opt_release_gradients") else None
     if options:
-        # The stand-in finds no label, and a chunked loss would compute nothing.
+        # The stand-in finds no labels, so a chunked loss would compute nothing.
         options = {"memory_opt_loss": "plain", "memory_opt_compiler": "aot_eager", **options}
         engine = optimum_memopt.optimize(model, optimizer=given, memory_opt_engine="compile", **options)
         engine.outputs_read_by = lambda: ""

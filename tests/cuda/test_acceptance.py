@@ -1,5 +1,5 @@
-"""benchmarks/gpu/acceptance.py from beginning to end. On the stand-in its figures mean nothing: a check may fail by
-its figure, and none may crash."""
+"""benchmarks/gpu/acceptance.py from start to end. On the stand-in its figures mean nothing: a check may fail by its
+figure, but none may crash."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run(part: str, only: str, out: Path, *more: str, **environ: str) -> tuple[in
 
 
 def check(part: str, only: str, out: Path, **environ: str) -> None:
-    # Two jobs, so that what is timed waits for its turn.
+    # Two jobs, so that timed checks wait for their turn.
     status, printed = run(part, only, out, "--seconds", "3000", "--jobs", "2", **environ)
     found = json.loads((out / f"{part}.json").read_text())["outcomes"]
     assert [one for one in found if one["crashed"] or one["status"] == "SKIP"] == [], printed
@@ -38,7 +38,7 @@ def check(part: str, only: str, out: Path, **environ: str) -> None:
         wanted = {check.name for check in checks_of(part) if re.search(only, check.name)}
     finally:
         sys.path.remove(str(PROGRAM.parents[1]))
-    # What follows from several steps has a name of its own.
+    # Results that combine several steps have names of their own.
     assert {one["check"] for one in found if not re.search(" of (torch|check)", one["check"])} == wanted
     assert status == int(any(one["status"] == "FAIL" for one in found)), printed
     assert (out / f"{part}.md").read_text().count("\n| ") > len(wanted)
@@ -59,7 +59,7 @@ def test_every_check_runs_to_its_end(part, tmp_path):
 
 @pytest.mark.timeout(1200)
 def test_ddp_runs_to_its_end(tmp_path):
-    """With data, so that gloo sees what DDP asks of all ranks; loops over what kernels count have no end then."""
+    """DDP's checks run with data, which gloo needs; loops over kernel results would never end with data."""
     check("worth", "DDP", tmp_path, CUDA_STANDIN_DATA="1")
 
 

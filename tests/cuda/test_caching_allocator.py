@@ -1,4 +1,4 @@
-"""The simulated allocator against torch's, in processes that hold nothing else."""
+"""The simulated allocator against torch's, in processes with nothing else on the device."""
 
 import subprocess
 import sys

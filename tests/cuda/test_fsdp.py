@@ -1,4 +1,4 @@
-"""FSDP2 on a device, with a process group that exchanges nothing."""
+"""FSDP2 on a device, with a fake process group that exchanges nothing."""
 
 from collections.abc import Iterator
 

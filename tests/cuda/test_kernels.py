@@ -27,7 +27,7 @@ def roberta(attention: str = "sdpa", dropout: float = 0.0) -> torch.nn.Module:
 
 
 def header(model: torch.nn.Module, dtype: torch.dtype = torch.float32, compiler: str = "aot_eager") -> str:
-    """The first line above the table, after a step with padding."""
+    """Returns the first line above the table, after a step with padding."""
     ids = torch.randint(5, 60, (ROWS, LENGTH), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, 100:] = 0
@@ -63,7 +63,7 @@ def test_the_header_names_torchs_own_composition():
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
-    """On the stand-in cuDNN's attention ends the process, so that this would not end."""
+    """The engine avoids cuDNN attention, which on the stand-in would end the process."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         pytest.skip("cuDNN's attention is avoided from torch 2.11 on")
     if torch.cuda.get_device_capability() != (9, 0) or torch.backends.cudnn.version() >= 92600:
@@ -78,7 +78,7 @@ def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
 
 
 class SharedModulation(torch.nn.Module):
-    """https://github.com/pytorch/pytorch/issues/193061: two norms whose scale is a slice of one parameter."""
+    """https://github.com/pytorch/pytorch/issues/193061: two norms whose scales are slices of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,15 +93,15 @@ class SharedModulation(torch.nn.Module):
 
 @inductor_config.patch(force_disable_caches=True)
 def test_kernels_with_wrong_gradients_are_not_written():
-    """The switch is for the graphs of the engine only. What inductor finds in its cache of an earlier run it does not
-    write."""
+    """Only the engine's graphs are generated without these kernels. Caches are disabled because inductor generates no
+    code on a cache hit."""
     patches = kernels.inductor_patches()
     if not patches:
         pytest.skip("this inductor is right")
     (name,) = patches
     before = inductor_config.get_config_copy()
     assert before[name]
-    # Smaller tensors stay in the cache, and inductor leaves their reductions apart.
+    # Smaller tensors fit into the GPU's cache, and inductor does not merge their reductions.
     x = torch.randn(32, 1024, 256, device="cuda")
     model = SharedModulation().cuda().train()
     engine = CompileEngine(None, "inductor", dynamic=False)

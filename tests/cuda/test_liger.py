@@ -1,5 +1,5 @@
-"""Liger Kernel's kernels under the engine: one graph, and the bytes that they take. On the stand-in they compute
-nothing; gradients are for a GPU (`benchmarks/gpu/`)."""
+"""Liger Kernel's kernels under the engine: one graph, and their bytes. On the stand-in they compute nothing;
+`benchmarks/gpu/` compares gradients on a GPU."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ VOCABULARY = 8192
 
 @pytest.fixture
 def model() -> Iterator[torch.nn.Module]:
-    """With all of Liger Kernel's kernels, which replace names of transformers' file."""
+    """Yields a model with all of Liger Kernel's kernels, which replace names in transformers' module."""
     held = dict(vars(modeling_llama))
     forward = LlamaForCausalLM.forward
     liger.apply_liger_kernel_to_llama()
@@ -45,5 +45,5 @@ def test_bytes_are_the_prediction(model: torch.nn.Module, unit: str, level: int,
     assert engine.predictor.activations() == pytest.approx(held.activations, rel=0.01)
     saved = engine.predictor.saved()
     engine.detach()
-    # Four layers, each of which keeps its input alone.
+    # Four layers, each of which keeps only its input.
     assert saved < 20 * 2**20 if level else saved > 35 * 2**20

@@ -40,7 +40,7 @@ def test_nothing_is_lost_where_copies_run_as_late_as_they_may() -> None:
 
 @of_standin
 def test_without_waits_data_is_lost() -> None:
-    """Else the test above would prove nothing."""
+    """Data is lost without waits; otherwise the previous test would prove nothing."""
     done = late_copies("--without-waits")
     assert done.returncode == 1 and "1 wrong" in done.stdout, done.stdout + done.stderr
 
@@ -64,7 +64,7 @@ def pool() -> PinnedPool:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_the_header_says_what_is_pinned(compiler: str) -> None:
-    """Each step has the same memory, and other pinned memory of torch's is not counted."""
+    """Each step uses the same memory, and other pinned memory of torch is not counted."""
     offloaded = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler=compiler)
     offloaded.step()
     taken = pool().bytes
@@ -82,7 +82,7 @@ def test_several_forwards_have_memory_of_their_own() -> None:
     taken = pool().bytes
     losses = [forward(offloaded.model, offloaded.batch, "fp32") for _ in range(2)]
     assert pool().bytes == 2 * taken
-    # What a backward is still to read stays behind.
+    # Memory that a later backward reads is kept.
     offloaded.engine.suspend()
     assert pool().bytes == 2 * taken
     sum(losses).backward()
@@ -100,11 +100,11 @@ def test_copies_are_from_and_to_pinned_memory() -> None:
 
 
 def test_inductor_computes_between_a_copy_and_its_wait() -> None:
-    """Its own order would put each wait right behind its copy."""
+    """Products run between each copy and its wait; inductor's own order would put the wait right after the copy."""
     trained = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler="inductor")
     trained.step()
     graph = trained.engine.predictor.graphs[0]
-    # The head's gelu is the last of the forward and the first of the backward: there is nothing to compute meanwhile.
+    # The head's gelu is last in the forward and first in the backward, so there is nothing to compute meanwhile.
     for program, begins, layers in (
         (graph.programs.forward, "offload", slice(0, 2)),
         (graph.programs.backward, "reload", slice(1, 3)),
@@ -119,7 +119,7 @@ def test_inductor_computes_between_a_copy_and_its_wait() -> None:
 
 
 def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> list[str]:
-    """The operators that inductor's program calls, in order, kernels of its own left out."""
+    """Returns the operators that inductor's program calls, in order, without its own kernels."""
     with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, sizes) for _, argument in program.inputs]
         with Calls() as calls:

@@ -1,4 +1,4 @@
-"""`plan --device` on the CPU's operators against the same model traced on the device."""
+"""`plan --device` with the CPU's operators, against the same model traced on the device."""
 
 import pytest
 import torch

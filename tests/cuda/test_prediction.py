@@ -13,7 +13,7 @@ PLANS = {"no plan": {"memory_opt_level": 0}, "level 1": {"memory_opt_level": 1}}
 
 
 def second_step(trained: Training) -> Held:
-    """The optimizer's states are there from the second on."""
+    """Returns the memory of the second step, the first one with optimizer states."""
     trained.step()
     return trained.step()
 
@@ -23,7 +23,7 @@ def assert_held(trained: Training, measured: Held) -> None:
     assert measured.requested == pytest.approx(predictor.footprint(optimizer=optimizer).peak, rel=0.005)
     allocator = predictor.allocator_peak(optimizer=optimizer)
     assert measured.allocated == pytest.approx(allocator.allocated, rel=0.03)
-    # Segments are left over from tests before, and which of several free blocks a request gets depends on addresses.
+    # Earlier tests may leave segments, and the choice among several free blocks depends on addresses.
     assert measured.reserved == pytest.approx(allocator.reserved, rel=0.25)
 
 
@@ -73,7 +73,7 @@ def test_another_batch_than_the_first() -> None:
 
 
 def test_the_libraries_count_before_the_first_step() -> None:
-    """cuBLAS takes its workspaces at the first product of each thread, after the prediction."""
+    """A prediction counts cuBLAS's workspaces, which each thread allocates later, at its first product."""
     trained = training("roberta", "fp32", memory_opt_level=0)
     torch._C._cuda_clearCublasWorkspaces()
     trained.step()
@@ -83,7 +83,7 @@ def test_the_libraries_count_before_the_first_step() -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_outputs_that_a_loop_holds(compiler: str) -> None:
-    """Through the backward, the optimizer's step and the next forward."""
+    """The outputs are held through the backward, the optimizer step and the next forward."""
     trained = training("llama", "bf16", memory_opt_level=1, memory_opt_compiler=compiler)
     trained.engine.outputs_read_by = None
     trained.holds_outputs = True
@@ -95,7 +95,7 @@ def test_outputs_that_a_loop_holds(compiler: str) -> None:
 
 
 class OwnLoss:
-    """A training loop's cross entropy, which may keep a copy of the logits."""
+    """A training loop's own cross entropy, which may keep a copy of the logits."""
 
     def __init__(self, keeps: bool) -> None:
         self._keeps, self._kept = keeps, None
@@ -104,7 +104,7 @@ class OwnLoss:
         logits = outputs.logits[:, :-1].float()
         if self._keeps:
             self._kept = logits
-        # The stand-in's kernels write no labels that are allowed.
+        # The stand-in's kernels write no valid labels.
         return (logits.log_softmax(-1)[..., 0]).mean()
 
 
@@ -125,7 +125,7 @@ def test_a_loss_that_a_loop_computes(compiler: str, unit: str, keeps: bool) -> N
 
 
 def bound(trained: Training, budget: int, **options: Any) -> None:
-    """Attach an engine with a budget, in bytes."""
+    """Attach an engine with a budget in bytes."""
     options = {"memory_opt_compiler": "aot_eager", "memory_opt_budget": f"{budget // MIB}MiB", **options}
     trained.engine = optimize(trained.model, optimizer=trained.optimizer, memory_opt_engine="compile", **options)
 
@@ -139,7 +139,7 @@ def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
     trained.engine.detach()
     budget = most - 2**24
     bound(trained, budget)
-    # This loss takes more than is assumed before the first step.
+    # This loss takes more than the engine assumes before the first step.
     trained.step()
     peaks = [trained.step().allocated for _ in range(3)]
     assert "time" in trained.engine.plans().header[0]
@@ -148,7 +148,7 @@ def test_a_budget_has_room_for_a_loss_of_the_loop() -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_budget_holds_from_the_first_forward_on(compiler: str) -> None:
-    """Also where frozen weights are compared, and a forward runs to show its graphs, whose logits take the most."""
+    """A budget holds even if frozen weights are compared and a forward, with its logits, runs to show its graphs."""
     options = {"memory_opt_compiler": compiler, "memory_opt_unit": "layer"}
     trained = training("llama", "bf16", memory_opt_level=0, **options)
     trained.engine.outputs_read_by = None
@@ -162,7 +162,7 @@ def test_a_budget_holds_from_the_first_forward_on(compiler: str) -> None:
     bound(trained, budget, **options)
     torch.cuda.reset_peak_memory_stats()
     trained.loss_of(outputs_of(trained.model, trained.batch, "bf16"))
-    # Kernels are chosen by their times when they first run, with a buffer of the cache's size.
+    # Kernels are autotuned when they first run, with a buffer of the cache's size.
     buffer = torch.cuda.get_device_properties(0).L2_cache_size if compiler == "inductor" else 0
     assert torch.cuda.max_memory_allocated() <= budget + buffer
     trained.step()
@@ -171,7 +171,7 @@ def test_a_budget_holds_from_the_first_forward_on(compiler: str) -> None:
 
 
 def test_losses_of_several_forwards_before_one_backward() -> None:
-    """Each has its loss before the next forward, which leaves what its backward reads."""
+    """Each forward's loss is computed before the next forward, and leaves the tensors that its backward reads."""
     trained = training("llama", "bf16", memory_opt_level=1)
     trained.engine.outputs_read_by, loss_of = None, OwnLoss(False)
     del trained.batch["labels"]
@@ -192,7 +192,7 @@ def test_losses_of_several_forwards_before_one_backward() -> None:
 
 @pytest.mark.parametrize("lengths", [(1.0, 1.0), (0.25, 1.0), (1.0, 0.5, 0.25)])
 def test_a_budget_for_several_forwards_before_one_backward(lengths: tuple[float, ...]) -> None:
-    """From the second step on, which is the first that all of it is known for."""
+    """The budget holds from the second step on, when everything about the step is known."""
     trained = training("llama", "bf16", memory_opt_level=0)
 
     def step() -> tuple[int, int]:

@@ -42,14 +42,14 @@ def test_a_run_with_everything(precision: str, budget: bool, tmp_path: Path) -> 
     assert any("density/" in name for name in reported.names)
     assert (tmp_path / "checkpoint-2").is_dir() and (tmp_path / "memopt.jsonl").stat().st_size > 0
     assert math.isfinite(trainer.memopt.measured_peak_mib)
-    # Another test's segments may lie around, what is allocated does not.
+    # Segments of other tests may remain, their allocations do not.
     assert trainer.memopt.measured_peak_mib == pytest.approx(trainer.memopt.plan_stats.predicted_peak_mib, rel=0.05)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == STEPS
 
 
 class LossOfLogits(MemOptTrainer):
-    """Computes the loss outside of the model's forward, from ids that the simulation knows."""
+    """Computes the loss outside the model's forward, from ids that the simulation knows."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")

@@ -1,4 +1,4 @@
-"""No step of a steady run waits for the device; of plain PyTorch each does, where transformers reads the mask."""
+"""No step of a steady run waits for the device; in plain PyTorch each step does, as transformers reads the mask."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def test_a_trainer(tmp_path: Path, plan: str, padding: int) -> None:
 
 @pytest.mark.parametrize("plan", ["no plan", "layers", "chunked", "chunked layers", "budget"])
 def test_a_loop(plan: str) -> None:
-    """Of batches without a mask, which a loop of one's own leaves out where nothing is padding."""
+    """A custom loop without a mask, usual without padding, never waits in steady steps."""
     model, batch = build("llama", SMALL), batch_of(SMALL)
     del batch["attention_mask"]
     memopt = optimum_memopt.optimize(model, **{**ENGINE, **PLANS[plan]})

@@ -1,4 +1,4 @@
-"""Workspaces of operators against torch's allocator. No kernel is asked: a stand-in device will do."""
+"""Workspaces of operators against torch's allocator. No kernel results are needed, so a stand-in device suffices."""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def excess(call: Callable[[], object]) -> int:
-    """Bytes that a call requests at its peak beyond what it leaves."""
+    """Returns the bytes that a call requests at its peak beyond those it leaves."""
     torch.cuda.reset_peak_memory_stats()
     kept = call()
     stats = torch.cuda.memory_stats()
@@ -47,7 +47,7 @@ def test_sums(shape: tuple[int, ...], dims: list[int], dtype: torch.dtype) -> No
 
 
 def test_some_sums_hold_more_than_they_read() -> None:
-    """Else the cases above could all be zero."""
+    """Some sums hold more than they read, so the cases above are not all zero."""
     source = tensor(2048, 8192)
     assert excess(lambda: aten.sum.dim_IntList(source, [0], True)) > source.nbytes
 

@@ -12,13 +12,13 @@ def _of(name: str, **changes: object) -> Captured:
 
 @pytest.fixture(scope="session")
 def roberta() -> Captured:
-    """Two layers, dropout everywhere."""
+    """Returns a RoBERTa of two layers, with dropout everywhere."""
     return _of("roberta-classification", **DROPOUT)
 
 
 @pytest.fixture(scope="session")
 def roberta_of_another_batch() -> Captured:
-    """The same with 7 rows of 29 tokens in the first batch."""
+    """Returns the same model with 7 rows of 29 tokens in the first batch."""
     case = ZOO["roberta-classification"]
     return capture(case.build(**DROPOUT).forward, **case.batch(7, 29))
 
@@ -27,12 +27,12 @@ def roberta_of_another_batch() -> Captured:
 def gpt2() -> Captured:
     case = ZOO["gpt2"]
     model = case.build(**GPT2_DROPOUT, use_cache=False)
-    # Without a name of its loss it warns, which is a graph break (see `TraceFixes`).
+    # Without a loss name the model warns, which is a graph break (see `TraceFixes`).
     model.loss_type = "ForCausalLM"
     return capture(model.forward, **case.batch())
 
 
 @pytest.fixture(scope="session")
 def albert() -> Captured:
-    """One layer that is called twice."""
+    """Returns an ALBERT, whose one layer is called twice."""
     return _of("albert-mlm")

@@ -1,4 +1,4 @@
-"""The backend around its compilers; `test_inductor.py` trains with inductor."""
+"""The backend apart from its compilers; `test_inductor.py` trains with inductor."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ CONFIGS = (torch._dynamo.config, functorch_config, symbolic_config, inductor_con
 
 
 class Net(torch.nn.Module):
-    """`fails` is read while the forward is traced."""
+    """A model whose forward raises while it is traced if `fails` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
 
 
 class Gated(torch.nn.Module):
-    """The softplus of a gate, laid out anew: its backward returns strides that torch does not trace."""
+    """A softplus of a gate, made contiguous: its backward returns strides other than those that torch traces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
 
 
 def key_of(choice: Choice) -> bytes:
-    """The key in inductor's cache of a graph that was partitioned by this choice."""
+    """Returns the key in inductor's cache of a graph partitioned by this choice."""
     partitioner = _Partitioner(lambda *joint: (choice, ()))
     partitioner(None, None, num_fwd_outputs=1)
     return partitioner.uuid()
@@ -156,7 +156,7 @@ def test_inductors_key_is_the_choice(roberta):
 @pytest.mark.nightly
 def test_inductors_key_is_known_to_copies(roberta):
     partitioner = _Partitioner(lambda *joint: (roberta.split("level 1").graph.choice, ()))
-    # inductor copies its configuration before it is given the joint graph.
+    # inductor copies its configuration before it receives the joint graph.
     before, without_choice = copy.deepcopy(partitioner), partitioner.uuid()
     partitioner(None, None, num_fwd_outputs=1)
     key = partitioner.uuid()
@@ -173,7 +173,7 @@ print(_Partitioner(None, {roberta.split("level 1").graph.choice.key!r}).uuid().h
 
 def test_compilers():
     assert default_compiler("cpu")[0] == default_compiler("meta")[0] == "aot_eager"
-    # monkeypatch undoes a setting of torch's configuration by deleting it, for every test that follows.
+    # monkeypatch undoes a torch setting by deleting it, which would affect every later test.
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
         lacking = r"there is no C\+\+ compiler; apt-get install g\+\+.*or use .*aot_eager"
         with pytest.raises(MemOptError, match=lacking):

@@ -1,4 +1,4 @@
-"""benchmarks/budget.py: what its numbers mean, and a small run of its solver's parts."""
+"""benchmarks/budget.py: the meaning of its numbers, and a small run of its solver parts."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_extra_time_is_weighted_by_the_batches():
         "plans": [one, two, two],
         "orders": {"random": {"8": 3, "16": 1}},
     }
-    # Without the third, which has no more plans than the second.
+    # The third plan is skipped, as it has no more variants than the second.
     rows = list(budget_ragged.rows(saved))
     assert [row["extra time"] for row in rows] == ["+14.0%", "+8.0%"]
     assert [row["plans for lengths up to"] for row in rows] == ["16", "8, 16"]

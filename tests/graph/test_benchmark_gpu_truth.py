@@ -1,4 +1,4 @@
-"""benchmarks/gpu_truth.py: its readers, and its predictions where a few lines of arithmetic tell them."""
+"""benchmarks/gpu_truth.py: its readers, and predictions that a few lines of arithmetic can verify."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ LORA = {"peft_type": "LORA", "r": 8}
 
 
 def published(**changed: Any) -> dict[str, Any]:
-    """A file of PEFT's results."""
+    """Returns the contents of a PEFT results file."""
     how = {
         "model_id": "meta-llama/Llama-3.2-3B",
         "batch_size": 4,
@@ -97,7 +97,7 @@ def test_a_name_of_torch_names_a_device() -> None:
 
 
 def test_cross_entropy_holds_five_sets_of_logits() -> None:
-    """Logits, their gradient of the iteration before, log-softmax and two of the backward."""
+    """The five are logits, their gradient of the previous iteration, log-softmax and two in the backward."""
     row = LigerRow("cross_entropy", "full", {"B": 8, "T": 256, "V": 4096}, "NVIDIA A100-SXM4-80GB", 0)
     assert liger_peak(row) == pytest.approx(5 * 8 * 256 * 4096 * 4, rel=2e-3)
 
@@ -125,7 +125,7 @@ def test_a_mode_holds_what_it_runs(mode: str) -> None:
     row = LigerRow("swiglu", mode, {**sizes, "T": 1024}, "NVIDIA A100-SXM4-80GB", 0)
     weights, hidden, inner = 3 * 512 * 1024 * 2, 2 * 1024 * 512 * 2, 2 * 1024 * 1024 * 2
     workspaces = device_named(row.device).libraries
-    # Input and output, and what the three products and the activation save.
+    # Input and output, and the saved results of the three products and the activation.
     forward = weights + 2 * hidden + 4 * inner + workspaces
     peak = liger_peak(row)
     assert peak == forward if mode == "forward" else peak > forward + weights

@@ -12,7 +12,7 @@ from tests.captured import Captured, capture
 
 
 def roots_of(captured: Captured, *strategies: Strategy) -> list:
-    """Roots of the activations of all candidates under these strategies."""
+    """Returns the roots of all candidates' activations under these strategies."""
     return [candidate.activation.root for candidate in captured.candidates if candidate.strategy in strategies]
 
 
@@ -77,7 +77,7 @@ def test_nothing_to_train_has_no_rows():
     "count, already, taken", [(-1, 0, 6), (-1, 6, 6), (2, 0, 2), (2, 1, 1), (2, 2, 0), (2, 9, 0), (9, 0, 6)]
 )
 def test_counts_run_on_through_graphs(roberta, count, already, taken):
-    """`already` were taken in graphs before this one."""
+    """A count includes the `already` candidates taken in earlier graphs."""
     name = "FusedMatMul+Add+Reshape+Transpose+:1"
     candidates = roberta.rows[f"{name}:-1"]
     earlier = [Choice((), "a graph before", (candidate,)) for candidate in (candidates + candidates)[:already]]
@@ -116,10 +116,8 @@ def test_the_same_config_as_for_onnx_runtime_applies(roberta):
 
 def test_a_fused_id_is_said_to_mean_the_activation(roberta):
     matched = asked(roberta, "BiasGelu+:1:-1")
-    assert list(matched.requests) == ["Gelu+:1:-1"] and matched.note("Gelu+:1:-1") == "asked for as BiasGelu+"
-    assert matched.remarks == (
-        "BiasGelu+:1:-1 is Gelu+:1:-1 on this engine: the same activation, not fused the same way",
-    )
+    assert list(matched.requests) == ["Gelu+:1:-1"] and matched.note("Gelu+:1:-1") == "requested as BiasGelu+"
+    assert matched.remarks == ("BiasGelu+:1:-1 is Gelu+:1:-1 on this engine: the same activation, fused differently",)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_a_mistyped_id_is_a_remark_where_not_strict(roberta):
 
 
 def test_another_strategy_is_refused_with_those_there_are(roberta):
-    with pytest.raises(ConfigError, match=r"^Gelu\+:2:-1: this plan has strategy 1 or 3 or 4 only$"):
+    with pytest.raises(ConfigError, match=r"^Gelu\+:2:-1: this plan supports only strategy 1 or 3 or 4$"):
         asked(roberta, "Gelu+:2:-1")
 
 

@@ -35,7 +35,7 @@ def test_a_roofline_has_seconds_for_all_that_runs(roberta: Captured) -> None:
     slow, fast = (costs.roofline(roberta.joint, roberta.sizes, DEVICES[name], False) for name in ("T4", "H100"))
     assert (slow.source, fast.source) == ("roofline T4", "roofline H100")
     for node, on_slow, on_fast in zip(roberta.joint.nodes, slow.seconds, fast.seconds, strict=True):
-        # Neither launches faster.
+        # Neither launches kernels faster.
         assert on_slow >= on_fast > 0 or on_slow == on_fast == 0, node
         assert not (is_view(node) and on_slow)
     fused = costs.roofline(roberta.joint, roberta.sizes, DEVICES["T4"], True)
@@ -48,7 +48,7 @@ def test_a_roofline_has_seconds_for_all_that_runs(roberta: Captured) -> None:
 
 
 def test_an_operator_takes_the_longest_of_what_bounds_it() -> None:
-    """A launch, its products, its operands."""
+    """The time of an operator is the longest of a launch, its products and its operands."""
     device, gib = DEVICES["A100"], 2**30
     moving, computing = gib / (0.75 * 2039e9), 1e12 / (0.85 * 312e12)
     cases = {
@@ -72,7 +72,7 @@ def work_of_call(operator: Any, *given: Any) -> Work:
 
 
 def test_kinds_of_kernels_have_rates_of_their_own() -> None:
-    """Rows that are no multiple of 16 bytes, other dtypes, sums, causal attention, thin products in float32."""
+    """Covers rows of no multiple of 16 bytes, mixed dtypes, sums, causal attention, and thin float32 products."""
     aten, device = torch.ops.aten, DEVICES["H100"]
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_kinds_of_kernels_have_rates_of_their_own() -> None:
     assert (aligned.kernel, unaligned.kernel) == (Kernel.PRODUCT, Kernel.UNALIGNED)
     slower = costs.bounded(unaligned, device)[0] / costs.bounded(aligned, device)[0]
     assert slower == pytest.approx(1 / device.attained.unaligned, rel=1e-3)
-    # The weight's rows are long, whatever its columns are.
+    # The weight's rows are the long dimension, whatever its columns are.
     assert work_of_call(aten.mm.default, hidden, meta(50265, 1024).t()).kernel is Kernel.UNALIGNED
     assert work_of_call(aten.mm.default, wider.t().float(), meta(1024, 8).float()).kernel is Kernel.PRODUCT
     half, single = meta(64, 1024), meta(64, 1024, dtype=torch.float32)
@@ -97,7 +97,7 @@ def test_kinds_of_kernels_have_rates_of_their_own() -> None:
     for dtype, kind in ((torch.float32, Kernel.CONVERTING), (torch.bfloat16, Kernel.MOVING)):
         copied = aten._to_copy.default(half, dtype=dtype)
         assert work_of(aten._to_copy.default, (half,), {"dtype": dtype}, copied, None).kernel is kind
-    # A table of which few rows are read.
+    # Only a few rows of the table are read.
     table, ids = meta(50265, 1024), meta(8, dtype=torch.int64)
     assert work_of_call(aten.embedding.default, table, ids).bytes == 2 * 8 * 1024 * 2 + 8 * 8
     thin = work_of_call(aten.mm.default, meta(4096, 2048, dtype=torch.float32), meta(2048, 16, dtype=torch.float32))
@@ -111,13 +111,13 @@ def test_kinds_of_kernels_have_rates_of_their_own() -> None:
 
 
 def test_a_planned_device_computes_chunks_of_a_loss_in_two_kernels() -> None:
-    """Whether or not there is Triton on the machine that plans."""
+    """Chunks for a planned CUDA device are fused, whether or not the planning machine has Triton."""
     hidden, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="meta") for size in (512, 1001))
     labels = torch.empty(512, dtype=torch.int64, device="meta")
     tensors = hidden, weight, None, None, None, labels, None
     numbers = 1.0, 0.0, -100, True, 0.0, torch.bfloat16, torch.float32, [True, False, False, False, False]
     on_cpu, on_cuda = (loss_shape((*tensors, *numbers), is_cuda) for is_cuda in (False, True))
-    # Padded columns in bfloat16 are read, read again and written.
+    # Padded bfloat16 columns are read twice and written once.
     assert on_cuda.is_fused and on_cuda.moved == 3 * 512 * 1008 * 2 < on_cpu.moved
 
 
@@ -132,7 +132,7 @@ def test_a_step_waits_for_python_where_kernels_are_short() -> None:
 
     assert seconds(*[short] * 1000) - seconds(*[short] * 500) == pytest.approx(500 * call)
     assert seconds(*[in_backward] * 1000) - seconds(*[in_backward] * 500) == pytest.approx(250 * call)
-    # Python is ahead, and behind long kernels short ones take no longer than the device needs for them.
+    # Python runs ahead, and after long kernels short ones take only their device time.
     of_long = costs.bounded(long, device)[0]
     assert seconds(*[long] * 100) - seconds(*[long] * 50) == pytest.approx(50 * of_long)
     by_bound = costs.seconds_by_bound([*[long] * 100, *[short] * 100], device)
@@ -168,7 +168,7 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(roberta, monkeypatc
     ],
 )
 def test_a_kernel_that_reads_a_seed_is_not_measured(operator: str, arguments: tuple, expected: bool) -> None:
-    """CUDA's attention reads it in the memory of the host, where tensors of the traced device are none."""
+    """Kernels that read a seed are found: CUDA's attention reads it in host memory, not on the traced device."""
     node = torch.fx.Graph().call_function(getattr(torch.ops.aten, operator).default, arguments)
     assert fx_graph.reads_seed(node) == expected
 
@@ -199,17 +199,17 @@ def test_measuring_allocates_no_more_than_there_is_room_for() -> None:
     most, free = found({}, None)
     least, bounded = found(known, 64 * 2**20)
     assert most > 500 * 2**20 and least <= 64 * 2**20
-    # What followed from smaller sizes is not for the cache.
+    # Times extrapolated from smaller sizes are not cached.
     assert {work.key for work in of_joint if work is not None and work.flops}.isdisjoint(known)
     for seconds, expected, work in zip(bounded.seconds, free.seconds, of_joint, strict=True):
         assert (seconds > 0) == (expected > 0)
         if work is not None and work.flops:
-            # Whatever else runs.
+            # Wide bounds, as other processes may run.
             assert 0.05 * expected <= seconds <= 20 * expected
 
 
 def test_buffers_of_library_kernels_are_measured() -> None:
-    """oneDNN packs operands in half precision; how large its buffers are depends on the processor."""
+    """Measured workspaces include oneDNN's half-precision buffers, whose size depends on the processor."""
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x @ weight).square().sum()
@@ -246,7 +246,7 @@ def test_costs_on_disk(tmp_path: Path) -> None:
         assert known == {"gelu": costs.Measured(1.5, 64)}
 
 
-# Of an earlier version, out of range, of another type.
+# Entries of an earlier version, out of range, or of a wrong type.
 NO_COST = ["1.5", "[Infinity, 1]", "[NaN, 1]", "[-1.5, 1]", "[0, 1]", "[1e300, 1]", f"[1{'0' * 400}, 1]", "[true, 1]"]
 NO_COST += ['["1.5", 1]', "[1.5, Infinity]", "[1.5, -1]", "[1.5, 1e3]", f"[1.5, 1{'0' * 400}]", "[1.5]", "[[1.5], 1]"]
 
@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     costs_are_none(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == there
     path.rmdir()
-    # As on a full disk: a file can be made, and nothing be written into it.
+    # Like a full disk: a file can be created, but not written.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

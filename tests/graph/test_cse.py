@@ -11,7 +11,7 @@ X = torch.linspace(-1, 1, 6 * 8).view(6, 8)
 
 
 class Twice(torch.nn.Module):
-    """Two projections of one tensor under autocast, two draws, two constants, and an output that is made twice."""
+    """Two projections of one tensor under autocast, two draws, two constants, and an output that is computed twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bytes that kernels move where a compiler computes neighbours in one."""
+"""Bytes that kernels move if a compiler fuses neighbouring operators."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from tests.captured import capture
 
 ROWS, INNER, OUTER = 32, 64, 128
-# Bytes of an activation and of what a product makes of it.
+# Bytes of an activation, and of its product with a weight.
 NARROW, WIDE = ROWS * INNER * 4, ROWS * OUTER * 4
 
 
 def moved(step: Callable[..., torch.Tensor], *given: torch.Tensor, in_backward: bool = False) -> list[tuple[str, int]]:
-    """Operators of the forward or backward that move anything, and how many bytes; without products."""
+    """Returns the operators of the forward or backward that move bytes, and how many; products are left out."""
     captured = capture(step, *given)
     of_nodes = zip(captured.joint.nodes, works(captured.joint, captured.sizes, moved_by(captured.joint)), strict=True)
     return [
@@ -36,19 +36,19 @@ def test_a_chain_between_two_products_reads_and_writes_once() -> None:
         return ((hidden.sigmoid() * hidden + 1).exp() @ down).sum()
 
     forward = moved(step, *tensors((ROWS, INNER), (INNER, OUTER), (OUTER, INNER)))
-    # What the sum reads is the second product; its own result is a number.
+    # The sum reads the second product; its own result is a scalar.
     assert forward == [("sigmoid", WIDE), ("exp", WIDE), ("sum", NARROW + 4)]
 
 
 def test_what_runs_behind_a_product_is_another_kernel() -> None:
-    """A residual is written for the product, and read again by what adds to it behind that."""
+    """A residual is written for the product, and read again by the addition after it."""
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         residual = x.sin()
         return (residual + residual @ weight).cos().amax(-1).sum()
 
     forward = moved(step, *tensors((ROWS, INNER), (INNER, INNER)))
-    # The sum of a few numbers reads its operand anew, as all that sums over more than the last dimensions.
+    # The sum of a few numbers reads its operand again, like all sums over more than the last dimensions.
     assert forward[:2] == [("sin", 2 * NARROW), ("add", 2 * NARROW)]
     assert "cos" not in dict(forward)
 
@@ -69,5 +69,5 @@ def test_a_backward_reads_what_the_forward_has_written_and_computes_the_rest_aga
         return ((x @ up).sigmoid().square() @ down).sum()
 
     backward = moved(step, *tensors((ROWS, INNER), (INNER, OUTER), (OUTER, INNER)), in_backward=True)
-    # The gradient that the second product's backward returns; neither the sigmoid nor its square is read.
+    # The gradient from the second product's backward; neither the sigmoid nor its square is read.
     assert sum(size for _, size in backward if size >= WIDE) == 2 * WIDE

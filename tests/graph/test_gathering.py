@@ -34,7 +34,7 @@ def there(model: torch.nn.Module) -> list[int]:
 
 
 def passed(model: torch.nn.Module, gathering: Gathering) -> tuple[list[list[int]], list[list[int]]]:
-    """The modules whose parameters are there while each runs, and behind each, in a forward and its backward."""
+    """Returns the modules whose parameters are present while, and after, each runs, in a forward and its backward."""
     during, behind = [], []
     gathering.begin()
     for in_backward, layers in ((False, list(model)), (True, list(reversed(model)))):
@@ -64,10 +64,10 @@ def test_the_first_step_has_one_module_at_a_time() -> None:
     "numbers, during, behind",
     [
         ({}, [[0], [1], [2], [2], [1], [0]], [[]] * 6),
-        # Where the next use is within the distance, which is that of the last module's backward.
+        # Only the last module's next use, in its own backward, is within the distance.
         ({"reuse": 1}, [[0], [1], [2], [2], [1], [0]], [[], [], [2], [], [], []]),
         ({"reuse": 1000}, [[0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1], [0]], [[0], [0, 1], [0, 1, 2], [0, 1], [0], []]),
-        # A single parameter lies where it is gathered.
+        # A single parameter's data is a view of the gathered buffer, so it is present at once.
         ({"prefetched": 1}, [[0, 1], [1, 2], [1, 2], [0, 1, 2], [0, 1], [0]], [[1], [2], [1], [0, 1], [0], []]),
         ({"prefetched": 1, "live": ELEMENTS}, [[0], [1], [2], [2], [1], [0]], [[]] * 6),
     ],

@@ -1,5 +1,5 @@
-"""`simulate` of plain PyTorch against what an H100 80GB HBM3 was measured to take: torch 2.11.0 for CUDA 13.0, cuDNN
-9.19.0, transformers 5.17.0, AdamW (fused); bytes of the second of two steps, which begin with the optimizer's states.
+"""`simulate` of plain PyTorch against measurements on an H100 80GB HBM3: torch 2.11.0 for CUDA 13.0, cuDNN 9.19.0,
+transformers 5.17.0, AdamW (fused); bytes of the second of two steps, which starts with the optimizer's states.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class Run:
     """A measured run.
 
     Attributes:
-        requested: MiB that tensors ask for.
+        requested: MiB that tensors request.
         allocated: MiB of the allocator's blocks.
-        milliseconds: of a step, from synchronization to synchronization.
-        autocasts: to bfloat16; else the model is in it.
+        milliseconds: duration of a step, from synchronization to synchronization.
+        autocasts: whether the run uses autocast to bfloat16; otherwise the model itself is in bfloat16.
     """
 
     make: Callable[[], torch.nn.Module]
@@ -213,7 +213,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 def position_bias_mask(
     bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """As in transformers 5.17, where rows of T5's bias have gaps, which fused kernels refuse."""
+    """Returns the mask of transformers 5.17, whose rows have gaps from T5's bias, so that fused kernels refuse it."""
     if mask is None and not is_causal:
         return bias
     chosen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
@@ -243,7 +243,7 @@ def test_peak_is_the_measured_one(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", nightly(RUNS, but=["bert"]))
 def test_step_takes_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/gpu.md says of the error: at most 15% for one step, which a slow host or odd products would double."""
+    """The tolerance is docs/gpu.md's error: at most 15% per step; a slow host or odd products would double it."""
     monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", position_bias_mask)
     run = RUNS[name]
     model, batch = model_of(run), run.batch()
@@ -256,7 +256,7 @@ def test_step_takes_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_qlora_takes_what_was_measured() -> None:
-    """4 x 1,024 tokens: 10,040 MiB, and 7,074 with Trainer's checkpointing."""
+    """4 x 1,024 tokens take 10,040 MiB, and 7,074 with Trainer's checkpointing."""
     targets = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
     workload = Workload(
         llama_config(8),

@@ -1,4 +1,4 @@
-"""What a compiler inlines into the kernels that read it, and so holds nowhere."""
+"""Operators that a compiler inlines into the kernels that read them, so that their results are never stored."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ ROWS, INNER, OUTER = 32, 64, 128
 
 
 def held_for(step: Callable[..., torch.Tensor], *given: torch.Tensor) -> dict[str, str]:
-    """Operators of the forward that are inlined, each with the operator whose storage is held for it."""
+    """Returns the inlined operators of the forward, each with the operator whose storage is held for it."""
     joint = (captured := capture(step, *given)).joint
     found = inlined(joint, captured.sizes, {activation.root for activation in captured.activations})
     own = [node for node in joint.forward if node.name in found.operands]
@@ -20,7 +20,7 @@ def held_for(step: Callable[..., torch.Tensor], *given: torch.Tensor) -> dict[st
 
 
 def frozen(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Inputs of which nothing is saved for the gradient of the last."""
+    """Returns inputs of which only the last requires a gradient, so that nothing is saved for the others."""
     return [torch.ones(shape, requires_grad=index == len(shapes) - 1) for index, shape in enumerate(shapes)]
 
 
@@ -30,7 +30,7 @@ def test_a_chain_before_a_product_is_held_as_its_first_operand_alone() -> None:
         return ((hidden * 2).exp().sin() @ down).sum()
 
     found = held_for(step, *frozen((ROWS, INNER), (INNER, OUTER), (OUTER, INNER)))
-    # The product reads what the last of the chain has written.
+    # The product reads the output of the chain's last operator.
     assert found == {"mul": "mm", "exp": "mm"}
 
 
@@ -44,7 +44,7 @@ def test_what_two_large_operands_are_read_for_is_held() -> None:
 
 
 def test_what_is_smaller_than_its_operand_is_held() -> None:
-    """It would keep the larger one alive in its place."""
+    """Inlining would keep the larger operand alive instead."""
 
     def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         hidden = x.double() @ up.double()
@@ -59,5 +59,5 @@ def test_what_a_plan_may_save_and_what_is_returned_is_held() -> None:
         shifted = hidden + 1
         return shifted, shifted.exp().sum()
 
-    # The backward reads the exponential, and the caller what it is of.
+    # The backward reads the exponential, and the caller reads its operand.
     assert held_for(step, *frozen((ROWS, INNER), (INNER, OUTER))) == {}

@@ -1,4 +1,4 @@
-"""The analysis of storages against a run of the graph."""
+"""The analysis of storages against real runs of the graph."""
 
 import operator
 
@@ -10,7 +10,7 @@ from tests.captured import Captured, Executed, capture
 
 
 class Odd(torch.nn.Module):
-    """Views of every kind, splits, operators in place, and a product that nobody needs."""
+    """All kinds of views, splits, in-place operators, and an unused product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_empty_tensors_have_no_bytes():
 
 
 def test_a_size_that_the_forward_returns_is_compared_as_one():
-    """As after a graph break: what goes on behind it gets the number of rows that a view before it has made."""
+    """A size that a view computes is a number if the forward returns it, as after a graph break."""
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, int]:
         rows = x.shape[0] * x.shape[1]
@@ -104,7 +104,7 @@ def test_a_size_that_the_forward_returns_is_compared_as_one():
 
 
 def test_a_view_that_is_returned_behind_the_backward_is_the_forwards():
-    """Functionalization makes a view anew where its base was written to in the meantime."""
+    """A view that functionalization recreates, after a write to its base, belongs to the forward."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         base = x.sin()
@@ -119,7 +119,7 @@ def test_a_view_that_is_returned_behind_the_backward_is_the_forwards():
 
 
 class Coded(torch.autograd.Function):
-    """A product with a weight that only its codes are stored of: both passes compute it from them."""
+    """A product with a weight that is stored as codes only: both passes dequantize it."""
 
     @staticmethod
     def forward(ctx, x, codes):
@@ -132,7 +132,7 @@ class Coded(torch.autograd.Function):
 
 
 class Quantized(torch.nn.Module):
-    """Trains vectors between products with frozen codes; ends in one, or in a norm."""
+    """Trains vectors between products with frozen codes; ends in a product or a norm."""
 
     def __init__(self, ends_in_norm: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_what_a_backward_dequantizes_is_the_backwards(ends_in_norm):
     joint = captured.joint
     casts = [node for node in joint.nodes if node.target is torch.ops.aten._to_copy.default]
     assert [node in joint.backward for node in casts] == [False, False, True, True]
-    # A norm's statistics stand behind the output that they were computed with.
+    # A norm's statistics come after the output they were computed with.
     assert len([node for node in joint.forward if node.target is operator.getitem]) == (3 if ends_in_norm else 0)
     rows = [row for row in captured.configs if row.endswith(":1:-1")]
     assert rows

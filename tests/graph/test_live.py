@@ -1,4 +1,4 @@
-"""A step of plain PyTorch, run on fake tensors, against what torch's allocator is asked for in a real one."""
+"""A step of plain PyTorch run on fake tensors, against the requests to torch's allocator in a real step."""
 
 import itertools
 from typing import Any
@@ -21,15 +21,15 @@ from optimum_memopt.step_settings import StepSpec
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
-# Convolutions take workspaces that depend on the processor.
+# Convolutions use workspaces that depend on the processor.
 _CONVOLVES = {"vit", "patchtst", "wav2vec2", "hubert", "segformer", "swin", "qwen3-next"}
 _NAMES = sorted(set(ZOO) - _CONVOLVES)
-# An empty tensor here and there, whose storage takes 8 bytes.
+# An occasional empty tensor, whose storage takes 8 bytes.
 _SLACK = 256
 
 
 def measured(model: torch.nn.Module, batch: dict[str, Any], training: EagerSettings, micro_batches: int = 1) -> int:
-    """The most bytes that a real step asks for over what was there before, after a first one."""
+    """Returns the most bytes that a real step requests in addition to the initial ones, after a first step."""
 
     def step() -> Any:
         for _ in range(micro_batches):
@@ -77,7 +77,7 @@ def test_checkpointing(name: str) -> None:
     plain = over_given(predicted(model, batch, EagerSettings()))
     checkpoint_layers(model, 1)
     here = over_given(predicted(model, batch, EagerSettings()))
-    # Each checkpoint holds the state of the CPU's generator, which no operator allocates.
+    # Each checkpoint holds the CPU generator's state, which no operator allocates.
     states = 6 * torch.get_rng_state().nbytes
     assert here < plain
     assert here <= measured(model, batch, EagerSettings()) + _SLACK <= here + states + 2 * _SLACK
@@ -91,7 +91,7 @@ def test_gradients_add_up() -> None:
 
 
 class Uses(torch.nn.Module):
-    """A hidden state whose gradients add up: autograd's sums are in place, those of a hook are not."""
+    """A hidden state whose gradients add up: autograd sums in place, a hook does not."""
 
     def __init__(self, uses: int, has_hook: bool) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_random_numbers_without_inputs_have_values() -> None:
             self.linear = torch.nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            # As PEFT's LoHa does.
+            # Like PEFT's LoHa.
             return {"loss": self.linear(x).sum() if torch.rand(1) >= 0 else x.sum()}
 
     assert predicted(Drops(), {"x": torch.ones(4, 8)}, EagerSettings()).trained == {"linear.weight", "linear.bias"}
@@ -188,7 +188,7 @@ def test_on_a_gpu_that_is_not_here() -> None:
     assert timeline.held[OPTIMIZER][0] == 2 * timeline.held[PARAMETERS][0] - 2 * _buffers(config)
     assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
     assert BACKWARD in step.run.phases
-    # transformers leaves out a mask without padding, by its values.
+    # transformers drops a mask without padding after looking at its values.
     without = plain_step(Workload(config, "fill-mask", 8, 64, padding=False), StepSpec("h100"), EagerSettings())
     masks = [storage for event in step.run.events for storage in event.allocates if storage.kind == "bitwise_and"]
     assert masks
@@ -205,7 +205,7 @@ def test_seconds_are_those_of_kernels() -> None:
     assert step.seconds is not None
     products = sum(work.flops for work in step.run.calls) / DEVICES["L40S"].flops["float32"]
     assert products < step.seconds < 2 * products
-    # Gradients are added three times, and each parameter is updated once: both move bytes alone.
+    # Gradients are added three times, and each parameter is updated once: both only move bytes.
     times = plain_step(workload, StepSpec("l40s", gradient_accumulation_steps=4), EagerSettings())
     assert times.seconds is not None
     passes = 3 * 8192**2 * 4 / DEVICES["L40S"].memory_rate

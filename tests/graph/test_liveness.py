@@ -14,8 +14,8 @@ from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_duri
 from optimum_memopt.engines.compile.memory.tape import Tape
 from tests.captured import Captured, capture, real
 
-# What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer
-# norm in its backward.
+# Bytes that operators take while they run: a tensor for each scalar argument, and two rows of a layer norm in its
+# backward.
 SCRATCH = 256
 
 
@@ -29,7 +29,7 @@ def saved_bytes(events: GraphEvents) -> int:
 
 
 def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
-    """Bytes at the peak and at the end of a run, over its inputs."""
+    """Returns the bytes at the peak and at the end of a run, without its inputs."""
     inputs = [real(value(node), sizes) for node in module.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
         module(*inputs)
@@ -47,7 +47,7 @@ def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
 def check(captured: Captured, asked: str, grown: int = 0) -> None:
     sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
     parts, events = captured.split(asked), events_of(captured, asked, sizes)
-    # Alone, neither half frees what it is given.
+    # Run alone, neither half frees its inputs.
     for half, run in ((parts.forward, events.forward), (parts.backward, events.backward)):
         during, left = bytes_during(run)
         peak, end = measured(half, sizes)
@@ -87,7 +87,7 @@ def test_each_kind_of_operator(function):
 
 
 def test_statistics_of_a_norm_in_half_precision_are_in_float32():
-    """A CPU computes them so; they are traced in half precision."""
+    """Statistics are predicted in float32, in which a CPU computes them, although traced in half precision."""
     x = torch.randn(LENGTH, 16, requires_grad=True)
     norm = torch.nn.functional.layer_norm
     captured = capture(lambda x: norm(x.bfloat16(), (16,), x[0], x[1]).exp().sum(), x, dynamic=False)

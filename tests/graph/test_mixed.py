@@ -1,4 +1,4 @@
-"""Recompute with offload or compression under one budget: the plan against the graphs that it is partitioned into."""
+"""Recompute with offload or compression under one budget: the plan against the partitioned graphs."""
 
 import dataclasses
 import random
@@ -34,7 +34,7 @@ from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
 MIB = 2**20
-# So slow that the link moves all saved activations during a forward.
+# So slow that the link can move all saved activations during a forward.
 SLOW = dataclasses.replace(
     DEVICES["RTX 4090"], bandwidth=1e9, flops={"float32": 1e9, "bfloat16": 1e9, "float16": 1e9}, link=1e9
 )
@@ -89,7 +89,7 @@ def test_the_plan_is_within_the_budget_and_faster(share: float, planned, solver:
     graph = planned(budget)
     offloaded = {c.activation.root.name for c in graph.choice.candidates if c.strategy is Strategy.OFFLOAD}
     assert offloaded == {solver.problem.names[node] for node in plan.offloaded}
-    # Copies are on the host, and take nothing of the device between forward and backward.
+    # Copies are on the host and take no device memory between forward and backward.
     assert graph.prediction.peak <= budget and "of the host for offload" in graph.choice.why
 
 
@@ -136,7 +136,7 @@ def test_two_graphs_hold_less_on_the_device_with_a_host(solver: Solver, host: Ho
     assert plan.peak <= budget and plan.host_bytes > 0
 
 
-# Whose products take long, and whose memory does not; and the other way round.
+# A device with slow products and fast memory; and one with fast products and slow memory.
 FEW_FLOPS = dataclasses.replace(SLOW, bandwidth=1e12)
 SLOW_MEMORY = dataclasses.replace(SLOW, bandwidth=1e6, flops=DEVICES["H100"].flops)
 
@@ -166,7 +166,7 @@ def test_fp8_is_chosen_where_it_takes_less_time_than_recompute(share: float, lar
     assert simulation.peak == plan.peak < simulate(problem, saved).peak
     seconds = simulation.seconds(problem) - plan.seconds
     assert seconds == pytest.approx(plan.extra_seconds) and seconds > seconds_of(problem, simulation.recomputed)
-    # None of them is needless.
+    # No compressed activation is needless.
     assert all(simulate(problem, saved, compressed - {node}).peak > budget for node in compressed)
 
 
@@ -178,7 +178,7 @@ def test_fp8_is_left_alone_where_recompute_takes_less_time(larger: Captured) -> 
 
 
 def test_what_integers_are_recomputed_from_is_never_in_fp8() -> None:
-    """By the numbers of a problem as by the graph."""
+    """The problem's numbers and the graph agree on the activations that integers are recomputed from."""
     weight = torch.nn.Parameter(torch.randn(64, 64))
 
     def routed(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cluster ids: what they are, that they are the same for the same, and ONNX Runtime's own beside them."""
+"""Cluster ids: their names, that equal clusters have equal ids, and ONNX Runtime's own ids beside them."""
 
 from collections import Counter
 
@@ -40,7 +40,7 @@ ROBERTA = {
     "MatMul+Mul+Add+Softmax+": 2,
     "MatMul+Transpose+Reshape+": 2,
 }
-# In fixed sizes too small for a row.
+# In fixed sizes these are too small for a row.
 SMALL = {"Gemm+LogSoftmax+", "Gemm+Tanh+", "LayerNormalization+Gather+Dropout+"}
 GPT2 = {
     "Dropout+": 4,
@@ -57,12 +57,12 @@ GPT2 = {
     "MatMul+Mul+Add+Softmax+": 2,
     "MatMul+Transpose+Reshape+": 2,
 }
-# Of whole numbers: positions and labels, some of them in other ways than ONNX Runtime's exporter.
+# Operators on integers: positions and labels, some of them computed differently than by ONNX Runtime's exporter.
 INDICES = ("Range", "CumSum", "GatherElements", "Pad", "Slice")
 
 
 def ids(captured: Captured) -> dict[str, int]:
-    """How many candidates of recompute each id has, without those that compute indices."""
+    """Returns the number of recompute candidates of each id, without those that compute indices."""
     counts = Counter(c.cluster_id for c in captured.candidates if c.chain is not None)
     return {name: count for name, count in counts.items() if not set(operators(name)) & set(INDICES)}
 
@@ -80,7 +80,7 @@ def test_the_same_layer_has_the_same_ids(roberta, gpt2, albert):
         layers = sorted({candidate.activation.layer for candidate in captured.candidates} - {""})
         assert len(layers) == 2
         for row, candidates in captured.rows.items():
-            # What leaves a layer is named by who reads it, too: the next layer, or the head.
+            # An activation that leaves a layer is also named by its reader: the next layer, or the head.
             activations = [candidate.activation for candidate in candidates]
             inside = [activation.layer for activation in activations if not activation.leaves_layer]
             counts = [inside.count(layer) for layer in layers]
@@ -124,7 +124,7 @@ def test_operators_that_only_lay_out_have_one_name_in_both_engines():
             assert set(operators(name)) <= known | {"Add", "Mul", "Relu", "Transpose"}, name
 
 
-# Rows of ONNX Runtime's table without one here, with the reason.
+# Rows of ONNX Runtime's table without a counterpart here, with the reason.
 NOT_HERE = {
     "Cast+Add+": "positions are made in whole numbers",
     "Range+Unsqueeze+": "positions begin with the length of a cache, which is 0",
@@ -171,7 +171,7 @@ def test_every_id_of_onnx_runtime_is_known_here(ort_rows, roberta, gpt2):
 def test_the_same_id_occurs_as_often_in_both_engines(ort_rows, roberta, gpt2):
     name, rows = ort_rows
     here = ids(gpt2 if name == "gpt2" else roberta)
-    # A dropout and its mask are one node there, and norms of inputs of other operators are views of their own.
+    # A dropout and its mask are one node there, and norms of other operators' inputs are separate views.
     same = (rows.keys() & here.keys()) - {"Dropout+", "LayerNormalization+"}
     assert len(same) >= 4
     assert {one: rows[one] for one in same} == {one: here[one] for one in same}

@@ -1,4 +1,4 @@
-"""A plan by name saves nothing that depends on frozen weights, buffers and constants alone."""
+"""A plan by name saves nothing that depends only on frozen weights, buffers and constants."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ WIDTH, LENGTH, PLANS = 64, 48, ("Gelu+Cast+:1:-1", "level 1", "level 2")
 
 
 class Block(torch.nn.Module):
-    """A frozen projection with a trainable one of low rank, scores with a mask, an activation."""
+    """A frozen projection with a trainable low-rank one, scores with a mask, and an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.shape[1])
         distances = -(places[:, None] - places).abs().float().exp2().reciprocal()
-        # As many operations as one on the activations.
+        # Takes as many operations as a product of activations.
         product = self.factors[0] @ self.factors[1]
         noise = torch.rand(x.shape[1], WIDTH)
         scores = (x @ x.transpose(-1, -2) * distances).softmax(-1)
@@ -64,12 +64,12 @@ def adapted() -> Captured:
 
 
 def constants(captured: Captured) -> list[torch.fx.Node]:
-    """Saved activations that are constants."""
+    """Returns the roots of saved activations that are constants."""
     return [one.root for one in captured.activations if one.root in captured.graph.constants]
 
 
 def test_casts_of_frozen_weights_and_masks_are_constants(adapted):
-    # A mask and a weight in each layer, and the weight of the head, which is outside of all.
+    # A mask and a weight in each layer, and the weight of the head, which is outside all layers.
     assert sorted(map(operator_name, constants(adapted))) == ["_to_copy"] * 3 + ["neg"] * 2
     assert {"mm", "rand"} <= {operator_name(one.root) for one in adapted.activations}
 

@@ -1,4 +1,4 @@
-"""Forward and backward run exactly what the plan says, in its order, and nothing random twice."""
+"""Forward and backward run exactly what the plan says, in its order, and no random operator twice."""
 
 import random
 from collections import Counter
@@ -31,19 +31,19 @@ def by_name(captured: Captured) -> dict:
 
 
 def is_noted(node: fx.Node) -> bool:
-    """True for what is small and saved under every plan."""
+    """True if a node is small and saved under every plan."""
     return is_statistic(node) or is_generator_state(node)
 
 
 def check(captured: Captured, parts: Parts) -> None:
-    """The plan's activations are recomputed by their own operators, constants too; every other one is saved, once."""
+    """Check that the plan's activations and constants are recomputed by their own operators, all others saved once."""
     joint, nodes = captured.joint, by_name(captured)
     chosen = {candidate.activation.root.name: candidate.chain for candidate in parts.graph.choice.recomputed}
     saved = [root(node).name for node in parts.saved_for_backward if is_tensor(node)]
     constants = {node.name for node in captured.graph.constants}
     expected = {activation.root.name for activation in captured.activations} - constants - set(chosen)
     extra = set(saved) - expected
-    # In exchange: states of the generator.
+    # Generator states are saved instead.
     assert extra <= {node.name for chain in chosen.values() for node in chain.extra_saved}
     assert expected <= set(saved)
     assert len(saved) == len(set(saved)), "one storage twice"
@@ -52,7 +52,7 @@ def check(captured: Captured, parts: Parts) -> None:
     compute = [name for name in recomputed if not is_view(nodes[name]) and is_tensor(nodes[name])]
     allowed = {node.name for chain in chosen.values() for node in chain.nodes}
     allowed |= constants
-    # A view of a parameter or of a saved activation costs nothing and is no part of a plan.
+    # A view of a parameter or of a saved activation is free and not part of a plan.
     assert set(compute) <= allowed
     assert set(chosen) <= set(recomputed)
     assert len(recomputed) == len(set(recomputed)), "one operator twice"
@@ -80,7 +80,7 @@ def test_any_rows_together_are_recomputed_and_nothing_else(roberta, albert, seed
     taken = Counter(candidate.row for candidate in parts.graph.choice.candidates)
     asked = {config: 1 + index if index % 3 else captured.configs[config] for index, config in enumerate(chosen)}
     assert taken == {config: min(count, captured.configs[config]) for config, count in asked.items()}
-    # Several together reach further back: the chain of one leads through another.
+    # Several rows together reach further back: the chain of one leads through another.
     dropped = {candidate.activation.root.name for candidate in parts.graph.choice.recomputed}
     assert dropped <= set(parts.recomputed(captured.joint))
     assert not any(is_random(node) for node in parts.backward.graph.nodes)
@@ -121,7 +121,7 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
 
 @pytest.fixture(scope="module")
 def jamba() -> Captured:
-    """Its Mamba layer, a loop over tokens of which torch's own partition saves little, then one with attention."""
+    """Returns a Mamba layer with a token loop, of which torch's partition saves little, and an attention layer."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     others = {"num_experts": 1, "mamba_d_state": 8, "use_mamba_kernels": False, "use_cache": False}
     model, ids = ZOO["jamba"].build(**sizes, **others), torch.arange(1, 65).view(4, 16)
@@ -140,7 +140,7 @@ def test_no_level_has_a_higher_peak_than_no_plan(jamba, level):
     assert peak(parts) <= peak(jamba.split())
     choice = parts.graph.choice
     assert choice.why == f"level {level}, less what would raise the peak in model.layers.0"
-    # The other layer is recomputed as a level does.
+    # The other layer is recomputed as by a level.
     nodes = by_name(jamba)
     recomputed = {nodes[name] for name in parts.recomputed(jamba.joint)}
     inside = {one.root for one in jamba.activations if one.layer == "model.layers.1" and not one.leaves_layer}
@@ -172,7 +172,7 @@ def test_a_row_is_recomputed_just_before_it_is_read(roberta):
 
 
 def torchs_own(captured: Captured) -> Parts:
-    """Torch's own partition of the untouched joint graph."""
+    """Returns torch's own partition of the untouched joint graph."""
     given = {"num_fwd_outputs": captured.num_fwd_outputs, **captured.others}
     halves = partitioners.min_cut_rematerialization_partition(captured.copied(), captured.inputs, **given)
     dropout.take_drawn_masks(halves[0])
@@ -186,7 +186,7 @@ def computing(module: fx.GraphModule) -> list[tuple[str, object]]:
 def test_without_a_plan_the_halves_are_torchs_own(roberta, gpt2):
     for captured in (roberta, gpt2):
         expected, parts = torchs_own(captured), captured.split()
-        # Views that change nothing are gone, as they are where inductor partitions.
+        # Views without an effect are removed, as when inductor partitions.
         assert computing(parts.forward) == computing(expected.forward)
         assert computing(parts.backward) == computing(expected.backward)
         saved, torchs = (
@@ -210,7 +210,7 @@ def test_what_torch_recomputes_by_itself_is_known(roberta, gpt2):
         assert auto_recomputed <= set(expected.recomputed(captured.joint))
         assert not captured.split("level 1").graph.choice.auto_recomputed
         counts.append(len(auto_recomputed))
-    # Elementwise operators of an activation that is not one operator.
+    # Elementwise operators of an activation that consists of several operators.
     assert counts[1] >= 4
 
 

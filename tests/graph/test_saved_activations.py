@@ -1,4 +1,4 @@
-"""Saved activations of the analysis, against what autograd saves."""
+"""Saved activations found by the analysis, against those that autograd saves."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """The loss of two layers after an embedding whose weight is the head's too."""
+    """The loss of two layers after an embedding whose weight is tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ IDS = torch.arange(3 * 7).view(3, 7)
 
 
 def saved_by_autograd(function, *args) -> list[int]:
-    """Bytes of each storage that eager autograd saves, parameters and inputs left out."""
+    """Returns the bytes of each storage that eager autograd saves, without parameters and inputs."""
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,14 +82,14 @@ def made_by(captured: Captured, name: str) -> list:
 
 def test_saved_activations_are_the_storages_that_autograd_saves(stack):
     found = [int(activation.bytes.subs(stack.sizes)) for activation in stack.activations]
-    # Eager saves the total weight of the loss, one number, which the graph reads too. Each product in a layer copies
-    # the heads for itself; the graph has one copy.
+    # Eager saves the total weight of the loss, a scalar, which the graph reads too. Each product in a layer copies the
+    # heads for itself; the graph has one copy.
     copies = [IDS.numel() * 16 * 4] * 2
     assert sorted([*found, *copies]) == saved_by_autograd(Stack(), IDS)
 
 
 def test_a_real_models_saved_activations_are_the_storages_that_autograd_saves():
-    """Numbers of tokens by numbers of features; small ones, of masks and positions, differ."""
+    """Sizes of tokens times features are equal; small ones, of masks and positions, differ."""
     case = ZOO["gpt2"]
     batch = case.batch()
     model = case.build(use_cache=False)
@@ -121,7 +121,7 @@ def test_all_views_of_a_storage_are_one_saved_activation():
         return (y.t().sin() + y.sum() + y[:, 1:4].t().cos().sum()).sum()
 
     captured = capture(function, torch.randn(5, 5, requires_grad=True))
-    # The gradient of `exp` reads its output, the others a view of it each.
+    # The gradient of `exp` reads its output, the others each read a view of it.
     (activation,) = captured.activations
     assert [operator_name(read) for read in activation.reads] == ["detach", "t", "t"]
     assert all(is_view(read) for read in activation.reads)
@@ -145,7 +145,7 @@ def test_each_saved_activation_knows_its_module_and_layer(stack):
 
 
 class NotesItsInput(Stack):
-    """Sets an attribute in its forward; dynamo calls modules that are read after it by another name."""
+    """Sets an attribute in its forward; dynamo then renames the modules that are read after it."""
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.last = ids
@@ -160,7 +160,7 @@ def test_modules_of_a_model_that_changes_itself_have_their_paths():
 
 
 def test_every_operator_of_a_forward_comes_from_a_call(roberta, gpt2):
-    """Not from what torch would make of a model's numbers, which belongs to no module."""
+    """No operator is created by torch from a model's scalars, which would belong to no module."""
     for captured in (roberta, gpt2):
         assert [node for node in captured.joint.forward if node.meta.get("seq_nr") is None] == []
 
@@ -186,7 +186,7 @@ def mlp() -> torch.nn.Module:
 
 
 class Wrapped(torch.nn.Module):
-    """Lists without a known name, one after the other."""
+    """A model of lists without known names, run one after the other."""
 
     def __init__(self, **lists: torch.nn.Module) -> None:
         super().__init__()
@@ -209,20 +209,20 @@ def blocks(count: int = 2) -> list[torch.nn.Module]:
     [
         (Wrapped(net=torch.nn.Sequential(*blocks())), ["net.0", "net.1"]),
         (Wrapped(encoders=torch.nn.ModuleList(blocks())), ["encoders.0", "encoders.1"]),
-        # The list that repeats, not the one around it; a Sequential of something else is not alike.
+        # The repeating list counts, not the one around it; a Sequential of other modules is not equal to it.
         pytest.param(
             Wrapped(all=torch.nn.Sequential(torch.nn.Sequential(*blocks(3)), torch.nn.Sequential(torch.nn.Tanh()))),
             ["all.0.0", "all.0.1", "all.0.2"],
             marks=pytest.mark.nightly,
         ),
-        # Outermost: an MLP in a layer has none.
+        # Outermost: an MLP within a layer is not a layer.
         (Wrapped(net=torch.nn.Sequential(mlp(), mlp())), ["net.0", "net.1"]),
         pytest.param(
             Wrapped(net=torch.nn.Sequential(*blocks()), top=torch.nn.Sequential(torch.nn.Tanh())),
             ["net.0", "net.1"],
             marks=pytest.mark.nightly,
         ),
-        # A list with a known name is the only one.
+        # If a list has a known name, no other list counts.
         (Wrapped(stem=mlp(), layers=torch.nn.ModuleList(blocks())), ["layers.0", "layers.1"]),
         (Wrapped(stem=torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())), []),
     ],
@@ -231,7 +231,7 @@ def test_layers_are_the_items_of_the_outermost_list_that_repeats(model, layers):
     captured = capture(model.forward, torch.randn(3, 7, 16, requires_grad=True))
     assert sorted({activation.layer for activation in captured.activations} - {""}) == layers
     assert {layer_of(node) for node in captured.joint.backward} - {""} == set(layers)
-    # Copies have them as well.
+    # Recomputed copies have the layers, too.
     assert {layer_of(node) for node in captured.split("level 1").backward.graph.nodes} - {""} == set(layers)
 
 

@@ -1,4 +1,4 @@
-"""`simulate` of plain loops, against what torch's allocator is asked for when they run."""
+"""`simulate` of plain loops, against the requests to torch's allocator when they run."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS
 from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.engines.shared.registry import factory
 
-# Scalars, as step counts and the loss, and the states of generators.
+# Scalars, such as step counts and the loss, and generator states.
 _SLACK = 4096
 
 
@@ -92,7 +92,7 @@ def made(checkpoints: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, d
 
 
 def measured(step: Callable[..., Any], *args: Any) -> int:
-    """The most bytes that the second step asks for over what was there before."""
+    """Returns the most bytes that the second step requests in addition to the initial ones."""
     step(*args)
     return max(itertools.accumulate(kernels.cpu_allocations(lambda: step(*args)), initial=0))
 
@@ -150,7 +150,7 @@ def test_on_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert found.reserved >= found.peak >= max(found.phases.values())
     assert list(found.phases) == ["forward", "backward", "optimizer"]
     assert found.timeline.held[OPTIMIZER][0] == pytest.approx(2 * parameters, abs=_SLACK)
-    # All parameters are updated at a time, with copies of them.
+    # All parameters are updated at once, with copies of them.
     assert found.phases["optimizer"] > found.timeline.phases[0].held + parameters
     assert "train holds at its peak" in str(found)
     found.page(tmp_path / "step.html")
@@ -187,7 +187,7 @@ def test_methods_and_integers() -> None:
     [
         (lambda x: x.sum().item(), r"the value of a tensor is read .*test_simulate\.py:\d+, in <lambda>"),
         (lambda x: {}["loss"], r"cannot be run on tensors without data \(KeyError: 'loss', at .*test_simulate"),
-        # As a kernel of Triton's does, which would write there.
+        # Like a Triton kernel, which would write there.
         (
             lambda x: (x + 1).data_ptr(),
             r"cannot be run on tensors without data \(RuntimeError: .*pointer.*test_simulate",

@@ -1,4 +1,4 @@
-"""`simulate` of steps under autocast of a device that is not here, with gradient scalers and TorchScript."""
+"""`simulate` of steps under autocast for an absent device, with gradient scalers and TorchScript."""
 
 import contextlib
 import re
@@ -38,7 +38,7 @@ def step(model: nn.Module, x: torch.Tensor, context: Context = contextlib.nullco
 
 
 def peak(context: Context = contextlib.nullcontext) -> int:
-    """Without what libraries hold."""
+    """Returns the peak without the memory of libraries."""
     return optimum_memopt.simulate(step, net(), torch.ones(4096, 64), context).peak - DEVICES["H100"].libraries
 
 
@@ -181,7 +181,7 @@ def test_functions_with_casts_of_their_own() -> None:
 
 
 def test_cross_entropy_saves_what_it_is_given() -> None:
-    """On CUDA cross entropy keeps the logits' dtype for its softmax, which a CPU's autocast makes float32."""
+    """On CUDA, cross entropy keeps the logits' dtype for its softmax; a CPU's autocast makes it float32."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast("cuda", HALF):
@@ -196,7 +196,7 @@ def test_cross_entropy_saves_what_it_is_given() -> None:
 
 
 def test_a_trainer_has_outputs_in_float32() -> None:
-    """What `plan` predicts has a copy of the logits that accelerate makes, which autocast alone does not."""
+    """The prediction of `plan` includes accelerate's float32 copy of the logits, unlike autocast alone."""
     config = transformers.RobertaConfig(vocab_size=20000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     with torch.device("meta"):
         model = transformers.RobertaForMaskedLM(config).train()
@@ -228,7 +228,7 @@ _MACROS = {
 
 
 def listed(macro: str) -> list[str]:
-    """Operators of a list of torch's header."""
+    """Returns the operators of a list in torch's header."""
     header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
     if not header.is_file():
         pytest.skip("torch has no headers here")
@@ -238,7 +238,7 @@ def listed(macro: str) -> list[str]:
 
 @pytest.mark.parametrize("macro", _MACROS)
 def test_casts_are_those_of_torchs_header(macro: str) -> None:
-    """A CPU's own kernel stays only where it has the same policy."""
+    """Casts follow torch's header; a CPU's own kernel stays only if it has the same policy."""
     assert listed(macro)
     kernels = autocast._kernels()
     for name in listed(macro):
@@ -294,7 +294,7 @@ def test_a_gradient_scaler(is_given: bool, fused: bool) -> None:
 
 @torch.jit.script
 def clipped(x: torch.Tensor, most: int) -> torch.Tensor:
-    """As DeBERTa-v2's functions in transformers 5.17."""
+    """Clip large values like DeBERTa-v2's functions in transformers 5.17."""
     return torch.where(x > most, torch.tensor(most - 1).type_as(x), x)
 
 

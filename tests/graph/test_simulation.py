@@ -1,4 +1,4 @@
-"""The simulation against the timeline of the graphs that the same nodes to save are partitioned into."""
+"""The simulation against the timeline of the graphs partitioned for the same saved nodes."""
 
 import random
 
@@ -19,7 +19,7 @@ from tests.rotation import nightly
 
 
 def random_choice(problem: Problem, generator: random.Random) -> frozenset[int]:
-    """Any share of the saved activations and layer boundaries, and a few nodes that are neither."""
+    """Returns a random share of the saved activations and layer boundaries, and a few other nodes."""
     share = generator.random()
     roots = [
         node

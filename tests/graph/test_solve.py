@@ -1,4 +1,4 @@
-"""The solver against every subset of a small layer, and what it promises for any budget."""
+"""The solver against every subset of a small layer, and its guarantees for any budget."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ from tests.rotation import nightly
 
 
 class Block(torch.nn.Module):
-    """A layer of few saved activations of different sizes."""
+    """A layer with few saved activations of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ShiftedBlock(Block):
 
 
 class Spaced(Stack):
-    """With an operator between two layers, another one each time, as DeBERTa has for its relative positions."""
+    """Has a different operator between each two layers, as DeBERTa has for its relative positions."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -75,7 +75,7 @@ class MaskedBlock(Block):
 
 
 class Masked(Stack):
-    """With a mask that all layers read, sums of more bytes than what is added, and a head as large as logits."""
+    """Has a mask that all layers read, sums larger than their operands, and a head as large as logits."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -92,7 +92,7 @@ class Masked(Stack):
 
 
 class BiasedBlock(Block):
-    """Makes a bias of the mask, as torch does for its attention kernels."""
+    """Turns the mask into a bias, as torch does for its attention kernels."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         scores = x @ x.transpose(-1, -2)
@@ -120,7 +120,7 @@ def many_layers() -> Captured:
 
 
 def priced(captured: Captured, seed: int) -> Problem:
-    """With a price for each kind of operator: what costs as much as it saves, and what does not."""
+    """Returns a problem with a random price for each kind of operator, unrelated to the bytes that it saves."""
     generator = random.Random(seed)
     kinds: dict[str, float] = {}
     nodes = captured.joint.nodes
@@ -143,7 +143,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
     subsets = itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1))
     simulated = [simulate(problem, saved) for saved in {problem.closure(leaving.union(subset)) for subset in subsets}]
     solver = Solver(problem)
-    # At the lowest peak itself a plan may be 15% slower than the best.
+    # At the lowest peak itself, a plan may be 15% slower than the best one.
     for budget in budgets(solver, 12)[1:]:
         plan = solver.solve(budget)
         fitting = [solver.plan(subset).extra_seconds for subset in simulated if subset.peak <= budget]
@@ -162,7 +162,7 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
     assert plans[-1].extra_seconds == 0
     for plan in plans:
         assert simulate(problem, frozenset(plan.saved)).peak == plan.peak
-    # On another rank.
+    # The plan is the same on another rank.
     assert Solver(priced(request.getfixturevalue(name), 0)).solve(ladder[4]) == plans[4]
 
 
@@ -174,7 +174,7 @@ def test_plans_of_several_budgets_are_as_good_as_those_of_each(one_layer: Captur
     assert len(plans) == len(ladder) and solver.plans([solver.lowest.peak // 2]) == ()
     for plan in plans:
         assert simulate(problem, frozenset(plan.saved)).peak == plan.peak
-    # A single one may be a fifth better or worse: neither search is complete.
+    # A single plan may be a fifth better or worse: neither search is complete.
     alone = sum(solver.solve(budget, is_final=False).extra_seconds for budget in ladder)
     assert sum(min(plan.extra_seconds for plan in plans if plan.peak <= budget) for budget in ladder) <= 1.05 * alone
 
@@ -184,13 +184,13 @@ def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> 
     program, _ = dynamic_programs(blocks_of(problem))
     low, high = program.lowest().peak, program.everything.peak
     for budget in range(low, high, (high - low) // 8):
-        # No plan is far from where the dynamic program expects it.
+        # No plan's peak is far from the dynamic program's estimate.
         assert program.simulate(program.choose(budget)).peak <= budget * 1.01
 
 
 @pytest.fixture(scope="module")
 def masked() -> Problem:
-    """Where products take a hundred times as long as all else."""
+    """Returns a problem in which products take a hundred times as long as all else."""
     captured = capture(Masked(4).forward, IDS, dynamic=False)
     kinds = [str(node.target) for node in captured.joint.nodes]
     return problem_of(captured.graph, [1e-3 if "mm" in kind else 1e-5 for kind in kinds])
@@ -211,7 +211,7 @@ def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> N
 
 
 def test_a_fill_that_is_inlined_is_saved_by_no_plan() -> None:
-    """It is held nowhere, and takes memory only where the forward returns it."""
+    """An inlined fill is stored nowhere, and takes memory only if the forward returns it."""
     captured = capture(Biased(4).forward, IDS, dynamic=False)
     saved = {activation.root for activation in captured.activations}
     graph = replace(captured.graph, inlined=inlined(captured.graph.joint, captured.graph.size_hints, saved))
@@ -225,18 +225,18 @@ def test_a_fill_that_is_inlined_is_saved_by_no_plan() -> None:
 
 @pytest.fixture(scope="module")
 def chain() -> Captured:
-    """Eight layers of one operator each, and the gradients of their weights."""
+    """Returns eight layers with one operator each, and the gradients of their weights."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
     return capture(lambda x: model(x).square().sum(), torch.randn(400, 16), dynamic=False)
 
 
 @pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7), ("many_layers", 1)])
 def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: pytest.FixtureRequest) -> None:
-    """So that no smaller batch is advised than what fits, and every budget on the curve can be had."""
+    """No smaller batch is advised than the one that fits, and every budget on the curve is feasible."""
     problem = priced(request.getfixturevalue(name), 1)
     solver = Solver(problem)
     lowest = solver.lowest.peak
-    # Below that of blocks, each of which is recomputed from what leaves the one before.
+    # Below the lowest peak of blocks, each of which is recomputed from the output of the previous one.
     programs = dynamic_programs(blocks_of(problem))
     assert lowest <= share * min(program.lowest().peak for program in programs)
     assert solver.solve(lowest).peak == lowest

@@ -1,4 +1,4 @@
-"""A step's memory by category: operator by operator the sums are those of the prediction."""
+"""A step's memory by category: for each operator, the sums equal the prediction."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ ALWAYS = 1000 + 24 + 30 + 2000 + 5000
 
 
 def predicted(captured, asked):
-    """The prediction of the graph alone, and its step."""
+    """Returns the prediction of the graph alone, and its step."""
     events = captured.split(asked).graph.timeline.at(captured.sizes)
     return prediction_of(events), compose(Tape.of_one(), [events])
 

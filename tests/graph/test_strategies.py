@@ -10,7 +10,7 @@ from optimum_memopt.plans.grammar import Strategy
 
 
 class Halve(offload.Offload):
-    """Saves every activation in half the bytes."""
+    """Saves every activation in half its bytes."""
 
     def __init__(self) -> None:
         self.rewritten: list[Candidate] = []
@@ -48,7 +48,7 @@ def test_offload_saves_memory_of_accelerators_only(device_type, saves):
 
 
 def test_nothing_but_the_strategy_knows_how_it_saves(monkeypatch, roberta):
-    """Another strategy in the place of offload: its candidates, its rewrite, its bytes and note in the table."""
+    """Another strategy in place of offload brings its own candidates, rewrite, bytes and note in the table."""
     halve = Halve()
     monkeypatch.setattr(strategies, "_strategies", [strategy_of(Strategy.RECOMPUTE), halve])
     graph = roberta.split("Gelu+:3:-1,Dropout+:1:-1").graph

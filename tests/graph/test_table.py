@@ -53,13 +53,13 @@ def test_what_is_on_is_shown_with_what_it_saves(roberta):
     assert (gelu.requested_count, gelu.applied_count, gelu.frequency) == (1, 1, 2)
     assert gelu.applied_saving_bytes * 2 == gelu.saving_bytes
     assert (dropout.requested_count, dropout.applied_count) == (-1, 6)
-    assert dropout.note == "asked for as BiasDropout+"
+    assert dropout.note == "requested as BiasDropout+"
     assert {plan.config for plan in table.enabled} == {"Gelu+:1:-1", "Dropout+:1:-1"}
     assert table.claimed_saving_bytes == gelu.applied_saving_bytes + dropout.saving_bytes
 
 
 def test_a_claimed_saving_is_no_longer_saved_for_backward(gpt2):
-    """A claim is the difference of what is saved for the backward, but for the generator's states of masks."""
+    """A claim is the difference in bytes saved for the backward, except for the generator states of masks."""
     nothing = gpt2.split("Dropout+:1:0").graph.prediction.saved_bytes
     for plan in table_of(gpt2.split()).plans[:10]:
         less = nothing - gpt2.split(plan.config).graph.prediction.saved_bytes

@@ -1,4 +1,4 @@
-"""The graphs of a forward as one problem, against the composition of each graph's own events."""
+"""The graphs of a forward as one problem, against the composition of each graph's events."""
 
 import random
 from dataclasses import replace
@@ -27,9 +27,9 @@ from tests.graph.test_simulation import random_choice
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
-# Encoder states that all layers of a decoder read, position terms that are shared, a loss of its own.
+# Encoder states that all decoder layers read, shared position terms, a loss of its own.
 MODELS = ["roberta-mlm", "llama", "deberta-v2-mlm", "t5", "gpt2"]
-# The first block of a T5 has position terms, which no other one has.
+# Only the first block of a T5 has position terms.
 _CHANGES = {"t5": {"num_layers": 3, "num_decoder_layers": 3}}
 
 
@@ -47,7 +47,7 @@ def captured(name: str, *sizes: int, ranks: int = 1, only_layers: bool = False, 
 
 
 def around_leafs(name: str, forward: CapturedForward) -> CapturedForward:
-    """A forward of layers as it runs under ZeRO 3 on 8 ranks, which release each layer after its use."""
+    """Returns a layered forward as under ZeRO 3 on 8 ranks, which release each layer after its use."""
     case = ZOO[name]
     model = case.build(**_CHANGES.get(name, {}))
     parameters = {
@@ -75,11 +75,11 @@ def test_every_choice_of_every_run_is_simulated_to_the_byte(name: str, around: s
     forward = around_leafs(name, forward) if is_leaf else forward
     tape = forward.tape
     if is_leaf and name == "deberta-v2-mlm":
-        # Its encoder reads a parameter of a module that it does not call, which DeepSpeed gathers then.
+        # Its encoder reads a parameter of a module that it does not call; DeepSpeed gathers it at that point.
         with pytest.raises(MemOptError, match="outside of the layers of .* cannot be run on tensors without data"):
             tape.collectives([()] * len(tape.calls))
         return
-    # Under ZeRO 3 the gradient of the last layer is held from the loss on.
+    # Under ZeRO 3, the gradient of the last layer is held from the loss on.
     assert_simulated(forward, 0.05 if is_leaf else 0.0)
 
 
@@ -104,15 +104,15 @@ def test_outputs_that_a_loop_holds_are_simulated_to_the_byte(name: str, held: He
     problem = holding.problem(holding.first)
     everything = [each.closure(each.activations) for each in problem.runs]
     more = (simulate(each.problem, each.of_all(everything)).saved_bytes for each in (problem, dropped))
-    # Some are saved anyway, as what a T5's encoder returns.
+    # Some outputs are saved anyway, such as those of a T5's encoder.
     more_bytes = next(more) - next(more)
     assert 0 < more_bytes <= problem.outputs if held.until else problem.outputs == 0
-    # Without copies the forward returns as much.
+    # Without copies, the forward returns equally many bytes.
     assert held.until or (more_bytes > 0) == bool(held.left)
 
 
 def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int = 0) -> None:
-    """The problem has each choice's bytes; its peak may be higher by a share of it, or by bytes."""
+    """Assert each choice's bytes in the problem; its peak may be higher by a share (`most`) plus `at_most` bytes."""
     tape, forward = captured.tape, captured.problem(captured.first)
     generator = random.Random(0)
     everything = [problem.closure(problem.activations) for problem in forward.runs]
@@ -134,7 +134,7 @@ def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int 
 
 
 class Between(torch.nn.Module):
-    """Operators that no graph holds run between two graphs and behind the last one, and save what they read."""
+    """Eager operators between two graphs and after the last one save their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Between(torch.nn.Module):
 
 
 class Behind(torch.nn.Module):
-    """The loss behind its only graph saves more than all of that."""
+    """The eager loss after the only graph saves more than the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,13 +176,13 @@ def test_what_runs_outside_of_graphs_is_simulated(model: type[torch.nn.Module]) 
     last = len(forward.tape.calls) - 1
     assert (last > 0) == (model is Between)
     assert {operator.call for operator in forward.tape.outside} >= {0, last}
-    # The loss's gradient.
+    # The gradient of the loss.
     assert_simulated(forward, at_most=4)
 
 
 @pytest.mark.nightly
 def test_layers_use_what_a_gradient_of_embeddings_leaves_them() -> None:
-    """Where nothing is left beside that gradient, and layers share what the search for one of them does not see."""
+    """No memory is left beside that gradient; layers share memory that a search for a single layer does not see."""
     forward = captured("llama", 32, 48, num_hidden_layers=5)
     solver = ForwardSolver(forward.problem(forward.first))
     plan = solver.cheapest(solver.lowest)

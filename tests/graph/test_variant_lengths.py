@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.solver.solver import (
 from optimum_memopt.training.batches import batch_lengths
 from tests.captured import Captured
 
-# Nothing up to 32 tokens, then more and more.
+# No extra time up to 32 tokens, then more and more.
 SHARES = {16: 0.0, 32: 0.0, 64: 0.1, 96: 0.2, 128: 0.4}
 
 
@@ -46,7 +46,7 @@ def test_no_other_lengths_save_more(seed: int, most: int) -> None:
     assert len(found) <= most and list(found) == sorted(found)
     own = expected_extra(Counter(batches), SHARES, (*found, 128))
     for option in itertools.chain.from_iterable(itertools.combinations(SHARES, count) for count in range(most + 1)):
-        # One more is chosen where it is worth a compile.
+        # One more length is chosen only if it is worth a compile.
         assert own - expected_extra(Counter(batches), SHARES, (*option, 128)) < 0.005 + 1e-12
 
 
@@ -63,7 +63,7 @@ def test_the_lengths_of_batches_are_those_of_the_order() -> None:
     at_random, grouped = (batch_lengths(many, 16, strategy) for strategy in ("random", "group_by_length"))
     assert len(at_random) == len(grouped) == 256
     assert max(at_random) == max(grouped) == many.max()
-    # The mean is near the middle, and near the maximum of 16.
+    # Grouped, the mean length is near the middle; at random, near the maximum of 16 rows.
     assert np.mean(grouped) < 115 and np.mean(at_random) > 175
     assert at_random == batch_lengths(many, 16, "random")
 
@@ -84,7 +84,7 @@ def test_shorter_batches_take_less_and_each_of_them_what_a_solver_finds(roberta:
     shares = list(extra.shares.values())
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == plan.extra_seconds / plan.seconds > 0
     for length, share in [*extra.shares.items()][1::3]:
-        # That of the next longer one that was solved for.
+        # The share is that of the next longer length that was solved for.
         assert Solver(shorter(length)).solve(allowed).extra_seconds / plan.seconds <= share + 1e-9
     free = max(length for length, share in extra.shares.items() if not share)
     assert Solver(shorter(free)).everything.peak <= allowed

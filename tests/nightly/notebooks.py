@@ -11,9 +11,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
 def values_of(name: str) -> list[Any]:
-    """The value of the last expression of each code cell, None where its last line is none."""
+    """Returns the value of each code cell's last expression; None if its last line is none."""
     cells = json.loads((FOLDER / name).read_text(encoding="utf-8"))["cells"]
-    # dynamo looks for the names of a function in its module.
+    # dynamo looks up a function's names in its module.
     module = types.ModuleType("notebook_cells")
     sys.modules[module.__name__] = module
     try:
@@ -23,7 +23,7 @@ def values_of(name: str) -> list[Any]:
 
 
 def run(source: str, names: dict[str, Any]) -> Any:
-    """One cell, among the names of those before it."""
+    """Run one cell with the names of earlier cells; returns its last expression's value."""
     *statements, last = ast.parse(source).body
     if not isinstance(last, ast.Expr):
         statements, value = [*statements, last], None

@@ -14,7 +14,7 @@ from loss_worker import PLAIN
 
 
 def test_budget_baselines(tmp_path):
-    """Peaks of checkpointing are between level 1's and none, and the solver is nowhere slower than a baseline."""
+    """Peaks of checkpointing are between level 1 and no plan, and the solver is never slower than a baseline."""
     saved = {}
     budget_baselines.run(saved, lambda: None, argparse.Namespace(quick=True))
     compared = {one["name"]: Compared(**one) for one in saved["RoBERTa-base"]["compared"]}
@@ -62,7 +62,7 @@ def test_loss(tmp_path):
 
 
 def test_gpu_checks_need_no_more_than_torch_transformers_and_accelerate():
-    """Without optimum, scipy, ONNX Runtime and the plots' matplotlib, from a checkout that is not installed."""
+    """The checks run from a checkout that is not installed, without optimum, scipy, ONNX Runtime and matplotlib."""
     script = """
 import sys
 for absent in ("matplotlib", "onnxruntime", "optimum", "peft", "scipy"):

@@ -1,4 +1,4 @@
-"""Scripts under a memory limit: from the traceback to a run that trains, by the flag that the report recommends."""
+"""Scripts under a memory limit: from the traceback to a run that trains with the flag that the report recommends."""
 
 import json
 import os
@@ -64,7 +64,7 @@ trainer.train()
 FLAGS = (
     "--use_cpu --report_to none --save_strategy no --disable_tqdm true --max_steps 2 --per_device_train_batch_size 128"
 )
-# Of 900 and more that the steps take.
+# The steps take more than 900 MiB.
 MIB = 640
 
 
@@ -84,7 +84,7 @@ def test_the_recommended_flag_gets_the_script_to_train(tmp_path, name):
     report = json.loads((tmp_path / "run" / "memory_report.json").read_text())
     recommended = report["suggestions"][0]["flags"]
     assert f"  {recommended}\n" in failed.stderr
-    # Of a flag that is given twice the last counts.
+    # If a flag is given twice, the last one counts.
     trained = run(script, f"{FLAGS} {recommended}", tmp_path / "run")
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert "train_loss" in trained.stdout

@@ -1,4 +1,4 @@
-"""Models that need the patches of `ort/compat`, trained one step without the engine."""
+"""Models that need the patches of `ort/compat`, trained for one step without the engine."""
 
 import torch
 
@@ -34,7 +34,7 @@ class Image(torch.nn.Module):
 
 
 class Twice(torch.autograd.Function):
-    """Its gradient tells that its backward was taken."""
+    """A function whose gradient shows that its own backward ran."""
 
     @staticmethod
     def forward(ctx, x):

@@ -15,7 +15,7 @@ from tests.ort.helpers import Attach, Pair, environment_variables
 
 @pytest.fixture
 def attach() -> Iterator[Attach]:
-    """Attaches an engine, without the fallback, and detaches it after the test."""
+    """Yields a function that attaches an engine without fallback; all engines are detached after the test."""
     from optimum_memopt.engines.ort.engine import OrtEngine
 
     engines = []
@@ -33,7 +33,7 @@ def attach() -> Iterator[Attach]:
 
 @pytest.fixture
 def pair(attach: Attach) -> Pair:
-    """Attaches an engine to a model of which it makes a plain copy before."""
+    """Returns a function that copies a model and then attaches an engine to it."""
 
     def pair(model: torch.nn.Module, *args: Any, **options: Any) -> tuple[Any, Any, Any]:
         plain = copy.deepcopy(model)
@@ -52,8 +52,8 @@ def lines() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def environment_with_extensions() -> dict[str, str]:
-    """The environment of a process that finds the built extensions: those of the named cache, else of the user's own,
-    where they are built if need be."""
+    """Returns the environment of a process that finds the built extensions, either in the named cache or in the user's
+    own, where they are built if missing."""
     if not installation.onnxruntime_dir():
         pytest.skip("no onnxruntime-training")
     with pytest.MonkeyPatch.context() as environment:
@@ -76,6 +76,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_cuda(monkeypatch: pytest.MonkeyPatch, clean_environment: None) -> None:
-    """A machine with a GPU, its build of onnxruntime-training and the built extensions, as far as arguments tell."""
+    """Fake a machine with a GPU, the CUDA build of onnxruntime-training and the built extensions."""
     monkeypatch.setattr(installation, "cuda_missing", lambda: "")
     monkeypatch.setattr(extensions, "find", lambda: {})

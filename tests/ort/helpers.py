@@ -34,7 +34,7 @@ needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training"
 
 
 def train(name: str, selection: Selection) -> "OrtEngine":
-    """One step of a model of the zoo; the engine stays attached."""
+    """Run one step of a model of the zoo; the engine stays attached."""
     from optimum_memopt.engines.ort.engine import OrtEngine
     from optimum_memopt.engines.ort.options import OrtOptions
 
@@ -68,13 +68,13 @@ def count_lines(lines: Sequence[str], text: str) -> int:
 
 
 def inputs(case: Any, length: int = 12, **changes: Any) -> dict[str, Any]:
-    """A batch with some of its entries replaced, or left out where the replacement is None."""
+    """Returns a batch with some entries replaced, or left out if the replacement is None."""
     batch = {**case.batch(4, length), **changes}
     return {name: value for name, value in batch.items() if value is not None}
 
 
 def assert_same_outputs(model: torch.nn.Module, plain: torch.nn.Module, batch: dict[str, Any]) -> None:
-    """One backward through the logits, and through the loss where there is one."""
+    """Assert equal outputs and gradients after a backward through the logits, and through the loss if any."""
     results = []
     for trained in (model, plain):
         trained.zero_grad(set_to_none=True)
@@ -96,7 +96,7 @@ def freeze(model: torch.nn.Module) -> None:
 
 
 class Tagger(torch.nn.Module):
-    """Has what the compute optimizer looks for: a loss module and labels that are mostly ignored."""
+    """Matches the compute optimizer's pattern: a loss module, and labels that are mostly ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def python(
     """Run Python with these arguments; the process can import the tests.
 
     Args:
-        environment: of the process, by default this one's.
-        options: of `subprocess.run`.
+        environment: environment of the process, by default this one's.
+        options: options of `subprocess.run`.
     """
     variables = dict(os.environ if environment is None else environment)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT))))
@@ -132,11 +132,11 @@ def run_script(
     cwd: Path | None = None,
     run: Callable[..., subprocess.CompletedProcess[str]] = python,
 ) -> str:
-    """The output of a file of `scripts/`, which must exit with 0.
+    """Returns the output of a file of `scripts/`, which must exit with 0.
 
     Args:
         launcher: arguments of Python before the script.
-        run: starts the process: `python`, or `fresh_process.run`.
+        run: function that starts the process: `python`, or `fresh_process.run`.
     """
     done = run(*launcher, SCRIPTS / name, *arguments, environment=environment, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Each patch is left out in a subprocess, which then fails in the way that the patch is for."""
+"""A subprocess leaves out each patch, and must then fail with the error that the patch prevents."""
 
 import os
 
@@ -27,7 +27,7 @@ ortmodule.environment = lambda variables: environment(
     {name: value for name, value in variables.items() if name != "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD"}
 )
 """
-# Applies the patch and then restores one of the things that it changed.
+# Applies the patch and then restores one of its changes.
 WITHOUT_ATEN = """
 run = ortmodule._run_without_extensions
 def run_but_load_aten():
@@ -98,7 +98,7 @@ BREAKS = {
 
 
 def run(tmp_path, body, first_on_path=""):
-    """Exit code and what was printed and logged in a process without the built extensions."""
+    """Returns the exit code and the output of a process without the built extensions."""
     environment = {**os.environ, "OPTIMUM_MEMOPT_CACHE": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first_on_path), os.environ.get("PYTHONPATH"))))
     done = fresh_process.run("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120)
@@ -111,7 +111,7 @@ def succeed(tmp_path, body, **options):
     return output
 
 
-# That each patch is still needed; whether they do their work, the tests below say.
+# Each patch is still needed; the tests below check that the patches work.
 @pytest.mark.parametrize("without, message", nightly(BREAKS.values(), but=[BREAKS["jit_utils"]]), ids=BREAKS)
 def test_what_breaks_without_the_patch(tmp_path, without, message):
     if "NVTX" in message and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Loading ONNX Runtime's CUDA provider, with libraries made for it."""
+"""Loading ONNX Runtime's CUDA provider, with libraries built for these tests."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 
 
 def make(path: Path, needs: Path | None = None) -> Path:
-    """A library; what it needs is looked for by name alone."""
+    """Build a library; its dependency is recorded by name only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = ["-shared", "-x", "c", "/dev/null", "-o", str(path), f"-Wl,-soname,{path.name}"]
     others = ["-x", "none", "-Wl,--no-as-needed", str(needs)] if needs is not None else []
@@ -26,7 +26,7 @@ def make(path: Path, needs: Path | None = None) -> Path:
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder of installed packages: a provider that needs cuBLAS, which needs cuBLASLt."""
+    """Yields a folder of installed packages: a provider that needs cuBLAS, which needs cuBLASLt."""
     libraries = tmp_path / "nvidia/cublas/lib"
     light = make(libraries / "libcublasLt.so.11")
     make(tmp_path / PROVIDER, make(libraries / "libcublas.so.11", light))
@@ -38,7 +38,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def missing_in_a_fresh_process(packages: Path) -> str:
-    """A library that is loaded stays loaded."""
+    """Returns the missing library, found in a fresh process because a loaded library stays loaded."""
     script = f"""
 import pathlib, site
 from optimum_memopt.engines.ort.compat import installation
@@ -73,6 +73,6 @@ def test_other_errors_name_no_library():
 
 
 def test_without_a_provider_nothing_is_missing(monkeypatch):
-    """As with the CPU build, which the tests have."""
+    """The CPU build, which the tests use, misses no library."""
     installation.missing_library.cache_clear()
     assert installation.missing() == ""

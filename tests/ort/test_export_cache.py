@@ -1,4 +1,4 @@
-"""A cached graph is used for the model, and the inputs, that it was exported from, and for no other."""
+"""A cached graph is used only for the model and the inputs that it was exported from."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 class Scaled(torch.nn.Module):
-    """Two constants that no config knows: a number and a tensor that is not a buffer."""
+    """Has two constants that no config contains: a number and a tensor that is not a buffer."""
 
     def __init__(self, scale: float = 1.0, offset: float = 0.0, function: Callable[..., Any] = torch.tanh) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_a_file_is_refused_when_the_run_is_set_up(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for folder in (file, file / "below"):
-        with pytest.raises(MemOptError, match=f"^--ort_cache_dir {folder}: {file} is a file; name a folder$"):
+        with pytest.raises(MemOptError, match=f"^--ort_cache_dir {folder}: {file} is a file; give a folder$"):
             optimum_memopt.MemOptOptions(ort_cache_dir=str(folder)).check()
 
 
@@ -156,7 +156,7 @@ class _Doubled(torch.autograd.Function):
 
 
 def test_what_has_no_value_in_the_graph_is_not_kept(attach: Attach, tmp_path: Path, lines: list[str]) -> None:
-    """Functions are exported by their address in this process (and without the torch extensions refused)."""
+    """A graph with a function's address in this process is not cached (and refused without the torch extensions)."""
     model = Scaled(function=_Doubled.apply)
     attach_with_cache(attach, model, tmp_path)
     with contextlib.suppress(UnsupportedModelError):
@@ -184,7 +184,7 @@ def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path
         plain = copy.deepcopy(model)
         engine = attach_with_cache(attach, model, tmp_path)
         if model.config.hidden_dropout_prob:
-            # With dropout the losses of two calls differ, those of a graph without it would not.
+            # With dropout, the losses of two calls differ; without dropout, a graph's losses would not.
             assert len({float(model(**batch).loss.detach()) for _ in range(3)}) == 3
         else:
             helpers.assert_same_outputs(model, plain, batch)

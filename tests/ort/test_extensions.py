@@ -1,4 +1,4 @@
-"""Finding, building and loading; the last tests build for real and train a model through what was built."""
+"""Finding, building and loading the extensions; the last tests really build them and train a model with them."""
 
 import os
 import subprocess

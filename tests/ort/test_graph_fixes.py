@@ -1,4 +1,4 @@
-"""Labels, ids, padding and gradients that ONNX Runtime handles in its own way."""
+"""Labels, ids, padding and gradients that ONNX Runtime handles differently."""
 
 import onnx
 import pytest
@@ -23,7 +23,7 @@ def with_last(values, value):
 
 
 def refused_by_both(model, plain, batch):
-    """The line of the engine's error, where PyTorch raises one too."""
+    """Returns the line of the engine's error for a batch that PyTorch refuses, too."""
     with pytest.raises((IndexError, RuntimeError)):
         plain(**batch)
     with pytest.raises(IndexError) as error:
@@ -84,11 +84,11 @@ def test_an_index_out_of_range_is_an_index_error_at_every_step(attach, pair, cas
             assert_same_step(model, plain, case.batch(3, 7))
             line = refused_by_both(model, plain, {**batch, name: with_last(batch[name], value)})
             if name == "position_ids" and "roberta" in case.config.lower():
-                # Which is read twice, by the position embeddings and by a buffer of token types.
-                assert "index out of range: " in line and f"holds {value}, allowed are 0 to {size - 1}" in line
+                # The positions are read twice, by the position embeddings and by a buffer of token types.
+                assert "index out of range: " in line and f"holds {value}, allowed: 0 to {size - 1}" in line
                 continue
             ignored = f" and {IGNORE}" if name == "labels" else ""
-            assert line == f"index out of range: {name} holds {value}, allowed are 0 to {size - 1}{ignored}"
+            assert line == f"index out of range: {name} holds {value}, allowed: 0 to {size - 1}{ignored}"
     assert_same_step(model, plain, batch)
 
 
@@ -107,11 +107,11 @@ def test_positions_that_the_model_makes_itself_are_checked(pair):
     model, plain, _ = pair(case.build())
     assert_same_step(model, plain, case.batch())
     line = refused_by_both(model, plain, case.batch(2, 65))
-    assert line == "index out of range: transformer.wpe holds 64, allowed are 0 to 63"
+    assert line == "index out of range: transformer.wpe holds 64, allowed: 0 to 63"
 
 
 def test_what_pytorch_accepts_is_not_refused(attach, pair):
-    """A label that the shift of a causal model drops, an answer behind the end, a negative index into a table."""
+    """A label that a causal shift drops, an answer beyond the end, and a negative index into a table are accepted."""
     case = ZOO["gpt2"]
     model, plain, _ = pair(case.build())
     batch = case.batch()
@@ -142,7 +142,7 @@ def test_what_pytorch_accepts_is_not_refused(attach, pair):
 
 
 class Losses(torch.nn.Module):
-    """Losses without cross_entropy in which PyTorch checks the labels."""
+    """Losses other than cross_entropy whose labels PyTorch checks."""
 
     def __init__(self, kind):
         super().__init__()
@@ -178,14 +178,14 @@ def test_a_batch_without_labels_has_pytorchs_loss(attach, pair, name, inside):
         assert losses.isnan().all()
         assert all(gradient is None or not gradient.any() for gradient in gradients.values())
     if name == "gpt2":
-        # With Trainer's count of the labels in all micro-batches the loss is a sum, and no labels add nothing.
+        # With Trainer's label count over all micro-batches, the loss is a sum, to which no labels add nothing.
         for trained in (model, plain):
             assert float(trained(**nothing, num_items_in_batch=torch.tensor(40)).loss.detach()) == 0
     assert_same_step(model, plain, batch)
 
 
 def test_without_the_checks_ids_and_labels_are_read_wherever_they_point(attach, monkeypatch):
-    """Fails when ONNX Runtime learns it, and they can go."""
+    """Fails once ONNX Runtime checks indices itself; the checks can then be removed."""
     monkeypatch.setattr(graph_fixes, "check_indices", lambda graph, module: {})
     case = ZOO["roberta-classification"]
     model = case.build()
@@ -199,13 +199,13 @@ def test_messages():
     checks = {"/_original_module/loss": IndexCheck("labels", None)}
     text = f"Name:'/_original_module/loss/index_range' Status Message: x\n{{1}}, requested shape:{{{2**40 + 8}}}"
     assert str(as_index_error(RuntimeError(text), checks)) == (
-        "index out of range: labels holds 7, allowed are 0 to the number of classes less 1"
+        "index out of range: labels holds 7, allowed: 0 to the number of classes minus 1"
     )
     assert as_index_error(RuntimeError("something else"), checks) is None
 
 
 def expanded_for_gradients(graph) -> list[bool]:
-    """For each GatherElementsGrad of indices that were expanded: whether that happens in the backward."""
+    """Returns, for each GatherElementsGrad with expanded indices, whether the backward expands them."""
     end = next(position for position, node in enumerate(graph.node) if node.op_type == "YieldOp")
     expanded = {node.output[0]: position for position, node in enumerate(graph.node) if node.op_type == "Expand"}
     gradients = [node for node in graph.node if node.op_type == "GatherElementsGrad"]
@@ -217,12 +217,12 @@ def test_indices_are_expanded_in_the_backward_and_gradients_are_those_of_torch(p
     for shape in ((4, 12), (3, 7)):
         assert_same_step(model, plain, ZOO["deberta-v2-mlm"].batch(*shape))
     in_backward = expanded_for_gradients(engine.graph)
-    # Both terms of the relative attention, in each of two layers.
+    # Both terms of the relative attention in each of two layers.
     assert len(in_backward) >= 4 and all(in_backward)
 
 
 def test_without_it_they_are_stashed(attach, monkeypatch):
-    """Fails when ONNX Runtime learns it, and this can go."""
+    """Fails once ONNX Runtime expands the indices in the backward itself; the fix can then be removed."""
     monkeypatch.setattr(graph_fixes, "expand_indices_in_backward", lambda graph: None)
     engine = attach(model := ZOO["deberta-v2-mlm"].build())
     model(**ZOO["deberta-v2-mlm"].batch()).loss.backward()
@@ -237,7 +237,7 @@ def test_other_graphs_are_left_alone():
 
 
 def test_a_padding_row_gets_no_gradient(pair: Pair) -> None:
-    """Without the extensions embeddings are a plain Gather, which does not know of it."""
+    """A padding row gets no gradient, although without the extensions embeddings are a plain Gather."""
     for name in ("roberta-mlm", "llama", "bart"):
         case = ZOO[name]
         model, plain, _ = pair(case.build(), Selection(level=1))
@@ -247,7 +247,7 @@ def test_a_padding_row_gets_no_gradient(pair: Pair) -> None:
 
 
 def test_ignored_labels_do_not_count(pair: Pair) -> None:
-    """ONNX Runtime skips padding and ignored labels in its own way; a batch of nothing but those is an edge of it."""
+    """ONNX Runtime skips padding and ignored labels in its own way; a batch of only those is an edge case."""
     model, plain, _ = pair(MLM.build(), Selection(level=1))
     batch = MLM.batch()
     assert_same_step(model, plain, batch)

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in the first forward leaves nothing behind, and the next forward is ONNX Runtime's again."""
+"""Ctrl-C anywhere in the first forward leaves nothing behind, and ONNX Runtime runs the next forward."""
 
 import copy
 import importlib
@@ -26,31 +26,31 @@ pytestmark = needs_ort
 
 CASE = ZOO["roberta-mlm"]
 PLAN = Selection(config=parse("Gelu+:1:-1"))
-# Methods of ORT's TrainingManager, in the order in which a first forward calls them.
+# Methods of ORT's TrainingManager, in the call order of a first forward.
 PLACES = ("_build_graph", "_create_execution_agent", "execution_session_run_forward")
 
 
 @pytest.fixture(autouse=True)
 def _interrupts_arrive() -> Iterator[None]:
-    """A run that was started in the background ignores SIGINT."""
+    """Restore the default handler, since a run started in the background ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module, OrtEngine]:
-    """A model, its copy, and the engine; temporary files go into the folder."""
+    """Returns a model, its copy and the engine; temporary files go into the folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     model = CASE.build()
     plain = copy.deepcopy(model)
-    # With the fallback on, as it is by default: it is what an interrupt must not end in.
+    # The fallback is on, as by default: an interrupt must not end in it.
     engine = OrtEngine(PLAN)
     engine.attach(model)
     return model, plain, engine
 
 
 def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sends this process the signal of Ctrl-C at that place; returns what ends it."""
+    """Send this process SIGINT at that place; returns a function that stops it."""
     if place == "export":
         layer = model.get_submodule("roberta.encoder.layer.1")
         return layer.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)).remove
@@ -77,7 +77,7 @@ def test_an_interrupted_first_forward(monkeypatch: Any, tmp_path: Path, place: s
         with pytest.raises(KeyboardInterrupt):
             model(**CASE.batch())
         end()
-        # torch makes a folder for itself.
+        # torch creates a folder of its own.
         assert [path for path in tmp_path.iterdir() if path.is_file()] == []
         assert engine.plans() is None
         assert (dict(os.environ), torch.onnx.export) == (variables, export)

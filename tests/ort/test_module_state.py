@@ -1,4 +1,4 @@
-"""Changes after the export are noticed; those that a graph cannot follow are refused."""
+"""Changes after the export are noticed; changes that a graph cannot follow are refused."""
 
 import copy
 import random
@@ -58,7 +58,7 @@ def test_changed_settings_of_modules_train_as_in_pytorch(attach, pair, rebuilds)
 
 
 def test_a_checkpoint_takes_no_new_graph(attach, rebuilds, tmp_path):
-    """It writes the class and the dtype of the model into its config, which a new model has not."""
+    """A checkpoint, which adds the model's class and dtype to its config, causes no re-export."""
     case = ZOO["roberta-mlm"]
     model = case.build()
     attach(model)
@@ -96,7 +96,7 @@ class Counting(torch.nn.Module):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("replaced buffer", "its forward writes to steps, which would not be updated, neither here nor in"),
+        ("replaced buffer", "its forward writes to steps, which would be updated neither here nor in"),
         ("buffer in place", "its forward writes to mean"),
         ("random", "draws from Python's random"),
         ("numpy", "draws from numpy.random"),

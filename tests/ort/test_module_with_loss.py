@@ -1,4 +1,4 @@
-"""The loss inside ONNX Runtime: the same training as with it outside, from the rows that have a label."""
+"""The loss inside ONNX Runtime: training is equal to that with the loss outside, and uses only labelled rows."""
 
 import copy
 import functools
@@ -33,19 +33,19 @@ Attached = Callable[..., OrtEngine]
 
 @pytest.fixture
 def attached(attach: Attach) -> Attached:
-    """Attaches an engine with the loss inside, fallback off, and detaches it after the test."""
+    """Returns a function that attaches an engine with the loss inside, without fallback, for the test's duration."""
     return functools.partial(attach, ort_module_with_loss=True)
 
 
 def sparse(batch: dict[str, torch.Tensor], part: float, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The batch with labels for this part of its tokens, never for the very first one."""
+    """Returns the batch with labels for this share of its tokens, never for the first token."""
     kept = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(seed)) < part
     kept.view(-1)[0] = False
     return {**batch, "labels": batch["labels"].where(kept, IGNORE)}
 
 
 def projected_rows(engine: OrtEngine) -> str:
-    """The operator that makes what the projection to the vocabulary reads."""
+    """Returns the operator that produces the input of the vocabulary projection."""
     graph = engine.graph
     producers = {output: node for node in graph.node for output in node.output}
     loss = next(node for node in graph.node if node.op_type in ("SoftmaxCrossEntropyLossInternal", "LogSoftmax"))
@@ -93,7 +93,7 @@ def test_the_same_step_under_plans(attached: Attached, plan: str | int) -> None:
     on = engine.plans().enabled
     assert {row.config for row in on} == {plan} if isinstance(plan, str) else len(on) > 2
     assert all(row.applied_count == row.frequency and row.saving_bytes for row in on)
-    # The head's own Gelu runs on all rows; what is left out are the logits, which no plan stashes.
+    # The head's own Gelu runs on all rows; only the logits are reduced, which no plan stashes.
     assert next(row for row in engine.plans().plans if row.config == "Gelu+:1:-1").frequency == 3
     assert all(row.saving_bytes is not None for row in engine.plans().plans), "a size that the table does not know"
 
@@ -142,7 +142,7 @@ def test_cross_entropy_comes_back_when_the_forward_fails(attached: Attached) -> 
 
 @pytest.mark.parametrize("name", nightly([MLM, "t5"], but=[MLM]))
 def test_labels_that_stop_fitting_are_refused(attached: Attached, name: str) -> None:
-    """The rows that are chosen would be there, and be those of other tokens."""
+    """Labels that stop fitting are refused: the selected rows would exist, but belong to other tokens."""
     case = ZOO[name]
     model = case.build()
     attached(model)

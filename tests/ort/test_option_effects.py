@@ -36,7 +36,7 @@ def test_switches_that_crash_upstream_train(option):
             torch.testing.assert_close(ours.grad, theirs.grad)
         sizes[value] = len(engine.graph.node)
         engine.detach()
-    # Without the torch extensions nothing marks embeddings; with them labels and compute shrink, see the last tests.
+    # Without the torch extensions nothing marks embeddings; with them, labels and compute shrink (see the last tests).
     assert (sizes[False] < sizes[None]) is (option != "ort_embedding_sparse_optimizer")
 
 
@@ -74,7 +74,7 @@ def test_skipped_checks_are_said_and_show_on_other_keyword_arguments(capfd):
         engine = optimize(model, ort_skip_check=policy)
         printed = capfd.readouterr().err
         assert (f"--ort_skip_check {policy}: from the second step on " in printed) is bool(policy)
-        assert ("other keyword arguments or dtypes than the first's are ignored" in printed) is bool(
+        assert ("changed keyword arguments or dtypes are ignored" in printed) is bool(
             policy and "BUILD_GRADIENT" in policy
         )
         accumulate(model, [without])
@@ -130,7 +130,7 @@ def test_what_this_build_of_onnxruntime_ignores_is_refused():
     from optimum_memopt.engines.ort.session.session import OrtSession
 
     before = environment_variables()
-    with pytest.raises(MemOptError, match="this build of ONNX Runtime does not do --ort_triton True; leave it out"):
+    with pytest.raises(MemOptError, match="this build of ONNX Runtime does not support --ort_triton True; leave"):
         OrtSession(Counting(), OrtOptions(ort_triton=True), Selection())
     assert environment_variables() == before
 
@@ -173,7 +173,7 @@ def test_two_ranks_with_managed_gradients_stay_bitwise_equal(environment_with_ex
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 def test_the_peak_is_lower_when_managed_gradients_accumulate(environment_with_extensions):
-    """128 MiB of parameters: without it a second set of gradients exists beside the first at the end of backward."""
+    """Management saves a second set of gradients at the end of the backward; the parameters have 128 MiB."""
     plain, managed = (
         float(run_script("grad_management_peak.py", case, environment=environment_with_extensions).split()[-1])
         for case in ("plain", "managed")

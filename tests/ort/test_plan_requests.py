@@ -50,7 +50,7 @@ def test_recipes_made_for_cuda_train_on_the_cpu(
     accumulate(model, [MLM.batch()])
     (plan,) = engine.plans().enabled
     assert (plan.config, plan.applied_count) == (applied, plan.frequency)
-    assert plan.note == f"asked for as {asked.split(':')[0]}"
+    assert plan.note == f"requested as {asked.split(':')[0]}"
     assert count_lines(lines, f"{asked} is {applied} on this provider") == 1
 
 

@@ -37,7 +37,7 @@ STEPS = 3
 
 
 def state() -> dict[str, Any]:
-    """Everything that the engine changes for the time of a call."""
+    """Returns all state that the engine changes during a call."""
     session = importlib.import_module(f"{ortmodule.ORTMODULE}._graph_transition_manager").GraphTransitionManager
     return {
         "environment": dict(os.environ),
@@ -73,7 +73,7 @@ def test_two_models_in_two_threads() -> None:
         finally:
             engine.detach()
 
-    # torch and scipy leave things of their own behind when they are first used.
+    # torch and scipy leave state of their own behind when they are first used.
     train("bert-mlm", together=False)
     before = state()
     threads = [threading.Thread(target=train, args=(name,)) for name in ("roberta-mlm", "gpt2")]
@@ -91,7 +91,7 @@ def test_an_arena_that_the_user_registered_stays():
 
     ortmodule.load()
     session.register_arena()
-    # To ORT a second registration is an error, whoever made the first.
+    # A second registration is an error in ORT, whoever made the first one.
     session.register_arena.cache_clear()
     session.register_arena()
     case = ZOO["roberta-mlm"]

@@ -1,4 +1,4 @@
-"""Recomputed dropout: ONNX Runtime draws the masks again, in the order of the forwards."""
+"""Recomputed dropout: ONNX Runtime redraws the masks in the order of the forwards."""
 
 import pytest
 import torch
@@ -22,9 +22,10 @@ def dropout_plans(attach: Attach) -> str:
 def step_with_dropout(
     attach: Attach, selection: Selection, unpaired: bool, move: torch.Tensor | None = None
 ) -> tuple[float, torch.Tensor]:
-    """Loss and gradient (as one vector) of the third step from one seed, after which the weights were moved.
+    """Returns the loss and the flat gradient of the third step from one seed, after the weights were moved.
 
-    unpaired: after each of the first two steps a forward without a backward, the guard put out of action.
+    Args:
+        unpaired: whether a forward without a backward follows each of the first two steps, with the guard disabled.
     """
     model = ROBERTA.build(seed=3, **DROPOUT)
     torch.manual_seed(11)
@@ -46,8 +47,8 @@ def step_with_dropout(
 
 
 def slope_error(attach: Attach, selection: Selection, unpaired: bool) -> float:
-    """Between the loss's slope along the gradient as two losses with the same dropout masks tell it, and the
-    gradient's own length: plain PyTorch draws other masks, so that only ORT itself can be compared with."""
+    """Returns the relative error of the gradient's norm against the loss's slope from two losses with the same masks:
+    plain PyTorch draws other masks, so ORT can only be compared with itself."""
     _, gradient = step_with_dropout(attach, selection, unpaired)
     step = gradient / gradient.norm() * 2e-3
     ahead, _ = step_with_dropout(attach, selection, unpaired, step)

@@ -17,7 +17,7 @@ pytestmark = needs_ort
 
 
 class Sorted(torch.nn.Module):
-    """aten::histc has no ONNX symbolic."""
+    """Uses aten::histc, which has no ONNX symbolic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_without_fallback_it_is_an_error_of_one_line(attach: Attach, capfd: pyte
         with pytest.raises(UnsupportedModelError, match="ONNX Runtime cannot train Sorted: .*histc") as caught:
             model(torch.rand(3, 4))
         assert "\n" not in str(caught.value)
-    # Nor is the graph printed that the exporter has failed at.
+    # The graph that the exporter failed on is not printed either.
     assert capfd.readouterr().out == ""
 
 
@@ -148,5 +148,5 @@ def test_second_backwards_and_second_derivatives():
     weight = model.classifier.out_proj.weight
     with pytest.raises(MemOptError, match="^backward with create_graph=True through ONNX Runtime"):
         torch.autograd.grad(model(**batch).loss, weight, create_graph=True)
-    # The refused one has left nothing behind.
+    # The refused backward leaves nothing behind.
     assert torch.autograd.grad(model(**batch).loss, weight)[0].abs().sum() > 0

@@ -51,7 +51,7 @@ def arguments(tmp_path_factory):
 
     def changed(name, value):
         args = copy.copy(made)
-        # Constructing with them has effects of its own: environment variables, checks of the hardware.
+        # Constructing arguments with these values has side effects: environment variables, hardware checks.
         setattr(args, name, value)
         return args
 

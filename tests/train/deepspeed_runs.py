@@ -1,8 +1,8 @@
-"""Runs under DeepSpeed, in a process of its own, since DeepSpeed stays in a process.
+"""Runs under DeepSpeed, in a separate process since DeepSpeed's state stays in a process.
 
     deepspeed_runs.py zero|offload FOLDER
 
-FOLDER gets `weights.pt`, what the training ended in, and `found.json`.
+Writes the trained weights to `weights.pt` and the results to `found.json` in FOLDER.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.trainer_runs import log_lines, make, weights
 
 NAME = "roberta-classification"
-# Nothing is torch's default, so that an argument which is not passed on shows.
+# No value is torch's default, so that an argument that is not passed on is noticed.
 TRAINING = {
     "max_steps": 20,
     "learning_rate": 3e-3,
@@ -47,7 +47,7 @@ def refused_under(config, name, folder):
 
 
 def zero(folder):
-    """Each config in a Trainer, and FP16_Optimizer on the optimizer that ZeRO makes."""
+    """Run each config in a Trainer, and apply FP16_Optimizer to the optimizer that ZeRO creates."""
     leave_out_shared_memory()
     unforced = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
     found = {
@@ -76,7 +76,7 @@ def zero(folder):
 
 
 def offload(folder):
-    """DeepSpeed's own Adam on the CPU, which it builds when it is first used."""
+    """Train with DeepSpeed's CPU Adam, which is built at its first use."""
     trainer = make(folder, NAME, deepspeed=OFFLOAD, memory_opt_optim="deepspeed_cpu_adam", **TRAINING)
     trainer.train()
     torch.save(weights(trainer.model), folder / "weights.pt")

@@ -1,8 +1,8 @@
-"""Runs that sample by complexity; as a script: those of two ranks.
+"""Runs that sample by complexity; as a script, runs on two ranks.
 
     sampling_runs.py FOLDER
 
-FOLDER gets `RANK.json`: by case the batches of a rank, those after a checkpoint, and what was logged.
+Writes `RANK.json` to FOLDER: by case a rank's batches, those after resuming from a checkpoint, and its log lines.
 """
 
 import json
@@ -26,7 +26,7 @@ CASES = {
 
 
 def recorded_run(folder, resume=None, **changes):
-    """Train two epochs over 45 rows of lengths 5 to 9; the rows of each batch that this rank has got, in order."""
+    """Train two epochs over 45 rows of lengths 5 to 9; returns the Trainer, this rank's batches and the log lines."""
     data = rows(NAME, 45)
     places = {id(row["input_ids"]): index for index, row in enumerate(data)}
     batches = []
@@ -35,7 +35,7 @@ def recorded_run(folder, resume=None, **changes):
         batches.append([places[id(example["input_ids"])] for example in examples])
         return collate(examples)
 
-    # A checkpoint in the middle of the second epoch.
+    # The checkpoint is in the middle of the second epoch.
     saving = {"save_strategy": "no"} if resume else {"save_strategy": "steps", "save_steps": 0.75}
     arguments = {"max_steps": -1, "num_train_epochs": 2, "seed": 3, **saving, **changes}
     with log_lines() as lines:

@@ -1,6 +1,6 @@
-"""Steps under FSDP2 on two ranks of gloo: `sharded_memory_runs.py FOUND.json NAME…`, of `test_sharded_memory.CASES`.
+"""Steps under FSDP2 on two gloo ranks: `sharded_memory_runs.py FOUND.json NAME…`, with `test_sharded_memory.CASES`.
 
-For each: bytes saved and held at most, as measured on the first rank and as predicted, and the table's header.
+Writes for each case the saved bytes and the peak, measured on the first rank and predicted, and the table's header.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def main(found: Path, names: list[str]) -> None:
         wanted = case.pop("plan", {})
         with sharded(**case, group=contextlib.nullcontext(mesh)) as model:
             engine = optimize(model, **ENGINE, **wanted)
-            # A thread of gloo may hold what it has moved a while longer.
+            # gloo's threads may hold transferred tensors a while longer.
             measured = min(measured_step(model, batch) for _ in range(STEPS))
             predicted = engine.predictor.saved(), engine.predictor.footprint().activations
             steps[name] = {"measured": measured, "predicted": predicted, "header": engine.plans().header[0]}

@@ -1,4 +1,4 @@
-"""`--memory_opt_batch auto`: a Trainer on the small model, and what it is refused with."""
+"""`--memory_opt_batch auto` in a Trainer on the small model, and when it is refused."""
 
 import copy
 
@@ -15,7 +15,7 @@ FREE = {**AUTO, "memory_opt_budget": "auto"}
 
 
 class Seen(TrainerCallback):
-    """Rows and lengths of the batches that the model is given, and the steps."""
+    """Records the rows of the model's batches, and counts the steps."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -46,7 +46,7 @@ def test_the_rows_of_an_optimizer_step_stay(tmp_path):
     assert size * accumulation == 12 and seen.steps == 2
     assert seen.batches[:2] == [size, size] and len(seen.batches) == 2 * accumulation
     (line,) = (line for line in lines if "memory_opt_batch" in line)
-    assert line.startswith(f"--memory_opt_batch auto: micro-batches of {size} rows, {accumulation} to each optimizer")
+    assert line.startswith(f"--memory_opt_batch auto: micro-batches of {size} rows, {accumulation} per optimizer")
     assert distance(weights(trainer.model), weights(plain.model)) < 1e-5
 
 
@@ -60,15 +60,15 @@ def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):
 
 @in_turn
 def test_what_cannot_be_chosen_for(tmp_path):
-    with pytest.raises(MemOptError, match="memory_opt_batch auto needs training data that can be read beforehand"):
+    with pytest.raises(MemOptError, match="memory_opt_batch auto needs training data that can be read before"):
         make(tmp_path, "small", train_dataset=Drawn(), **FREE)
     trainer = make(tmp_path, "small", memory_opt_budget="64MiB", **AUTO)
-    with pytest.raises(MemOptError, match="memory_opt_batch auto: a step with one row takes at least"):
+    with pytest.raises(MemOptError, match="memory_opt_batch auto: a step with one row needs at least"):
         trainer.train()
 
 
 class Drawn(torch.utils.data.Dataset):
-    """May draw random numbers for each row."""
+    """A dataset whose rows may be drawn at random."""
 
     def __len__(self) -> int:
         return 8

@@ -1,4 +1,4 @@
-"""Whatever options are made of, flags or keyword arguments, they work or end in a `MemOptError` of one line."""
+"""Any options, as flags or keyword arguments, either work or raise a `MemOptError` of one line."""
 
 import contextlib
 import io
@@ -52,7 +52,7 @@ VALUES = {name: st.sampled_from(GOOD.get(name, [True, False])) | HOSTILE for nam
 OPTIONS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: VALUES[name] for name in names})
 )
-# Good values alone, so that the deeper checks are reached.
+# Only good values, so that the deeper checks are reached.
 FITTING = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: st.sampled_from(GOOD.get(name, [True, False])) for name in names})
 )
@@ -60,7 +60,7 @@ FITTING = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).
 
 @pytest.fixture(autouse=True, scope="module")
 def folder(tmp_path_factory):
-    """Where the paths of the options lead; with the log level as it was afterwards."""
+    """Change to a folder for the options' paths, and restore the folder and the log level afterwards."""
     before, level = Path.cwd(), get_logger().level
     os.chdir(tmp_path_factory.mktemp("options"))
     Path("plans.json").write_text('["Gelu+:1:-1"]')
@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def one_line():
-    """A `MemOptError` passes, of one printable line that names an option."""
+    """Suppress a `MemOptError`, and check that its message is one printable line."""
     try:
         yield
     except MemOptError as error:

@@ -20,7 +20,7 @@ from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines, make
 
 OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
-# Enough layers that they are compiled by themselves, and fewer heads for keys than for queries.
+# Enough layers to be compiled separately, and fewer key heads than query heads.
 GROUPED = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -44,7 +44,7 @@ def compiled(lines: list[str]) -> int:
 @pytest.mark.parametrize("unit", nightly(["layer", "model"], but=["layer"]))
 @pytest.mark.parametrize("attention", nightly(["sdpa", "eager"], but=["sdpa"]))
 def test_batches_with_and_without_padding(unit: str, attention: str) -> None:
-    """Each kind is compiled once, and has the kernels of plain PyTorch."""
+    """Batches with and without padding are each compiled once, and use plain PyTorch's kernels."""
     model, plain = twins("llama", attention, **GROUPED)
     optimize(model, **OPTIONS, memory_opt_level=1, memory_opt_unit=unit)
     with log_lines() as lines:
@@ -82,7 +82,7 @@ def local_twins(window: int | None) -> tuple[torch.nn.Module, torch.nn.Module]:
 @in_turn
 @pytest.mark.parametrize("window", nightly([None, 13, 12, 6], but=[None, 12]))
 def test_without_a_mask_attention_may_take_flash_kernels(window: int | None) -> None:
-    """Which take none; rows as long as the window of local attention have one."""
+    """Attention without a mask may use flash kernels, which take none; rows as long as the window have a mask."""
     model, plain = local_twins(window)
     engine = optimize(model, **OPTIONS, memory_opt_level=1)
     has_mask = window is not None and window <= 12
@@ -113,7 +113,7 @@ def test_where_the_first_batch_is_as_long_as_the_window_all_count_so() -> None:
     with log_lines() as lines:
         for number, length in enumerate((12, 6)):
             given = batch(3, length, seed=number)
-            # Of short rows plain PyTorch sees that no mask is needed.
+            # For short rows plain PyTorch detects that no mask is needed.
             same = assert_bitwise_same_step if length >= 8 else assert_same_step
             same(model, plain, given)
     assert compiled(lines) == 1
@@ -131,7 +131,7 @@ def test_a_mask_that_is_not_given_is_not_made() -> None:
 
 @pytest.mark.parametrize("use_cache", nightly([False, True], but=[True]))
 def test_rows_packed_into_one(use_cache: bool) -> None:
-    """They see themselves alone; in plain PyTorch with a cache of keys and values, which is not made here, all."""
+    """Packed rows attend only to themselves; plain PyTorch's key-value cache, not created here, would mix them."""
     model, plain = twins("llama", **GROUPED, use_cache=use_cache)
     optimize(model, **OPTIONS, memory_opt_level=1)
     given = batch(1, 12)
@@ -139,13 +139,13 @@ def test_rows_packed_into_one(use_cache: bool) -> None:
     assert_bitwise_same_step(model, plain, given)
     for lengths in ((5, 7), (4, 4, 4), (12,)):
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        # Of one row plain PyTorch sees that no mask is needed.
+        # For one row plain PyTorch detects that no mask is needed.
         same = assert_bitwise_same_step if use_cache or len(lengths) > 1 else assert_same_step
         same(model, plain, {**given, "position_ids": positions})
 
 
 class Restarting(transformers.LlamaForCausalLM):
-    """Numbers its tokens anew behind each 1."""
+    """Restarts its position ids after each token 1."""
 
     def forward(self, input_ids, labels=None):
         ends = torch.cat([torch.zeros_like(input_ids[:, :1]), (input_ids == 1).long()[:, :-1]], dim=1)
@@ -167,7 +167,7 @@ def test_a_model_that_packs_rows_by_itself(use_cache: bool) -> None:
         given = ids.clone()
         if place is not None:
             given[:, place] = 1
-        # Where nothing restarts, plain PyTorch sees that no mask is needed.
+        # If nothing restarts, plain PyTorch detects that no mask is needed.
         same = assert_bitwise_same_step if use_cache or place is not None else assert_same_step
         same(model, plain, {"input_ids": given, "labels": given})
 
@@ -206,7 +206,7 @@ def test_a_budget_is_solved_for_each_kind() -> None:
     assert [line for line in lines if "solving for the budget again" in line] == [
         "the first batch with padding: solving for the budget again"
     ]
-    # The batches so far have both kinds.
+    # The batches so far are of both kinds.
     assert engine.predicted_peak_mib(None, False) >= first
 
 
@@ -224,7 +224,7 @@ def test_a_budget_is_solved_for_rows_as_long_as_the_window() -> None:
 
 @pytest.mark.parametrize("longest", nightly([15, 16]))
 def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -> None:
-    """The shortest come first."""
+    """The data's longest row decides about the window, although the shortest come first."""
     dataset = [
         {key: value[0] for key, value in batch(1, length, seed=length).items()} for length in (6, 6, 9, longest)
     ]
@@ -239,7 +239,7 @@ def test_data_tell_of_rows_as_long_as_the_window(longest: int, tmp_path: Path) -
 
 @in_turn
 def test_data_that_will_have_padding_are_planned_for_it(tmp_path: Path) -> None:
-    """The longest rows come first, and have none."""
+    """The plan allows for padding, although the longest rows come first and have none."""
     lengths = (9, 9, 9, 9, 8, 7, 6, 5)
     dataset = [{key: value[0] for key, value in batch(1, length, seed=length).items()} for length in lengths]
     options = {**OPTIONS, "memory_opt_budget": "90%", "max_steps": 2, "train_sampling_strategy": "sequential"}
@@ -257,14 +257,14 @@ def test_a_plan_for_rows_without_padding_saves_less() -> None:
         )
         for padding in (True, False)
     )
-    bias = 2 * 512 * 512 * 2  # of each layer, in bytes
+    bias = 2 * 512 * 512 * 2  # bytes per layer
     assert without.peak < with_masks.peak - 4 * bias
 
 
 @in_turn
 @pytest.mark.parametrize("padding", nightly([0, 2], but=[0]))
 def test_a_plan_file_is_for_one_kind(padding: int, tmp_path: Path) -> None:
-    """One for batches with padding goes with all, one for others says so where there is padding."""
+    """A plan file for batches with padding fits all batches; one for batches without is refused for padding."""
     model, plain = twins("llama", **GROUPED)
     made, first, other = copy.deepcopy(model), batch(2, 12, padding), batch(2, 12, 2 - padding)
     engine = optimize(made, **OPTIONS, memory_opt_level=1)
@@ -315,7 +315,7 @@ def test_two_threads_train_two_models() -> None:
 
 @in_turn
 def test_masks_are_kept_where_transformers_makes_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release in which the patch cannot apply: a warning with its consequence, in the table's header too."""
+    """If transformers has changed so that the patch cannot apply, a warning and the table's header say so."""
     prepare = masking_utils._preprocess_mask_arguments
 
     def renamed(settings, inputs_embeds, mask, *args, **kwargs):
@@ -326,10 +326,10 @@ def test_masks_are_kept_where_transformers_makes_them_otherwise(monkeypatch: pyt
     with log_lines() as lines:
         memopt = optimize(model, **OPTIONS, memory_opt_level=1)
         for number, padding in enumerate((0, 2, 0)):
-            # Plain PyTorch leaves the mask out, and takes another kernel.
+            # Plain PyTorch drops the mask, and uses a different kernel.
             assert_same_step(model, plain, batch(3, 20 + number, padding, seed=number))
     (line,) = (line for line in lines if line.startswith("attention masks are kept"))
     assert "_preprocess_mask_arguments without the parameters config" in line and "; tested with transformers" in line
     assert line in memopt.plans().header
-    # All batches are of one kind.
+    # All batches count as one kind.
     assert compiled(lines) == 1

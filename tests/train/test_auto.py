@@ -1,4 +1,4 @@
-"""`auto` trains by the engine that can, which options, arguments, the model or a training forward decide."""
+"""`auto` trains with an engine that can: options, arguments, the model or a training forward decide which."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SWITCHED = "training with the compile engine"
 
 
 class NoGradient(torch.nn.Module):
-    """A forward that ONNX Runtime cannot export, with randomness before it and a buffer that it writes."""
+    """A forward that ONNX Runtime cannot train; it draws random numbers and writes a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def switches(lines):
 
 
 def test_a_forward_that_fails_leaves_the_run_of_the_other_engine(tmp_path):
-    """Bitwise: the same random numbers, each buffer written once for each forward."""
+    """After a failed forward the run is bitwise the other engine's: same random numbers, buffers written once."""
     found = {}
     for engine in ("auto", "compile"):
         options = AUTO if engine == "auto" else {"memory_opt_engine": "compile"}
@@ -74,7 +74,7 @@ def test_a_model_that_the_first_engine_trains_stays_there():
 
 
 def test_a_later_forward_that_fails_is_trained_too():
-    """Also when a forward of the first engine still waits for its backward."""
+    """The engine switches in a later forward, even while a forward of the first engine waits for its backward."""
     model, plain = build(NAME), build(NAME)
     engine = optimize(model, **AUTO)
     batch = CASES[NAME].batch()
@@ -147,7 +147,7 @@ def test_label_smoothing_inside_the_model_survives_the_switch(tmp_path):
     models = [NoGradient(), NoGradient()]
     for model in models:
         model.config = PreTrainedConfig()
-        model.drop.p = 0.0  # the compile engine draws other masks than PyTorch
+        model.drop.p = 0.0  # the compile engine draws different masks than PyTorch
     plain = make(tmp_path / "plain", NAME, plain=True, model=models[0], **changes)
     ours = make(tmp_path / "ours", NAME, model=models[1], ort_module_with_loss=True, **AUTO, **changes)
     for trainer in (plain, ours):
@@ -157,7 +157,7 @@ def test_label_smoothing_inside_the_model_survives_the_switch(tmp_path):
 
 
 def test_parameters_where_onnx_runtime_does_not_run():
-    """The CPU build reads the memory of a GPU as the host's, and dies."""
+    """Parameters on another device than ONNX Runtime's are refused; its CPU build would read GPU memory and crash."""
     message = r"is on cuda, where onnxruntime-training-cpu \S+ does not run; give --memory_opt_engine compile"
     with pytest.raises(UnsupportedModelError, match=message):
         checks.check_device("Model", "cuda")

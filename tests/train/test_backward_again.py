@@ -1,4 +1,4 @@
-"""Several backwards of one forward, writes to its outputs before the first, and backwards from a part of them."""
+"""Several backwards of one forward, writes to its outputs before the first one, and backwards from some outputs."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_a_second_derivative_is_refused_in_a_line():
 
 
 class Copies(torch.nn.Module):
-    """Its outputs are copies of what its backward reads."""
+    """A model whose outputs are copies of tensors that its backward reads."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_caller_may_write_to_an_output_that_is_a_copy(plan):
 
 
 class TwoGraphs(torch.nn.Module):
-    """Each has an output that a loss may not read; the second one reads both of the first."""
+    """Two graphs, each with an output that a loss may not read; the second reads both outputs of the first."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
         ours, x = case.build("eager").bert, case.batch()["input_ids"]
     plain = copy.deepcopy(ours)
     engine = optimize(ours, **ENGINE, **plan)
-    # Hidden states, without the pooler; the pooler; and hidden states again, at last as DDP hands them on.
+    # The loss reads hidden states without the pooler, the pooler, and hidden states again, finally through DDP's sink.
     for place, is_handed_on in ((0, False), (1, False), (0, False), (0, True)):
         for model in (ours, plain):
             model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Batches of several kinds, which run other graphs, within one budget; and parameters that begin to train."""
+"""Batches of several kinds, which run different graphs, under one budget; and parameters that begin to train."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,21 +27,21 @@ from tests.trainer_runs import distance, log_lines, make, tables
 from tests.trainer_runs import weights as weights_of_model
 
 ROWS, LENGTH, WIDTH = 32, 30, 32
-# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+# Bytes that are allocated besides the graph's tensors: the loss, seeds, offsets.
 SLACK = 256
 AGAIN = "solving for the budget again"
 
 
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process grows by more than these models take, and a busy machine measures other costs."""
+    """Fix process memory, which grows by more than these models take, and costs, which vary on a busy machine."""
     hold_still(monkeypatch)
     monkeypatch.setattr(footprint, "room_to_grow", lambda *given: 0)
     monkeypatch.setattr(planner, "costs_of", lambda graph, *others: by_bytes(graph))
 
 
 class Tasks(torch.nn.Module):
-    """Layers with a narrow head and a wide one, and layers of a second modality."""
+    """Layers with a narrow and a wide head, and layers for a second modality."""
 
     def __init__(self, breaks: bool = False, width: int = 256) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _x(length: int = LENGTH) -> torch.Tensor:
     return torch.randn(ROWS, length, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-# The arguments of a batch of the second kind, beside those of the first.
+# Arguments that a batch of the second kind has in addition.
 SECOND: dict[str, Callable[[], dict[str, Any]]] = {
     "name": lambda: {"task": "wide"},
     "optional tensor": lambda: {"weights": _x()[..., :4]},
@@ -87,7 +87,7 @@ SECOND: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class Attached:
-    """A model that trains within a budget beside a plain one."""
+    """A model that trains under a selection, and a plain copy."""
 
     def __init__(self, model: torch.nn.Module, chosen: Selection, unit: str) -> None:
         self.model, self.plain = copy.deepcopy(model), copy.deepcopy(model)
@@ -95,7 +95,7 @@ class Attached:
         self.engine.attach(self.model)
 
     def step(self, batch: dict[str, Any], task: str = "narrow") -> int:
-        """A step as plain PyTorch's, to the bit; returns its highest sum of allocated bytes."""
+        """Run a step, check that it is bitwise plain PyTorch's, and return its peak of allocated bytes."""
         for model in (self.plain, self.model):
             model.task = task
             model.zero_grad(set_to_none=True)
@@ -129,7 +129,7 @@ def attached() -> Iterator[Callable[..., Attached]]:
 
 
 def within(share: float, model: torch.nn.Module, unit: str, kinds: dict[str, tuple[dict[str, Any], str]]) -> Selection:
-    """A budget that leaves a share of what the larger kind's activations take without a plan."""
+    """Returns a budget with room for a share of the larger kind's activations without a plan."""
     parts = []
     for batch, task in kinds.values():
         free = Attached(model, Selection(), unit)
@@ -147,7 +147,7 @@ def kinds_of(second: str) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 EVERY = [(second, unit, breaks) for second in SECOND for unit in (LAYER, MODEL) for breaks in (False, True)]
-# What no batch tells is seen behind a graph break only once what comes before it has run.
+# An attribute that changes behind a graph break is only noticed after the graph before it has run.
 EVERY = [case for case in EVERY if case != ("attribute", case[1], True)]
 
 
@@ -182,7 +182,7 @@ def test_a_kind_that_does_not_fit_is_refused_and_others_go_on(attached) -> None:
     state = copy.deepcopy(one.plain.state_dict())
     with pytest.raises(DoesNotFitError, match="infeasible: even with full recompute"):
         one.step(*kinds["second"])
-    # A forward that is refused writes no running statistics.
+    # A refused forward writes no running statistics.
     one.plain.load_state_dict(state)
     with log_lines() as lines:
         one.step(*kinds["first"])
@@ -246,7 +246,7 @@ def test_layers_that_begin_to_train_are_shown_and_predicted(attached, unit: str)
 
 @in_turn
 def test_states_of_what_trains_for_the_first_time_are_counted(attached) -> None:
-    """Else a plan is solved for fewer bytes than the next step holds."""
+    """The optimizer states of parameters that train for the first time are counted; the next step holds them."""
     model = Tasks()
     model.layers.requires_grad_(False)
     one, batch = attached(model, selection("level 1"), LAYER), {"x": _x()}
@@ -270,13 +270,13 @@ def _of_one_kind(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 @pytest.mark.nightly
 def test_a_trainer_plans_each_kind_once(tmp_path: Path) -> None:
-    """Batches of the two kinds take turns, also within one optimizer step."""
+    """Each kind is planned once, although batches of the two kinds alternate, also within an optimizer step."""
     first, second = (kind for kind, _ in kinds_of("optional tensor").values())
-    # Two to a step.
+    # Two batches per step.
     order = (first, first, second, second, first, second, second, first)
     data = [{name: value[row] for name, value in kind.items()} for kind in order for row in range(ROWS)]
     budget = within(0.75, Tasks(), LAYER, kinds_of("optional tensor")).budget.bytes
-    # The second gradients, and an optimizer's states, are held beside them.
+    # A second set of gradients, and the optimizer's states, are held in addition.
     weights = 3 * sum(parameter.nbytes for parameter in Tasks().parameters())
     of_run = {
         "train_dataset": data,

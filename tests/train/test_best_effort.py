@@ -1,4 +1,4 @@
-"""Failures of what only informs about training never end it."""
+"""Failures of code that only reports on training never end it."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_a_failure_is_one_warning(monkeypatch, owner, name, left_out):
 
 @pytest.mark.parametrize("name", nightly(["gpt2", "bert-classification", "llama"]))
 def test_noisy_embeddings(tmp_path, name):
-    """NEFTune draws noise within bounds that are data, which splits the graph: one backward has no operator."""
+    """NEFTune trains bitwise as without an engine, although its noise splits the graph and one backward is empty."""
     found = []
     for own in ({"plain": True}, {"memory_opt_engine": "compile", "memory_opt_level": 1}):
         trainer = make(tmp_path, name, max_steps=2, neftune_noise_alpha=5.0, **own)

@@ -1,4 +1,4 @@
-"""Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
+"""Models trained under a budget: gradients are plain PyTorch's, and the allocator never exceeds the budget."""
 
 import re
 import weakref
@@ -36,7 +36,7 @@ from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make
 
-# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+# Bytes that are allocated besides the graph's tensors: the loss, seeds, offsets.
 SLACK = 256
 
 
@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-# Between the floor and no plan.
+# Positions of budgets between the floor and no plan.
 SHARES = (0.02, 0.3, 0.6, 0.9)
 
 
@@ -74,7 +74,7 @@ SHARES = (0.02, 0.3, 0.6, 0.9)
 )
 def test_the_allocator_stays_within_the_budget(case: str, shares: tuple[float, ...]) -> None:
     name, changes = CASES[case]
-    # Errors say MiB with one digit, which is to be less than two hundredths of the floor.
+    # Errors give MiB with one decimal, whose rounding must be less than 2% of the floor.
     batch = ZOO[name].batch(64, 48)
     plain, free, _, _, _ = trained(name, None, changes, batch)
     with pytest.raises(MemOptError, match="infeasible: even with full recompute") as refused:
@@ -121,7 +121,7 @@ LARGE = tower_batch(64, 60)
 
 @pytest.fixture(scope="module")
 def steady_process() -> Iterator[None]:
-    """The process itself grows and shrinks by more than a small model takes."""
+    """Fix the process's memory, which otherwise varies by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (footprint, variants):
             patch.setattr(module, "held_bytes", lambda device: 2**29)
@@ -132,12 +132,12 @@ def steady_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def free(steady_process: None) -> Footprint:
-    """A step with the large batch under no plan."""
+    """Returns the footprint of a step with the large batch and no plan."""
     return held(a_step(LARGE, None))
 
 
 def held(engine: CompileEngine) -> Footprint:
-    """The footprint of an engine's step; the engine is detached."""
+    """Returns the footprint of an engine's step, and detaches the engine."""
     try:
         return engine.predictor.footprint()
     finally:
@@ -145,7 +145,7 @@ def held(engine: CompileEngine) -> Footprint:
 
 
 def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
-    """Also what is outside of the graph: the process, parameters, gradients, optimizer states, the batch."""
+    """A budget includes the process, parameters, gradients, optimizer states and the batch."""
     budget = budget_of(free.peak - free.activations // 4)
     engine = a_step(LARGE, budget)
     found = engine.predictor.footprint()
@@ -158,9 +158,9 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 def test_a_budget_is_for_all_forwards_before_one_backward(
     free: Footprint, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is planned for again when the second comes, and the same plan serves all later steps."""
+    """The budget is solved again at the second forward, and all later steps use the same plan."""
     batches = [tower_batch(64, length) for length in lengths]
-    # Enough for one without a plan.
+    # Enough for one forward without a plan.
     budget = budget_of(free.peak + free.activations // 8)
     model, reference = Tower(), Tower()
     reference.load_state_dict(model.state_dict())
@@ -183,7 +183,7 @@ def test_a_budget_is_for_all_forwards_before_one_backward(
 
 
 def contrasted(model: torch.nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[Any, Any]:
-    """The losses of several forwards before one backward, and gradients."""
+    """Run several forwards before one backward, and return the losses and gradients."""
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     losses = torch.stack([model(**batch).loss for batch in batches])
@@ -192,7 +192,7 @@ def contrasted(model: torch.nn.Module, batches: Sequence[dict[str, torch.Tensor]
 
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process's size is read before operators are measured, and again when the plan is chosen."""
+    """Growth while operators are measured counts towards the growth headroom, which is not reserved twice."""
     room, model = 2**25, Tower()
     monkeypatch.setattr(footprint, "_GROWTH", room)
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
@@ -204,7 +204,7 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
     planner = Planner(model, spec)
     first = constant(planner, 2**29)
     assert constant(planner, 2**29 + room // 2) == constant(planner, 2**29 + room) == first
-    # Grown by more than was expected, it may grow again, by half as much; what it gives back it may take.
+    # A process that grew more than expected may grow again by half as much; memory that it frees is usable.
     assert constant(planner, 2**29 + room + 4) == first + 2 * 4
     assert constant(planner, 2**29 + 3 * room) == first + 2 * room + room // 2
     assert constant(planner, 2**29 - room // 2) == first - room // 2
@@ -214,7 +214,7 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
 def test_an_attempt_that_is_over_is_freed_before_another_is_planned(
     free: Footprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has saved for its backward would count as the process's."""
+    """A failed attempt's saved activations are freed before re-planning; else they would count as process memory."""
     losses: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
     exceeded, solve_again = StepLimit.exceeded, Planner._solve_again
@@ -245,7 +245,7 @@ def test_an_attempt_that_is_over_is_freed_before_another_is_planned(
 
 
 def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
-    """A smaller one, and one as large, are not."""
+    """A larger batch is solved for before it runs; a smaller or equally large one is not."""
     small, budget = tower_batch(16, 30), budget_of(free.peak - free.activations // 4)
     engine = a_step(small, budget)
     assert "fits without a plan" in engine.plans().header[0]
@@ -266,7 +266,7 @@ def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
 
 
 def suggested(error: MemOptError) -> tuple[int, int]:
-    """The rows of a micro-batch that fits, and how many make the batch."""
+    """Returns the suggested rows of a micro-batch, and how many micro-batches make the batch."""
     rows, times = re.search(r"--per_device_train_batch_size (\d+) and (\d+) times", str(error)).groups()
     return int(rows), int(times)
 
@@ -283,7 +283,7 @@ def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: N
 
 
 class Pairs(MemOptTrainer):
-    """Gives the model two rows for each one of the data, as TRL does with pairs."""
+    """Gives the model two rows for each row of the data, as TRL does with pairs."""
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **others: Any) -> Any:
         return super().compute_loss(model, {name: value.repeat(2, 1) for name, value in inputs.items()}, **others)
@@ -313,7 +313,7 @@ class Wide(torch.nn.Module):
 
 @in_turn
 def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: None, tmp_path, monkeypatch) -> None:
-    # Nothing is known of operators from before.
+    # No operator costs are cached.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     room, engine = 48 * 2**20, CompileEngine(Selection(budget=budget_of(2**29 + 48 * 2**20)), "aot_eager")
     model = Wide()
@@ -331,7 +331,7 @@ def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: No
 
 
 class Viewed(torch.nn.Module):
-    """Its graph may have two views more, which count for no signature and shift the numbers of all later nodes."""
+    """A model whose graph may have two more views, which do not change its signature but renumber all later nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_another_graph_of_the_same_operators_is_solved_by_itself(steady_process:
 
 @pytest.mark.nightly
 def test_graphs_that_only_a_second_run_has_are_planned_too(steady_process: None) -> None:
-    """The first run of LongT5 compares lengths, and torch traces its encoder otherwise in the next one."""
+    """Graphs that appear in a second run are planned, too: LongT5's encoder is traced differently after the first."""
     config = transformers.LongT5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, dropout_rate=0.0,
         local_radius=3, pad_token_id=1, decoder_start_token_id=1,

@@ -1,4 +1,4 @@
-"""A prediction that is not exact says why; one that says nothing is the allocator's."""
+"""A prediction that is not exact has a caveat; one without a caveat equals the allocator's peak."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ class Output(dict):
 
 
 class Chain(torch.nn.Module):
-    """Layers in three graphs, each of which reads what the one before returns."""
+    """Layers in three graphs, each of which reads the outputs of the one before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Chain(torch.nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The sum of squares of a projection, chunk by chunk, as TRL's SFTTrainer has its loss: it breaks the graph."""
+    """The sum of squares of a projection in chunks, like the loss of TRL's SFTTrainer; breaks the graph."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
 
 
 class BrokenLoop(torch.nn.Module):
-    """A graph break in the loop over its layers: torch compiles each layer alone, all with the same graph but for the
+    """A graph break in the loop over layers, so torch compiles each layer alone: all have the same graph except the
     first, whose input needs no gradient."""
 
     def __init__(self, layers: int) -> None:

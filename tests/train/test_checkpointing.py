@@ -1,4 +1,4 @@
-"""Activation checkpointing that was asked for is replaced by a plan while an engine trains, and given back."""
+"""Requested activation checkpointing is replaced by a plan while an engine trains, and restored afterwards."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def input_gradient_hooks(model):
 
 @pytest.mark.parametrize("asked", nightly(["arguments", "model-before", "model-after"], but=["arguments"]))
 def test_a_trainer_recomputes_by_level_1_instead(tmp_path, engine, asked):
-    """And finds everything again after train() as a plain Trainer leaves it."""
+    """A Trainer recomputes by level 1 instead of checkpointing, and train() restores the state of a plain Trainer."""
     changes = {"gradient_checkpointing": True} if asked == "arguments" else {}
     plain = make(tmp_path / "plain", NAME, plain=True, **changes)
     model = build(NAME)
@@ -93,7 +93,7 @@ def test_a_model_that_is_switched_on_in_the_middle(engine):
 
 
 class Checkpointed(torch.nn.Module):
-    """Layers of which each checkpoints a part of itself, with dropout, whatever the model is told."""
+    """Layers that always checkpoint a part of themselves, with dropout."""
 
     class Block(torch.nn.Module):
         def __init__(self):
@@ -118,7 +118,7 @@ class Checkpointed(torch.nn.Module):
 
 
 class InSegments(torch.nn.Module):
-    """Layers that the model checkpoints between graph breaks, which torch makes there."""
+    """Layers that the model checkpoints in segments, with torch's graph breaks between them."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def test_layers_that_checkpoint_themselves_train_within_a_budget(unit):
 
 
 class EverySecond(Perceptrons):
-    """torch saves the state of the generator for each layer that it recomputes, by a symbolic size of its own."""
+    """Checkpoints every second layer; torch saves a generator state, with its own symbolic size, for each of them."""
 
     def forward(self, x):
         for place, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""The chunked loss under the engine: models, prediction, table, hooks, callers that read the logits."""
+"""The chunked loss in the engine: models, prediction, table, hooks, and callers that read the logits."""
 
 import copy
 import re
@@ -23,7 +23,7 @@ from tests.train.test_step_memory import measured
 from tests.trainer_runs import collate, distance, log_lines, make, weights
 
 ROW = "Loss+:1:-1"
-# Those with a language model's loss, traced once for all sizes, and without a graph break that hands logits to Python.
+# Models without a language model's loss, not traced once for all sizes, or with a graph break that exposes the logits.
 OTHERS = ("vit", "swin", "segformer", "patchtst", "jamba", "gemma3-vision")
 MODELS = sorted(name for name in ZOO if "classification" not in name and name not in OTHERS)
 VOCABULARY = 997
@@ -48,7 +48,7 @@ def row_of(engine):
     ],
 )
 def test_trains_as_plain_pytorch(name, level, compiler):
-    """To 1e-5, whatever the sizes and numbers of labels, traced once."""
+    """The chunked loss trains as plain PyTorch to 1e-5 for any sizes and numbers of labels, and is traced once."""
     case = ZOO[name]
     model = case.build("eager", **case.one_layer)
     model.config.use_cache = False
@@ -72,7 +72,7 @@ def test_trains_as_plain_pytorch(name, level, compiler):
 
 
 class Causal(torch.nn.Module):
-    """A causal language model that is compiled in a second."""
+    """A causal language model that compiles in a second."""
 
     def __init__(self, weighted=False):
         super().__init__()
@@ -103,7 +103,7 @@ def model():
 
 
 def test_less_memory_and_all_of_it_predicted(model):
-    """For other sizes than the first too; without a label in every row the prediction is an upper bound."""
+    """The chunked loss takes less memory, predicted also for later sizes; if labels are missing, as an upper bound."""
     peaks = {}
     for loss in ("plain", "chunked"):
         engine = attached(model, loss=loss)
@@ -125,7 +125,7 @@ def test_less_memory_and_all_of_it_predicted(model):
 
 @in_turn
 def test_backward_twice_and_a_gradient_that_is_not_one(model):
-    """The first backward must not change what the second one reads."""
+    """Two backwards of a scaled loss match plain PyTorch: the first does not change tensors that the second reads."""
     plain = copy.deepcopy(model)
     engine = attached(model)
     gradients = []
@@ -158,7 +158,7 @@ def test_a_loss_that_the_loop_scales_in_place(model, compiler):
 @in_turn
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_step_without_a_label(model, compiler):
-    """transformers divide the sum by the number of labels, so that a gradient of infinity comes back."""
+    """A step without labels has zero gradients, although transformers' division by their number gives infinity."""
     plain = copy.deepcopy(model)
     engine = attached(model, level=1, compiler=compiler)
     batch = batch_of()
@@ -173,7 +173,7 @@ def test_a_step_without_a_label(model, compiler):
 
 
 def test_whoever_reads_the_logits_gets_them(model):
-    """A caller that turns up later too; each kind of caller keeps its graph."""
+    """A caller that reads the logits gets them, also a later one; callers with and without have separate graphs."""
     batch = batch_of()
     engine = attached(model)
     assert model(**batch).get("logits") is None
@@ -190,7 +190,7 @@ def test_whoever_reads_the_logits_gets_them(model):
 
 
 def test_a_loop_of_ones_own(model):
-    """It may read the logits, unless it says that it does not."""
+    """A custom loop gets the logits unless it requests the chunked loss."""
     batch = batch_of()
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
     engine = optimize(model, **options)
@@ -205,7 +205,7 @@ def test_a_loop_of_ones_own(model):
 
 
 def test_a_budget_that_a_loop_does_not_fit_in_names_the_chunked_loss(model, monkeypatch):
-    """Only where that takes less, and is not asked for yet."""
+    """A budget that a loop does not fit names the chunked loss only if it saves memory and is not requested yet."""
     hold_still(monkeypatch)
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_budget": "1MiB"}
     for loss, is_named in (("auto", True), ("chunked", False), ("plain", False)):
@@ -233,7 +233,7 @@ def test_a_config_beside_other_rows(model):
 
 @in_turn
 def test_a_loss_over_few_classes():
-    """Nothing to win, which is said only when it was asked for."""
+    """Chunking a loss over few classes saves nothing, which is only reported if it was requested."""
     case = ZOO["vit"]
     model = case.build("eager", num_hidden_layers=1)
     engine = attached(model)
@@ -301,7 +301,7 @@ class Rows(list):
 
 
 def with_decoder_inputs(rows):
-    """As `DataCollatorForSeq2Seq`: a Trainer that smooths labels does not give them to the model."""
+    """Collate like `DataCollatorForSeq2Seq`, since a Trainer that smooths labels does not pass them to the model."""
     batch = collate(rows)
     return {**batch, "decoder_input_ids": batch["labels"].clamp(min=0).roll(1, dims=1)}
 
@@ -372,7 +372,7 @@ def test_a_trainer_that_reads_the_logits_is_told(tmp_path, reader):
     with log_lines() as lines:
         attach(attached, memory_opt_compiler="aot_eager", **COMPILE)
         assert losses(attached) == pytest.approx(expected, rel=1e-6)
-    # With a loss function of its own the model gets no labels, so it has no loss.
+    # With `compute_loss_func` the model gets no labels, so it has no loss.
     told = [line for line in lines if "is not chunked" in line]
     assert told == ([] if "func" in reader else [f"the loss of Causal is not chunked: {reader} may read the logits"])
 

@@ -1,4 +1,4 @@
-"""`optimum-cli memopt advise`: its flags of the step are those of `plan`."""
+"""`optimum-cli memopt advise`: it has the same flags for the step as `plan`."""
 
 import json
 import re
@@ -102,31 +102,31 @@ def test_a_budget_that_a_larger_optimizer_exceeds(folder: str, capsys: pytest.Ca
     arguments = ("--model", folder, "--seq_len", "100", "--device", "h100", "--compiler", "aot_eager")
     with pytest.raises(SystemExit):
         run(*arguments, "--global_batch", "1", "--budget", "1MiB")
-    lowest = re.search(r"takes at least ([\d.]+) MiB", capsys.readouterr().err)
+    lowest = re.search(r"needs at least ([\d.]+) MiB", capsys.readouterr().err)
     assert lowest is not None
-    # A third state takes 12 MiB more.
+    # An optimizer with a third state takes 12 MiB more.
     run(*arguments, "--global_batch", "1", "--budget", f"{float(lowest[1]) + 3:.1f}MiB", "--optim", "all")
     table = capsys.readouterr().out.partition("Optimizers in this setup")[2]
     (ademamix,) = (line for line in table.splitlines() if line.startswith("ademamix "))
     (sgd,) = (line for line in table.splitlines() if line.startswith("sgd "))
     assert "too large" in ademamix and "too large" not in sgd
-    assert "blockwise" in table and "factors second moments" in table and "Not known: " in table
+    assert "blockwise" in table and "factors second moments" in table and "Unknown: " in table
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--fsdp", "0"), "--fsdp 0: allowed are numbers from 1 on"),
-        (("--fsdp", "8", "--device", "here"), "--fsdp 8: ranks are predicted for a device with a name"),
-        (("--fsdp", "8", "--keep_outputs"), "--keep_outputs with --fsdp: is of plain PyTorch"),
-        (("--fsdp", "8", "--no_padding"), "--no_padding with --fsdp: is of plain PyTorch"),
+        (("--fsdp", "0"), "--fsdp 0: allowed: numbers from 1 up"),
+        (("--fsdp", "8", "--device", "here"), "--fsdp 8: ranks are predicted only for a named device"),
+        (("--fsdp", "8", "--keep_outputs"), "--keep_outputs with --fsdp: plain PyTorch on one device"),
+        (("--fsdp", "8", "--no_padding"), "--no_padding with --fsdp: plain PyTorch on one device"),
         (("--dtype", "int3"), "--dtype"),
         (("--peft", "r=x"), "--peft"),
         (("--attention", "magic"), "--attention"),
-        (("--optim", "everything"), "--optim everything: its memory is not known; predicted are adamw_torch_fused, "),
+        (("--optim", "everything"), "--optim everything: its memory is unknown; supported are adamw_torch_fused, "),
         (("--optim", "paged_adamw_8bit"), "--optim paged_adamw_8bit: its states move between host and device"),
         (("--trainable", "nothing_so_called"), "--trainable"),
-        (("--global_batch", "0"), "--global_batch 0: allowed are numbers from 1 on"),
+        (("--global_batch", "0"), "--global_batch 0: allowed: numbers from 1 up"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(

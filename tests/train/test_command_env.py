@@ -1,4 +1,4 @@
-"""`optimum-cli memopt env`, each time in a process as a user starts it."""
+"""`optimum-cli memopt env`, run in processes as a user starts them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training"
 
 
 def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
-    """`optimum-cli memopt env …` with an own cache; `path` comes first on the module search path."""
+    """Run `optimum-cli memopt env …` with its own cache; `path` comes first on the module search path."""
     environment = {**os.environ, extensions.CACHE_VARIABLE: str(cache), **variables}
     if path:
         environment["PYTHONPATH"] = str(path)
@@ -31,7 +31,7 @@ def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str
 
 
 def pretend_installed(folder: Path, name: str, version: str) -> None:
-    """Leave the metadata of a second package whose files another one has overwritten."""
+    """Write the metadata of a second package whose files another one has overwritten."""
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -151,7 +151,7 @@ def test_the_compile_engine_is_there_without_onnxruntime_and_recommended(monkeyp
     for what in ("compile engine", "compiler aot_eager", "bf16, fp16 on the compile engine", "attention kernels"):
         assert abilities[what]["works"] and abilities[what]["why"], what
     assert report["advice"][0].startswith("recommended: --memory_opt_engine compile, for every model ")
-    assert report["advice"][-1].startswith("--memory_opt_engine auto takes compile (")
+    assert report["advice"][-1].startswith("--memory_opt_engine auto selects compile (")
     assert len(report["advice"]) == 2
     assert "which engine:\n  recommended: --memory_opt_engine compile" in in_this_process(capsys)
 

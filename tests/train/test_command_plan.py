@@ -1,4 +1,4 @@
-"""`optimum-cli memopt plan`: bad input in this process, the real thing in processes as a user starts them."""
+"""`optimum-cli memopt plan`: bad input in this process, real runs also in processes as a user starts them."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 
 needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
 
-# A RoBERTa whose attention dropout is most of what a step holds.
+# A RoBERTa whose attention dropout takes most of a step's memory.
 DROPOUT = {"attention_probs_dropout_prob": 0.1, "num_attention_heads": 8}
 
 
@@ -54,7 +54,7 @@ def run(*arguments: str) -> None:
 
 
 def refused(capsys, *arguments: str) -> str:
-    """The one line of the refusal. What only the traced model tells comes after the line that tracing has begun."""
+    """Run a refused command, and return its one-line error; lines about tracing may precede it."""
     with pytest.raises(SystemExit) as caught:
         run("--task", "fill-mask", *arguments)
     assert caught.value.code == 2
@@ -67,55 +67,52 @@ def refused(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
+        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed: "),
         (["--model", "./nowhere/config.json"], "error: --model ./nowhere/config.json: no such folder or config file"),
-        (["--batch_size", "0"], "error: --batch_size 0: allowed are numbers from 1 on"),
+        (["--batch_size", "0"], "error: --batch_size 0: allowed: numbers from 1 up"),
         (
             ["--batch_size", "1" + 20 * "0"],
-            "error: --batch_size 100000000000000000000: allowed are numbers from 1 to 2147",
+            "error: --batch_size 100000000000000000000: allowed: numbers from 1 to 2147",
         ),
         (["--batch_size", "1," + 5000 * "9"], "error: --batch_size 1,999"),
-        (["--compress", "int8"], "error: --compress int8: allowed are fp8"),
-        (["--compress", "fp8", "--measure"], "error: --compress with --measure: measured are rows and levels"),
-        (["--compress", "fp8", "--ways", "plain"], "error: --compress with --ways plain: is the engine's"),
-        (["--steps", "0"], "error: --steps 0: allowed are numbers from 1 on"),
-        (
-            ["--steps", "1" + 20 * "0"],
-            "error: --steps 100000000000000000000: allowed are numbers from 1 to 2147483648",
-        ),
-        (["--level", "5"], "error: --level 5: allowed are 0 (the config), 1 "),
+        (["--compress", "int8"], "error: --compress int8: allowed: fp8"),
+        (["--compress", "fp8", "--measure"], "error: --compress with --measure: rows and levels are measured"),
+        (["--compress", "fp8", "--ways", "plain"], "error: --compress with --ways plain: it applies only to"),
+        (["--steps", "0"], "error: --steps 0: allowed: numbers from 1 up"),
+        (["--steps", "1" + 20 * "0"], "error: --steps 100000000000000000000: allowed: numbers from 1 to 2147483648"),
+        (["--level", "5"], "error: --level 5: allowed: 0 (the config), 1 "),
         (["--level", "1", "--config", "Gelu+:1:-1"], "error: --level 1 together with --config: "),
         (["--level", "1", "--measure"], "error: --level 1 with --measure: both levels are measured anyway"),
         (["--config", "Gelu+:9:-1"], "error: memory-optimizer config, column 7: "),
-        (["--engine", "orte"], "error: --engine orte: allowed are auto, "),
-        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
+        (["--engine", "orte"], "error: --engine orte: allowed: auto, "),
+        (["--output", "plans.json"], "error: --output: no plan is selected to write; give --config, "),
         (["--output", "no/such/plans.json", "--measure"], "error: --output no/such/plans.json: no such folder"),
-        (["--budget", "24"], "error: --budget 24: a number needs a unit, as 24GiB or 24%"),
+        (["--budget", "24"], "error: --budget 24: a number needs a unit, such as 24GiB or 24%"),
         (["--budget", "24GiB", "--level", "1"], "error: --budget 24GiB together with --level 1: a budget chooses"),
         (["--budget", "24GiB"], "error: --budget 24GiB with the ort engine: only the compile engine reads it"),
-        (["--budget", "24GiB", "--measure"], "error: --budget with --measure: measured are rows and levels"),
-        (["--device", "h100"], "error: --device: the ort engine is measured, on this machine; leave it out"),
-        (["--bf16"], "error: --bf16: is predicted, and not measured; leave it out"),
-        (["--fp16", "--measure"], "error: --fp16: is predicted, and not measured; leave it out"),
-        (["--budget_curve", "--level", "1"], "error: --budget_curve: it has all budgets; leave out --config, "),
-        (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed are names that end in .svg or "),
+        (["--budget", "24GiB", "--measure"], "error: --budget with --measure: rows and levels are measured"),
+        (["--device", "h100"], "error: --device: the ort engine is measured on this machine, not "),
+        (["--bf16"], "error: --bf16: used only in predictions, and this step is measured"),
+        (["--fp16", "--measure"], "error: --fp16: used only in predictions, and this step is measured"),
+        (["--budget_curve", "--level", "1"], "error: --budget_curve covers all budgets; leave out --config, "),
+        (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed: names that end in .svg or "),
         (["--budget_curve", "no/such/curve.svg"], "error: --budget_curve no/such/curve.svg: no such folder"),
         (["--html", "no/such/page.html"], "error: --html no/such/page.html: no such folder"),
-        (["--html", "."], "error: --html .: is a folder; name a file in it"),
-        (["--html", "page.html"], "error: --html: the ort engine is measured, on this machine; leave it out"),
-        (["--html", "page.html", "--measure"], "error: --html with --measure: measured are rows and levels"),
+        (["--html", "."], "error: --html .: is a folder; give a file in it"),
+        (["--html", "page.html"], "error: --html: the ort engine is measured on this machine, not "),
+        (["--html", "page.html", "--measure"], "error: --html with --measure: rows and levels are measured"),
         (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
-        (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
-        (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
-        (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
-        (["--at_peak"], "error: --at_peak: the ort engine is measured, on this machine; leave it out"),
-        (["--at_peak", "--measure"], "error: --at_peak with --measure: measured are rows and levels"),
-        (["--batch_size", "1,2", "--at_peak"], "error: --batch_size 1,2 with --at_peak: each has a peak of its own"),
-        (["--batch_size", "1,2", "--budget", "1GiB"], "error: --batch_size 1,2 with --budget: a budget has a plan"),
-        (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
-        (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
-        (["--trainable", "query"], "error: --trainable query: is predicted, and not measured; leave it out"),
-        (["--gradient_accumulation_steps", "0"], "error: --gradient_accumulation_steps 0: allowed are numbers from 1"),
+        (["--max_runs", "3"], "error: --max_runs 3 needs --measure, whose processes it limits; leave it out"),
+        (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed: numbers from 1 up, several as 1,2,4,8"),
+        (["--batch_size", "1,2"], "error: --batch_size 1,2: several sizes can only be predicted; give one"),
+        (["--at_peak"], "error: --at_peak: the ort engine is measured on this machine, not "),
+        (["--at_peak", "--measure"], "error: --at_peak with --measure: rows and levels are measured"),
+        (["--batch_size", "1,2", "--at_peak"], "error: --batch_size 1,2 with --at_peak: each size has its own peak"),
+        (["--batch_size", "1,2", "--budget", "1GiB"], "error: --batch_size 1,2 with --budget: each size has its own"),
+        (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? supported are "),
+        (["--optim", "sgd"], "error: --optim sgd: used only in predictions, and this step is measured"),
+        (["--trainable", "query"], "error: --trainable query: used only in predictions, and this step is measured"),
+        (["--gradient_accumulation_steps", "0"], "error: --gradient_accumulation_steps 0: allowed: numbers from 1"),
     ],
 )
 def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
@@ -126,15 +123,15 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--seq_len", "0"], "error: --seq_len 0: allowed are numbers from 1 on"),
+        (["--seq_len", "0"], "error: --seq_len 0: allowed: numbers from 1 up"),
         (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
-        (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
+        (["--steps", "3"], "error: --steps 3: the compile engine predicts without running steps; leave it "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
         (["--trainable", "querry"], "error: --trainable querry: no parameter of RobertaForMaskedLM has this name;"),
-        (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
-        (["--batch_size", "1000000000000000"], "error: --batch_size 1000000000000000 --seq_len 60: allowed are up to"),
-        (["--seq_len", "10000000000"], "error: --batch_size 8 --seq_len 10000000000: allowed are up to "),
-        (["--level", "1", "--output", "."], "error: --output .: is a folder; name a file in it"),
+        (["--measure", "--symbolic"], "error: --symbolic: only the compile engine predicts formulas; leave it out"),
+        (["--batch_size", "1000000000000000"], "error: --batch_size 1000000000000000 --seq_len 60: allowed: up to"),
+        (["--seq_len", "10000000000"], "error: --batch_size 8 --seq_len 10000000000: allowed: up to "),
+        (["--level", "1", "--output", "."], "error: --output .: is a folder; give a file in it"),
         (["--model", "x" * 300], "error: --model xxx"),
         (["--model", "a\0b"], r"error: --model a\x00b: neither a folder nor a file here"),
     ],
@@ -169,7 +166,7 @@ def test_a_config_that_is_none(tmp_path, capsys, content, reason):
         ({"hidden_act": "gelluu"}, "no model can be built from its config: KeyError: 'gelluu'"),
         ({"hidden_size": 2**40}, "no model can be built from its config: RuntimeError: "),
         ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
-        ({"num_hidden_layers": 10**6}, "its config asks for more than 500 modules; larger models are not measured"),
+        ({"num_hidden_layers": 10**6}, "its config requests more than 500 modules; larger models are not measured"),
     ],
     ids=str,
 )
@@ -184,22 +181,22 @@ def test_numbers_that_make_no_model(tmp_path, capsys, monkeypatch, changes, reas
 
 @pytest.mark.nightly
 def test_plans_that_cannot_be_written_are_told(folder, capsys):
-    """The table has been printed by then."""
+    """A plan file that cannot be written is an error with the plans, after the table was printed."""
     arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "9", "--engine", "compile"]
     with pytest.raises(SystemExit):
         run(*arguments, "--level", "1", "--output", "/dev/full")
     printed = capsys.readouterr()
     assert "Predicted peak of a step" in printed.out
-    assert "error: --output /dev/full: not written: No space left on device; the plans are " in printed.err
+    assert "error: --output /dev/full: not written: No space left on device; the enabled plans are " in printed.err
 
 
 @pytest.mark.nightly
 def test_a_prediction_in_a_process_of_its_own(folder):
-    """The tables are all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch."""
+    """A prediction prints only the tables to stdout and only progress to stderr, without torch's warnings."""
     sizes = ["--batch_size", "6", "--seq_len", "50"]
     done = cli("--model", folder, "--task", "text-classification", "--engine", "compile", *sizes)
     assert done.returncode == 0
-    # PEFT imports bitsandbytes, which has something to say on some processors.
+    # PEFT imports bitsandbytes, which prints messages on some processors.
     assert not [line for line in done.stderr.splitlines() if not line.startswith("[memopt] still ")]
     ways, _, tables = done.stdout.partition("\n\nMemory plans of the compile engine")
     for way in ("plain PyTorch", "Trainer's checkpointing", "compile engine, no plan", "compile engine, level 1"):
@@ -217,10 +214,11 @@ def test_a_prediction_in_a_process_of_its_own(folder):
 
 def test_twice_the_ranks_may_hold_more() -> None:
     ranks = [ranks_text(8, 2**30, 2**30 - change * 2**20) for change in (100, 0, -12)]
-    changes = ["100.0 MiB less than", "as", "12.0 MiB more than"]
+    changes = ["100.0 MiB less than", "the same as", "12.0 MiB more than"]
     sizes = ["924.0 MiB", "1.00 GiB", "1.01 GiB"]
     assert ranks == [
-        f"16 ranks: predicted peak {size}, {change} on each of 8" for size, change in zip(sizes, changes, strict=True)
+        f"16 ranks: predicted peak {size} per rank, {change} with 8"
+        for size, change in zip(sizes, changes, strict=True)
     ]
 
 
@@ -233,7 +231,7 @@ def test_a_device_that_does_not_compute_in_bfloat16_is_said_in_a_line(arguments,
     for device in ("t4", "l4"):
         run("--task", "fill-mask", *plain, "--device", device, *arguments)
         printed = capsys.readouterr()
-        warned = f"[memopt] {given} on T4: it computes in float32 what is in bfloat16, which is slow, and inductor"
+        warned = f"[memopt] {given} on T4: this device computes bfloat16 in float32, which is slow, and inductor"
         lines = printed.err.splitlines()
         assert [line[: len(warned)] for line in lines] == ([warned] if device == "t4" else [])
         assert re.search(r"^plain PyTorch +plain +\S+ MiB +fits +", printed.out, re.MULTILINE)
@@ -271,7 +269,7 @@ def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
 
 @pytest.mark.nightly
 def test_a_level_in_fp8_and_its_plan_file(folder, tmp_path, capsys):
-    """Some activations of an id are recomputed and others compressed, so that no config says it."""
+    """Level 1 in fp8 recomputes some activations of an id and compresses others; no config can express it."""
     output = tmp_path / "plan.json"
     arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "8", "--seq_len", "62", "--level", "1"]
     run(*arguments, "--engine", "compile", "--compress", "fp8", "--output", str(output))
@@ -281,7 +279,7 @@ def test_a_level_in_fp8_and_its_plan_file(folder, tmp_path, capsys):
 
 @in_turn
 def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, capsys):
-    """With two layers, of which one is recomputed while the other's activations wait."""
+    """A budget's plan for a named device is saved and applied; one of two layers is recomputed."""
     output, folder = tmp_path / "plan.json", save(tmp_path / "model", "roberta-mlm", **DROPOUT)
     arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
     run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--json")
@@ -299,7 +297,7 @@ def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, 
 
 @pytest.mark.nightly
 def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsys):
-    """Sizes are fixed at first; the model is traced again with symbols for the answer."""
+    """A budget that nothing fits names a batch that does; for that the model is traced again with symbolic sizes."""
     arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
     run(*arguments, "--device", "h100", "--level", "2", "--json")
     parts = json.loads(capsys.readouterr().out)["parts"]
@@ -311,7 +309,7 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
 
 @pytest.mark.nightly
 def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
-    """`auto` is the engine that predicts."""
+    """Several batch sizes give a table for the requested run, by the predicting engine under `auto`."""
     arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "24", "--device", "h100", "--json"]
     arguments += ["--batch_size", "8,2", "--optim", "adafactor", "--gradient_accumulation_steps", "4"]
     run(*arguments, "--trainable", "lm_head,layer.0")
@@ -410,7 +408,7 @@ def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_pat
     report = json.loads(done.stdout)
     assert [case["name"] for case in report["cases"]] == ["no plan", "level 1", "level 2", "Dropout+:1:-1"]
     dropout = next(plan for plan in report["table"]["plans"] if plan["config"] == "Dropout+:1:-1")
-    # Attention probabilities after dropout: nearly all of a step, so claim and peak agree better than they usually do.
+    # Attention probabilities after dropout are nearly all of a step, so claim and peak agree better than usual.
     assert dropout["saving_bytes"] > 15 * 2**20
     assert dropout["measured_saving_bytes"] == pytest.approx(dropout["saving_bytes"], rel=0.6)
     peaks = [case["peak_mib"] for case in report["cases"]]

@@ -1,4 +1,4 @@
-"""A plan file does in another process, for any sizes, what the plan did that it was made of."""
+"""A plan file has the same effect as the plan that it was made from, in another process and for any sizes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", nightly(CASES, but=["roberta, counts and offload"]))
 def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
-    """Made with sizes that are fixed, applied to symbols."""
+    """A plan file made with fixed sizes has its plan's effect on symbolic sizes."""
     case, asked = CASES[name]
-    # A count is about several layers.
+    # Counts need several layers.
     model, batch = ZOO[case].build(**({"num_hidden_layers": 1} if case == "llama" else {})), ZOO[case].batch(3, 17)
     made = CompileEngine(selection(asked), "aot_eager", dynamic=False)
     with recorded() as before:
@@ -71,7 +71,7 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
 @in_turn
 @pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
 def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compiler: str) -> None:
-    """MI300X: with CUDA the graph has other attention kernels, and the file is refused here."""
+    """A plan for an MI300X trains here; graphs for CUDA have other attention kernels, so their plans are refused."""
     folder = save(tmp_path, "roberta-mlm", **DROPOUT, num_hidden_layers=1)
     workload = Workload(folder, "fill-mask", 8, 24)
     free = estimate(workload, Selection(), StepSpec("mi300x", compiler))
@@ -161,7 +161,7 @@ def test_a_plan_is_for_one_loss(tmp_path: Path) -> None:
 
 @in_turn
 def test_a_loss_in_chunks_and_counts_come_from_one_file() -> None:
-    """`Loss+` is no row that a partition looks at: the file has it as the loss that it was made with."""
+    """A plan file has both counts and the chunked loss; partitions ignore the row `Loss+`, which sets the loss."""
     case = ZOO["gpt2"]
     model, batch = case.build(num_hidden_layers=1), case.batch(4, 24)
     found = []

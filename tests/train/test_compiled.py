@@ -1,4 +1,4 @@
-"""A plan that passes its budget once it is compiled is solved for again, and the first step is as if it ran once."""
+"""A plan that exceeds its budget after compilation is solved again; the first step takes effect only once."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from tests.trainer_runs import log_lines
 
 
 class Layers(torch.nn.Module):
-    """With dropout, and a buffer that each forward changes."""
+    """Layers with dropout, and a buffer that each forward changes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Strategy 4 and `--memory_opt_compress`: losses are exact, gradients as exact as three bits of mantissa are."""
+"""Strategy 4 and `--memory_opt_compress`: losses are exact, gradients have the precision of three mantissa bits."""
 
 import contextlib
 import copy
@@ -38,16 +38,16 @@ from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 from tests.train.test_step_memory import EXACT, measured
 
-# Of an element: half of the last of three bits of mantissa.
+# Relative rounding error of an element: half of the last of three mantissa bits.
 ROUNDING = 2**-4
-# Of a row: the part of its largest element that is rounded to zero is half of this.
+# Smallest step of a row, relative to its largest element: values below half of this are rounded to zero.
 SMALLEST = 2**-9 / torch.finfo(FP8).max
 inductor = pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=[inductor, pytest.mark.nightly])]
 
 
 class Rows(torch.nn.Module):
-    """Saves a product, which the gradient of the weight is twice as large as."""
+    """Saves a product; the gradient of the weight is twice that product."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Rows(torch.nn.Module):
 
 
 def rows_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Rows of what a row may be."""
+    """Returns rows with all kinds of values, by name."""
     numbers = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     largest, smallest = torch.finfo(dtype).max / 4, torch.finfo(dtype).tiny * 512
     rows = dict(
@@ -98,7 +98,7 @@ def test_elements_keep_three_bits_and_rows_stay_what_they_are(dtype: torch.dtype
 
 @in_turn
 def test_what_no_gradient_goes_through_stays_exact() -> None:
-    """A mask in floating point, a comparison, an exponent, float64, a row of one number."""
+    """Floating-point masks, comparisons, float64 and rows with one element are not compressed."""
 
     class Kinds(torch.nn.Module):
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def test_what_no_gradient_goes_through_stays_exact() -> None:
 
 
 def error(ours: Gradients, exact: Gradients) -> float:
-    """Of all gradients together, relative."""
+    """Returns the relative error of all gradients together."""
     pairs = [(ours[name], gradient) for name, gradient in exact.items() if gradient is not None]
     difference = sum(float((found - gradient).square().sum()) for found, gradient in pairs)
     return (difference / sum(float(gradient.square().sum()) for _, gradient in pairs)) ** 0.5
@@ -147,13 +147,13 @@ def test_gradients_are_as_exact_as_the_format(name: str, asked: str, compiler: s
     exact, ours = accumulate(model, [batch]), run(model, asked, batch, compiler=compiler, dynamic=True)
     rounding = 0 if compiler == "aot_eager" else TOLERANCE
     torch.testing.assert_close(ours.step[0], exact[0], rtol=rounding, atol=0)
-    # Rounding has a root mean square of ROUNDING / sqrt(3) at most; two layers add up the errors of what they save.
+    # Rounding errors have a root mean square of at most ROUNDING / sqrt(3); those of two layers' activations add up.
     assert 0 < error(ours.step[1], exact[1]) < ROUNDING
     check_kinds(ours)
 
 
 def check_kinds(ours: Run) -> None:
-    """What is compressed is in fp8, and the table says so; all else is saved in its own dtype."""
+    """Check that compressed activations are in fp8, as in the table, and all others in their own dtype."""
     split = ours.split
     chosen = [one for one in split.graph.choice.candidates if one.strategy is Strategy.COMPRESS]
     rows = [row for row in ours.table.enabled if ":4:" in row.config]
@@ -175,7 +175,7 @@ PROBED = [("roberta-classification", LAYER), ("segformer", MODEL), ("mixtral", L
 
 @pytest.mark.parametrize(("name", "unit"), nightly(PROBED, but=["roberta-classification"]))
 def test_the_error_of_the_first_batch_is_logged_once(name: str, unit: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also of layers that share a graph; generators, running statistics and gradients are those without it."""
+    """The error of the first batch is logged once, also for layers that share a graph, without side effects."""
     case = ZOO[name]
     model = case.build(**(case.deep(4) if unit == LAYER else {}))
     plain = copy.deepcopy(model)
@@ -209,11 +209,11 @@ MEASURED_GRADIENTS = [
 
 @pytest.mark.parametrize(("name", "unit", "compiler"), nightly(MEASURED_GRADIENTS))
 def test_the_error_of_gradients_is_logged_once(name: str, unit: str, compiler: str, caplog) -> None:
-    """Of one graph it is that against an exact run; generators, buffers and gradients are those without it."""
+    """The error of gradients is logged once, without side effects; for one graph it is that against an exact run."""
     if compiler == "inductor" and not dynamo.inductor_works("cpu"):
         pytest.skip("there is no C++ compiler")
     case, is_bert = ZOO[name], name.startswith("roberta")
-    # A compiler draws other random numbers.
+    # inductor draws different random numbers.
     dropout = DROPOUT if is_bert and compiler == "aot_eager" else dict.fromkeys(DROPOUT, 0.0) if is_bert else {}
     model = case.build(**(case.deep(4) if unit == LAYER else {}), **dropout)
     plain = copy.deepcopy(model)
@@ -243,7 +243,7 @@ def test_the_error_of_gradients_is_logged_once(name: str, unit: str, compiler: s
 
 @in_turn
 def test_queries_and_keys_of_fused_attention_stay_exact() -> None:
-    """Its backward computes probabilities from them, and from the logarithm of their exact sum."""
+    """Queries and keys of fused attention stay exact: its backward combines them with their exact logsumexp."""
     model = ZOO["llama"].build("sdpa")
     batch = without_key_value_cache(model, (), ZOO["llama"].batch(8, 24, seed=1))
     split = run(model, " fp8", batch).split
@@ -262,14 +262,14 @@ def test_queries_and_keys_of_fused_attention_stay_exact() -> None:
 
 @in_turn
 def test_decisions_are_those_of_the_forward() -> None:
-    """A router that is recomputed chooses the experts that it chose."""
+    """A recomputed router chooses the same experts as in the forward."""
     model = ZOO["mixtral"].build()
     batch = without_key_value_cache(model, (), ZOO["mixtral"].batch(8, 24, seed=1))
     ours = run(model, "level 1 fp8", batch, dynamic=True)
     assert "exact, from which integers are recomputed" in ours.table.header[0]
     exact = accumulate(model, [batch])
     assert error(ours.step[1], exact[1]) < ROUNDING
-    # An expert that gets no tokens gets no gradient; another choice would give it some.
+    # An expert without tokens has no gradient; a different choice would give it one.
     routed = {name: g.any() for name, g in exact[1].items() if g is not None and "experts" in name}
     assert routed == {name: ours.step[1][name].any() for name in routed}
 
@@ -284,7 +284,7 @@ def test_nothing_is_compressed_that_nobody_asked_for() -> None:
 
 @in_turn
 def test_a_count_and_other_strategies_go_with_it() -> None:
-    """What is saved is less by what the table claims, and what is recomputed reads what was compressed."""
+    """Compression combines with counts and other strategies, and saves the bytes that the table claims."""
     model, batch = ZOO["roberta-classification"].build(), ZOO["roberta-classification"].batch(8, 24)
     kept = run(model, "Gelu+:4:0", batch)
     asked = "FusedMatMul+Add+:4:-1,Gelu+:1:-1,LayerNormalization+:4:3,FusedMatMul+Add+Add+:3:1"
@@ -308,7 +308,7 @@ def layered() -> Iterator[tuple[CompileEngine, torch.nn.Module]]:
 
 @in_turn
 def test_what_passes_between_graphs_stays_exact(layered) -> None:
-    """The input of a layer's graph is the result of the graph before it, which autograd holds."""
+    """Tensors between graphs stay exact: a layer's input is an output of the graph before, which autograd holds."""
     engine, model = layered
     batches = [ZOO["roberta-classification"].batch(*size, seed=1) for size in ((8, 48), (5, 31))]
     plain = copy.deepcopy(model)
@@ -329,14 +329,14 @@ def test_what_passes_between_graphs_stays_exact(layered) -> None:
         assert engine.predictor.activations(sizes) == pytest.approx(peak, **EXACT)
 
 
-# Whose products take long, and whose memory does not.
+# A device with slow matrix products and fast memory.
 FEW_FLOPS = replace(DEVICES["RTX 4090"], bandwidth=1e12, flops=dict.fromkeys(DEVICES["RTX 4090"].flops, 1e9))
 
 
 @in_turn
 @pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
 def test_a_budget_compresses_where_that_takes_less_time(unit: str, monkeypatch, caplog) -> None:
-    """Alone where it is allowed; the step is the predicted one, its loss exact, and the error logged."""
+    """A budget compresses, if allowed, where that is faster; the step is as predicted, and its error is logged."""
     hold_still(monkeypatch)
 
     def costs(graph: AnalyzedGraph, device: torch.device, fused: bool, *_: object) -> Costs:
@@ -387,7 +387,7 @@ def accumulate_from(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor,
 
 @in_turn
 def test_a_plan_without_a_run_is_that_of_a_run(tmp_path, monkeypatch) -> None:
-    """The way that compares it with others holds what the estimate says."""
+    """An estimate of an fp8 plan has the same peak in the comparison of ways, and rows that save memory."""
     hold_still(monkeypatch)
     workload = Workload(save(tmp_path, "roberta-mlm", num_hidden_layers=2), "fill-mask", 8, 48)
     spec = StepSpec(compiler="aot_eager", loss="plain")
@@ -425,7 +425,7 @@ def test_a_gpu_without_fp8_is_refused_in_one_line(monkeypatch, capability: tuple
 
 @pytest.mark.nightly
 def test_training_ends_near_the_exact_run() -> None:
-    """Sixty steps over four batches, which a model without dropout learns by heart."""
+    """Sixty steps over four batches, which a model without dropout memorizes, end near the exact run's loss."""
     batches = [ZOO["roberta-classification"].batch(16, 24, seed=seed) for seed in range(4)]
 
     def losses(asked: str) -> list[float]:

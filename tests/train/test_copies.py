@@ -1,4 +1,4 @@
-"""Copies and pickles that are made while an engine trains are plain: models, also in spawned workers, and Trainers."""
+"""Copies and pickles of models, also in spawned workers, and of Trainers are plain while an engine trains."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ WAYS = {
 
 
 def attributes(model):
-    """Names of all modules' attributes, and how many hooks there are in each dictionary of hooks."""
+    """Returns the names of all modules' attributes, with the number of hooks in each dictionary of hooks."""
     return [
         {
             name: len(value) if isinstance(value, dict) and "hooks" in name else None
@@ -51,7 +51,7 @@ def gradients(model, batch):
 
 
 class Copies(TrainerCallback):
-    """Copies the model of a Trainer at the end of its first step, in each way; and the Trainer."""
+    """Copies a Trainer's model in each way at the end of the first step, and also the Trainer."""
 
     def __init__(self, ways=WAYS):
         self.ways, self.trainer, self.made, self.of_trainer = ways, None, {}, None
@@ -132,7 +132,7 @@ def test_a_hook_of_the_user_s_stays_in_copies(tmp_path):
 
 
 class Seq2SeqCollator(DataCollatorForSeq2Seq):
-    """Checks, in the worker, that its model is plain."""
+    """Checks in the worker that its model is plain."""
 
     def __call__(self, features, return_tensors=None):
         assert torch.utils.data.get_worker_info() is not None
@@ -143,7 +143,7 @@ class Seq2SeqCollator(DataCollatorForSeq2Seq):
 
 @pytest.mark.nightly
 def test_spawned_workers_get_a_collator_that_holds_the_model(tmp_path, monkeypatch):
-    """As on macOS, Windows and Python 3.14."""
+    """Spawned workers, as on macOS, Windows and Python 3.14, get a collator whose model is plain."""
     model = build("t5")
     vocabulary = {"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, 20)}}
     tokenizer = PreTrainedTokenizerFast(

@@ -13,7 +13,7 @@ from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
 
 CPU = torch.device("cpu")
-# Dropouts run again from their masks, masks from the generator's states.
+# Plans that recompute dropouts from their masks, and masks from the generator's states.
 PLANS = ("Dropout+:1:-1", "level 1", "level 2")
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -40,7 +40,7 @@ def test_a_mask_is_a_function_of_the_state_that_it_was_drawn_from():
     assert torch.equal(draw_mask(token, *arguments, 0.9, CPU)[1], drawn)
     assert draw() == after, "a mask that is computed once more reads the generator"
     torch.library.opcheck(keep_mask, ([4, 5], [1, 0], state, 0.5, CPU))
-    # What it returns differs from call to call.
+    # Its results differ from call to call.
     torch.library.opcheck(draw_mask, (token, [4, 5], [1, 0], 0.5, CPU), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -48,7 +48,7 @@ def test_a_mask_is_a_function_of_the_state_that_it_was_drawn_from():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_dropout_is_plain_pytorchs_to_the_bit(layout, dtype, p):
-    """Signs of zeros, infinities and what follows from the generator included."""
+    """A dropout is bitwise plain PyTorch's, including signs of zeros, infinities and the generator's next numbers."""
     x = torch.randn(64, 48, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0, 0, :2] = torch.tensor([torch.inf, torch.nan])
     x = LAYOUTS[layout](x).detach().requires_grad_()
@@ -86,7 +86,7 @@ def test_a_dropout_without_chance_draws_nothing(p, train):
 
 
 class Dropouts(torch.nn.Module):
-    """A dropout of each kind and probability between products; `output` is linear in `x` for given masks."""
+    """Dropouts with a given probability after linear layers; `output` is linear in `x` for given masks."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_compiled_without_chance(p):
 
 
 def test_the_backward_has_the_masks_of_the_forward():
-    """By central differences, which are exact for a loss that is quadratic in `x`, as it is under masks that stay."""
+    """The backward uses the forward's masks: the loss is quadratic in `x`, so central differences are exact."""
     model = Dropouts(0.3).double()
     x = torch.randn(256, 32, dtype=torch.float64, requires_grad=True)
     direction = torch.randn_like(x)
@@ -146,10 +146,10 @@ def test_the_backward_has_the_masks_of_the_forward():
     ids=lambda case: case[0],
 )
 def case(request):
-    """A model with dropout, micro-batches for it, its step by plain PyTorch, and the generator's state after it."""
+    """Returns a model with dropout, micro-batches, plain PyTorch's step, and the generator's state after it."""
     name, dropout = request.param
     model, batches = ZOO[name].build(**dropout), [ZOO[name].batch(8, 24, seed=seed) for seed in range(2)]
-    # The engine leaves caches out, see `test_matrix.py`.
+    # The engine disables key-value caches, see `test_matrix.py`.
     batches = [without_key_value_cache(model, (), batch) for batch in batches]
     torch.manual_seed(5)
     return model, batches, accumulate(model, batches), torch.get_rng_state()
@@ -157,7 +157,7 @@ def case(request):
 
 @pytest.mark.parametrize("asked", ["", *nightly(PLANS, but=PLANS[:1])])
 def test_a_plan_changes_no_random_number(case, asked):
-    """Loss, gradients and what is drawn after the step are those of plain PyTorch."""
+    """Loss, gradients and the generator's state after the step are plain PyTorch's under every plan."""
     model, batches, plain, state = case
     ours = run(model, asked, *batches, seed=5)
     assert_bitwise_same(ours.step, plain)
@@ -179,8 +179,8 @@ def test_a_plan_changes_no_random_number(case, asked):
 
 
 class Unread(torch.nn.Module):
-    """Layers, and what is behind them, with dropouts that nobody reads, as of a CANINE's characters that a classifier
-    leaves out."""
+    """A model with unused dropouts in and after its layers, as in CANINE, whose classifier ignores some character
+    states."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:

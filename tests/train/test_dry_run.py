@@ -1,4 +1,4 @@
-"""Dry runs: of a Trainer in this process, and of scripts in processes as a user starts them."""
+"""Dry runs of a Trainer in this process, and of scripts in processes as a user starts them."""
 
 import itertools
 import subprocess
@@ -62,9 +62,9 @@ def test_evaluation_is_what_the_allocator_is_asked_for(changes: dict[str, Any], 
     measured = max(itertools.accumulate(kernels.cpu_allocations(trainer.evaluate), initial=0))
     on_host = 0
     if evaluation.accumulation is not None:
-        # Arrays of the first batches lie in torch's memory on a CPU.
+        # On a CPU, arrays of the first batches lie in torch's memory.
         on_host = evaluation.accumulation * (evaluation.logits + evaluation.labels)
-    # The data loader has the next batch, too.
+    # The data loader also holds the next batch.
     batches = 2 * 4 * sum(value.nbytes for value in EQUAL_ROWS[0].values())
     on_device = replace(evaluation, is_on_host=False).peak - evaluation.given
     assert on_device + on_host == pytest.approx(measured, rel=0.02, abs=batches + 1024)
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_a_line_with_the_flag(tmp_path: Path) -> None:
     trainer = made(tmp_path, eval_rows=EQUAL_ROWS * 1000, compute_metrics=lambda _: {}, per_device_eval_batch_size=8)
     found = dry_run(trainer, "h100", Budget("80MiB", 80 * 2**20))
     (line,) = found.suggestions
-    assert line.startswith("evaluation takes ")
+    assert line.startswith("evaluation needs ")
     assert "--eval_accumulation_steps " in line
     trainer.args.eval_accumulation_steps = int(line.partition("--eval_accumulation_steps ")[2].split()[0])
     assert not dry_run(trainer, "h100", Budget("80MiB", 80 * 2**20)).suggestions
@@ -276,8 +276,8 @@ CACHE = "the key-value cache of 8 x 518 tokens"
             (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
             (QLORA, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nbackward ")),
             (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
-            (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE)),
-            (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE, "\nno-grad ")),
+            (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch from the data, bf16", CACHE)),
+            (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch from the data, bf16", CACHE, "\nno-grad ")),
         ]
     ),
 )
@@ -294,7 +294,7 @@ def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("flags", [[], ["--qlora"]], ids=["all of it", "qlora"])
 def test_the_example(flags: list[str], tmp_path: Path) -> None:
-    """With `--qlora` it saves its model, and loads it quantized."""
+    """The sft example has a dry run; with `--qlora` it saves its model and loads it quantized."""
     arguments = ["--output_dir", "out", "--max_train_samples", "64", "--max_eval_samples", "32", *flags]
     done = run_command(str(EXAMPLES / "sft/sft.py"), *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What a Trainer's loss takes outside of the model's forward is counted, or a line says that it is not."""
+"""The memory that a Trainer's loss takes outside the model's forward is counted, or a line says that it is not."""
 
 import contextlib
 import itertools
@@ -32,11 +32,11 @@ def equal_rows(length: int = 8, count: int = 16) -> list[dict[str, torch.Tensor]
 
 
 class Wide(MemOptTrainer):
-    """The loss is of scores over many classes, which it computes from those of the model.
+    """A Trainer whose loss computes scores over many classes from the model's logits.
 
     Attributes:
-        asked: bytes that each training step asks torch's allocator for, at its peak.
-        predicted: activations of the step, by the engine.
+        asked: peak bytes of torch's allocator in each training step.
+        predicted: the engine's predicted activations of each step.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -86,8 +86,8 @@ class TeacherLast(Wide):
 
 
 class Reference(Wide):
-    """A head beside the model, whose parameters require grad and get none: autocast keeps its casts of them as long as
-    it is on, as of DPO's reference model. Of this loss the backward takes the most."""
+    """A head outside the model whose parameters require grad and get none: autocast caches their casts while it is on,
+    as for DPO's reference model. The peak of this loss is in the backward."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -100,14 +100,14 @@ class Reference(Wide):
         return (self.scores(outputs).float().sin().cos().tanh() - target).mean()
 
 
-# Of a script's own.
+# Globals of a script.
 TEACHER = SMALL.build("eager").requires_grad_(False)
 HEAD = torch.nn.Linear(CLASSES, WIDE)
 SEEN: list[float] = []
 
 
 class Counting:
-    """A loss that is an object with a state."""
+    """A loss that is an object with state."""
 
     count = 0
 
@@ -120,7 +120,7 @@ COUNTING = Counting()
 
 
 class OfGlobals(Wide):
-    """The loss is made of what the script has, and trains some of it."""
+    """A loss that uses the script's globals, and trains one of them."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -140,7 +140,7 @@ class TwoForwards(Wide):
 
 
 class TakesOut(Wide):
-    """Takes the labels out of its inputs, and returns the outputs, too."""
+    """A loss that removes the labels from its inputs."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> torch.Tensor:
         labels = inputs.pop("labels")
@@ -149,7 +149,7 @@ class TakesOut(Wide):
 
 
 class TakesOutOfEncoding(TakesOut):
-    """Its batches are a tokenizer's, which are no dicts."""
+    """Its batches are a tokenizer's `BatchEncoding`, which is not a dict."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -167,7 +167,7 @@ def trainer_of(kind: type[Wide], folder: Path, **changes: Any) -> Wide:
 
 @contextlib.contextmanager
 def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """What is asked of the engine at the end of each step."""
+    """Yields a list that gets the result of `ask` for the engine at the end of each step."""
     found: list[Any] = []
 
     class Asks(TrainerCallback):
@@ -198,7 +198,7 @@ def test_a_step_is_predicted_with_its_loss(kind: type[Wide], changes: dict[str, 
     trainer.train()
     (asked,), (predicted,) = set(trainer.asked), set(trainer.predicted)
     assert predicted == pytest.approx(asked, rel=0.01)
-    # As large as some of the scores alone.
+    # At least three tensors of scores.
     assert asked > 3 * 4 * 4 * WIDE
     assert "not counted" not in str(trainer.memopt.table)
 
@@ -213,7 +213,7 @@ def test_what_a_script_has_is_left_as_it_is(tmp_path: Path) -> None:
     (predicted,) = set(trainer.predicted)
     assert predicted == pytest.approx(max(trainer.asked), rel=0.01)
     assert COUNTING.count == len(SEEN) == 3 and all(map(math.isfinite, SEEN))
-    # No tensor without data.
+    # The parameter was not replaced by a tensor without data.
     assert type(HEAD.weight) is torch.nn.Parameter and HEAD.weight.grad is None
 
 
@@ -241,13 +241,13 @@ def test_a_budget_bounds_the_step_with_its_loss(tmp_path: Path, monkeypatch: pyt
     fits = trainer_of(TeacherLast, tmp_path / "fits", **mib(peak + 1024))
     fits.train()
     assert "fits without a plan" in fits.memopt.table.header[0]
-    # Less than one tensor of scores, and more than all that the model saves.
+    # The difference is less than one tensor of scores, and more than everything that the model saves.
     with pytest.raises(DoesNotFitError):
         trainer_of(TeacherLast, tmp_path / "over", **mib(peak - 40_000)).train()
 
 
 class Draws(Wide):
-    """Draws random numbers, counts, and keeps what it has seen, as do its modules."""
+    """A loss that draws random numbers, counts, and keeps state, also in its modules."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -269,12 +269,12 @@ class Draws(Wide):
 
 @in_turn
 def test_counting_leaves_no_trace(tmp_path: Path) -> None:
-    """Losses, random numbers, counters and what was kept are those of a Trainer without an engine."""
+    """Counting a loss has no side effects: losses, random numbers, counters and state are a plain Trainer's."""
     ours = trainer_of(Draws, tmp_path / "ours")
     plain = trainer_of(Draws, tmp_path / "plain")
     plain.memopt.engine.attach = lambda model: None
     for trainer in (ours, plain):
-        # Not measured.
+        # Skips the measurement.
         trainer.training_step = super(Wide, trainer).training_step
         set_seed(0)
         trainer.train()
@@ -286,8 +286,8 @@ def test_counting_leaves_no_trace(tmp_path: Path) -> None:
 
 
 class Keeps(Wide):
-    """Has the model's forward keep what it returns while the loss is computed, as sentence-transformers'
-    `MatryoshkaLoss` does."""
+    """Replaces the model's forward by one that keeps its outputs while the loss is computed, as
+    sentence-transformers' `MatryoshkaLoss` does."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -345,7 +345,7 @@ class Backward(Plain):
     ("kind", "why"),
     nightly(
         [
-            (FromIterator, "it may take from an iterator, others"),
+            (FromIterator, "it may consume an iterator, others"),
             (Reads, "the value of a tensor is read"),
             (Backward, "it calls backward itself"),
         ],
@@ -363,7 +363,7 @@ def test_what_cannot_be_counted_is_said(kind: type[Wide], why: str, tmp_path: Pa
     )
     assert caveat in trainer.memopt.table.header[1]
     if kind is FromIterator:
-        # Nothing was taken from it but in the step.
+        # Only the step took a value from the iterator.
         assert next(trainer.others) == 1
 
 

@@ -1,4 +1,4 @@
-"""Forwards with arguments like those of an earlier call: their runs are known, unless they are others."""
+"""Forwards with the same kind of arguments as an earlier call reuse its recorded runs, if they are still the same."""
 
 import copy
 
@@ -28,7 +28,7 @@ class Block(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Runs those of its layers that it is told to, which no argument tells."""
+    """Runs the layers in its attribute `runs`, which is no argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each forward whose runs are noted."""
+    """Returns a list that gets an entry for each forward whose runs are recorded."""
     noted: list[int] = []
     end = TapeRecorder.end
 
@@ -71,7 +71,7 @@ def test_runs_are_noted_once_for_each_size(unit: str, asked: str, recorded: list
 
 
 def test_layers_that_are_left_out_are_seen(recorded: list[int]) -> None:
-    """Generators, gradients and predictions are those of the layers that ran, though no argument has changed."""
+    """Skipped layers are noticed although no argument changed: each step is bitwise that of the layers that ran."""
     model = Stack()
     plain = copy.deepcopy(model)
     engine = CompileEngine(selection("level 1"), "aot_eager", unit=LAYER)
@@ -82,14 +82,14 @@ def test_layers_that_are_left_out_are_seen(recorded: list[int]) -> None:
     for runs in calls:
         model.runs = plain.runs = runs
         assert_bitwise_same_step(model, plain, batch)
-    # But for the second and the fourth, which are as those before them.
+    # All calls except the second and the fourth, which are equal to the calls before them.
     assert len(recorded) == len(calls) - 2
     engine.detach()
 
 
 @in_turn
 def test_an_argument_that_is_another_one_is_recorded(recorded: list[int]) -> None:
-    """The same tensor twice is not two equal ones."""
+    """A call is recorded again if two arguments that were one tensor are now two equal ones."""
     zoo = ZOO["llama"]
     model = zoo.build(**zoo.deep(LAYERS))
     plain = copy.deepcopy(model)

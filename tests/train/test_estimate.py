@@ -1,4 +1,4 @@
-"""A prediction without a run is what the first step is planned with."""
+"""A prediction without a run equals the one that the first step is planned with."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-# Model, changes to its config, task, plans. Attention is transformers' default, and changes with dropout.
+# Model, changes to its config, task, plans. Attention is transformers' default, which depends on dropout.
 CASES = {
     "roberta": ("roberta-mlm", DROPOUT, "fill-mask", Selection(level=1)),
     "deberta": ("deberta-v2-mlm", DROPOUT, "text-classification", Selection(config=parse("Gelu+:1:1"))),
@@ -39,16 +39,16 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
 
     real, batch = workload.build()
     if "attention_mask" in batch:
-        # A workload's rows have padding, of which the batch that it builds has none.
+        # A workload is predicted with padding, but the batch that it builds has none.
         batch["attention_mask"][-1, -1] = 0
     engine = CompileEngine(selection, compiler="aot_eager")
     engine.outputs_read_by = lambda: ""
     engine.attach(real)
     real(**batch).loss.backward()
     table = engine.plans()
-    # An image's height and width are no symbols in a real run.
+    # An image's height and width are not symbolic in a real run.
     assert table.symbols.items() <= found.table.symbols.items()
-    # T5's loss is chunked without being asked to.
+    # T5's loss is chunked by default.
     planned = [row for row in found.table.enabled if not row.config.startswith("Loss")]
     assert bool(planned) == (selection != Selection())
     if symbolic:
@@ -83,7 +83,7 @@ def test_a_loop_that_holds_outputs_is_planned_as_it_trains(tmp_path: Path) -> No
 
 
 def check_fixed_sizes(found: PlanTable, expected: PlanTable) -> None:
-    """The same rows without formulas, and without occurrences too small to count in a model whose sizes are fixed."""
+    """Check for the same rows, without formulas and without occurrences that are too small with fixed sizes."""
     rows = {plan.config: plan for plan in found.plans}
     assert rows.keys() <= {plan.config for plan in expected.plans}
     assert len(rows) > 3 and not any(plan.saving_symbolic for plan in found.plans)
@@ -150,7 +150,7 @@ def test_offload_counts_for_a_device_that_is_not_here(tmp_path):
     assert not any("for the host" in line for line in here.table.header)
 
 
-# Weights that take more than activations, so that the optimizer's step is a peak too.
+# Weights are larger than activations, so that the optimizer's step is a peak, too.
 WIDE = {"n_embd": 128, "n_layer": 1}
 RUNS = {
     "adafactor": ("adafactor", 1, ()),
@@ -188,7 +188,7 @@ def test_the_step_is_the_one_that_trains(name: str, folder: str, tmp_path) -> No
     peak, _, _ = allocated(lambda: (step(), step()))
     parts = found.parts
     held = parts["parameters"] + parts["buffers"] + parts["batch"] + parts["constant"]
-    # Left out: a step count for each parameter.
+    # The prediction leaves out a step count per parameter.
     assert found.peak_mib * 2**20 - held == pytest.approx(peak, rel=5e-3, abs=1024)
     assert parts["optimizer"] == sum(
         value.nbytes
@@ -233,7 +233,7 @@ def test_on_a_device_the_allocator_counts_too_and_the_step_is_foreachs(folder: s
 
 
 def test_an_optimizer_that_is_not_known(folder: str) -> None:
-    with pytest.raises(MemOptError, match="--optim lomo: its memory is not known"):
+    with pytest.raises(MemOptError, match="--optim lomo: its memory is unknown"):
         estimate(Workload(folder, "text-generation", 2, 8), Selection(), StepSpec(optim="lomo"))
 
 

@@ -1,4 +1,4 @@
-"""The packaged weights: MiniLM computes the same in RoBERTa's and DeBERTa-v2's form as in its own."""
+"""The packaged weights: MiniLM computes the same in RoBERTa and DeBERTa-v2 as in BERT."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from common.arguments import ModelArguments  # noqa: E402
 from optimum_memopt import MemOptError  # noqa: E402
 
 ARCHITECTURES = ["roberta", "deberta-v2"]
-# DeBERTa-v2 reaches BERT's scores by another order of roundings; RoBERTa does the same arithmetic.
+# DeBERTa-v2 rounds in a different order than BERT; RoBERTa's arithmetic is the same.
 TOLERANCE = {"roberta": 0.0, "deberta-v2": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two pairs of unequal length: padding and the second segment take part."""
+    """Returns two pairs of unequal length, with padding and second segments."""
     first = ["A lamp to my feet.", "In the beginning God created the heavens and the earth, and it was so. " * 9]
     return models.packaged_tokenizer()(first, ["Light!", "It was good."], padding=True, return_tensors="pt")
 
@@ -54,10 +54,10 @@ def test_heads_sit_on_the_same_encoder(architecture, auto_class, batch, expected
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_parameter_of_the_encoder_learns(architecture, batch):
-    """Zeroed relative projections must not be dead: they start at zero but have a gradient."""
+    """Every encoder parameter has a gradient, also the relative projections, which start at zero."""
     model = models.packaged_model(architecture, AutoModelForSequenceClassification, num_labels=2).eval()
     model(**batch, labels=torch.tensor([0, 1])).loss.backward()
-    # Row 0 of a rel_embeddings table meets only zero projections in the first step.
+    # Rows of rel_embeddings meet only zero projections in the first step.
     silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert [name for name in silent if "rel_embeddings" not in name and "key_proj.bias" not in name] == []
 

@@ -1,4 +1,4 @@
-"""The packaged data: real, aligned, balanced, and without anything of the evaluation in the training rows."""
+"""The packaged data: real, aligned and balanced, with no evaluation rows in the training data."""
 
 import sys
 
@@ -15,7 +15,7 @@ def pairs():
 
 
 def test_translations_are_aligned():
-    """A known verse, cleaned of the packages' line breaks and backticks."""
+    """Both translations of a known verse are aligned, and free of the packages' line breaks and backticks."""
     verse = next(v for v in verses.aligned_verses() if v.chapter == 19119 and v.web.startswith("Your word is a lamp"))
     assert verse.web == "Your word is a lamp to my feet, And a light for my path."
     assert verse.ylt == "[Nun.] A lamp to my foot [is] Thy word, And a light to my path."
@@ -24,7 +24,7 @@ def test_translations_are_aligned():
 
 
 def test_labels_mean_what_they_say(pairs):
-    """Same verse for 1; for 0 the verse just before or after."""
+    """Label 1 means the same verse, label 0 the verse just before or after it."""
     places: dict[tuple[str, str], list[int]] = {}
     all_verses = verses.aligned_verses()
     for place, verse in enumerate(all_verses):

@@ -1,4 +1,4 @@
-"""The explanation of a step that ran out of memory against what the step held."""
+"""The explanation of a step that ran out of memory matches the memory that the step held."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,9 +35,9 @@ def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
 
 
 def run_out(name: str, share: float, **changes: Any) -> tuple[FailedStep, LimitedTensors]:
-    """A plain step that may hold this share of what it needs."""
+    """Run a plain step with this share of the memory that it needs."""
     model, batch = ZOO[name].build("sdpa" if name in SDPA else "eager", **changes), ZOO[name].batch(ROWS, LENGTH)
-    # As a Trainer has it.
+    # A Trainer does the same.
     model.config.use_cache = False
     return run_out_with(model, batch, share)
 
@@ -45,7 +45,7 @@ def run_out(name: str, share: float, **changes: Any) -> tuple[FailedStep, Limite
 def run_out_with(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], share: float, **known: Any
 ) -> tuple[FailedStep, LimitedTensors]:
-    """The same for any model; `known` are fields of `FailedStep`."""
+    """Run out of memory with any model; `known` are fields of `FailedStep`."""
     with LimitedTensors() as free:
         step(model, batch)
     model.zero_grad(set_to_none=True)
@@ -77,7 +77,7 @@ CASES = [
 ] + [("qlora", 0.9), ("lora-experts", 0.9)]
 
 
-# One layer is traced in half the time.
+# Models with one layer, which is traced in half the time.
 ONE_LAYER = ("gpt2", "deberta-v2-classification")
 
 
@@ -98,7 +98,7 @@ def test_the_parts_add_up_to_what_was_held(name, share):
 @in_turn
 @pytest.mark.parametrize("frozen", nightly([False, True], but=[False]), ids=["trained", "frozen"])
 def test_a_graph_that_runs_several_times_counts_as_often(frozen):
-    """A loop over layers with a graph break in each is one graph, which runs for each layer."""
+    """A graph that runs for each layer, in a loop with graph breaks, counts as often as it runs."""
     model, batch = BrokenLoop(12), {"x": torch.randn(512, 64, requires_grad=frozen)}
     model.requires_grad_(not frozen)
     failed, limited = run_out_with(model, batch, 0.95, rows=512)
@@ -114,9 +114,9 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
 @in_turn
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_that_alone_are_too_many_may_be_released(accumulation, monkeypatch):
-    # On a busy machine, too.
+    # Must succeed on a busy machine, too.
     monkeypatch.setattr(explaining, "_SECONDS", 600.0)
-    # What the process itself holds.
+    # Ignores the memory of the process itself.
     for name in ("held_bytes", "room_to_grow"):
         monkeypatch.setattr(explaining, name, lambda *held: 0)
     model = Perceptrons(width=256)
@@ -128,7 +128,7 @@ def test_gradients_that_alone_are_too_many_may_be_released(accumulation, monkeyp
 
 
 class WithReference(torch.nn.Module):
-    """A head that only says what the other one is compared with."""
+    """A model with a reference head that runs without gradients."""
 
     def __init__(self, requires_grad: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A first step whose compiled forward or backward fails is plain PyTorch's, or a refusal where the plan must hold."""
+"""A first step whose compiled forward or backward fails runs in plain PyTorch, or is refused if a plan must hold."""
 
 import itertools
 import re
@@ -18,13 +18,13 @@ from tests.trainer_runs import build, log_lines, make, rows, weights
 pytestmark = pytest.mark.falls_back
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
-# Of a product of matrices of two types, in the words of the kernel.
+# The kernel's error about a matrix product of two dtypes.
 REASON = r"\(RuntimeError: .*\)"
 
 
 @torch.library.custom_op("optimum_memopt_tests::widened", mutates_args=())
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Returns another type than its trace has, in which a conversion after it does nothing."""
+    """Returns a different dtype than in its trace, where a conversion after it is a no-op."""
     return x.double()
 
 
@@ -43,10 +43,10 @@ class WidenedGradient(torch.autograd.Function):
 
 
 class Faulty(torch.nn.Module):
-    """An activation with dropout and a counter, which plain PyTorch alone can run.
+    """An activation with dropout and a counter, which only plain PyTorch can run.
 
     Attributes:
-        counter: of calls of its forward, traced or not; an iterator is not put back before a forward runs again.
+        counter: counts the calls that raise, traced or not; as an iterator it is not restored before a rerun.
     """
 
     def __init__(self, fails: str) -> None:
@@ -146,7 +146,7 @@ def test_a_plan_file_is_refused(tmp_path):
     [("user", ValueError, 2), ("memory", torch.OutOfMemoryError, 1), ("interrupt", KeyboardInterrupt, 1)],
 )
 def test_what_plain_pytorch_cannot_do_either_comes_out(asked, fails, kind, calls):
-    """The user's own error is met again by plain PyTorch; the others are not tried again."""
+    """A user's error is raised after plain PyTorch fails, too; out-of-memory and interrupts are not retried."""
     model = faulty(fails)
     optimize(model, **ENGINE, **asked)
     with log_lines() as lines, pytest.raises(kind, match="^out of memory$"):
@@ -168,7 +168,7 @@ def test_an_error_of_compute_loss_does_not_run_the_step_again(tmp_path):
 
 
 def contextual_prompt() -> torch.nn.Module:
-    """PEFT's CPT assigns `weight.data` in its forward (0.21), which AOTAutograd refuses."""
+    """Returns a model with PEFT's CPT, which assigns `weight.data` in its forward (0.21); AOTAutograd refuses that."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
@@ -202,7 +202,7 @@ def test_cpt_of_peft_trains_as_plain_pytorch(tmp_path):
 
 
 class Attention(torch.nn.Module):
-    """A layer that splits its heads as transformers' models do, which is ambiguous without rows."""
+    """A layer that splits its heads like transformers' models, which is ambiguous for an empty batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Layered(torch.nn.Module):
 )
 @pytest.mark.parametrize("unit", ["layer", "model"])
 def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, plan: dict[str, Any]) -> None:
-    """In one line, and training may go on with the next batch."""
+    """A later batch that plain PyTorch cannot run raises its one-line error, and the next batch trains."""
     model, rows_of = Layered(), partial(torch.randn, generator=torch.Generator().manual_seed(0))
     batches = [rows_of(3, 5, 8), torch.empty(0, 5, 8), rows_of(3, 5, 9), rows_of(4, 5, 8)]
     errors: list[Exception] = []
@@ -252,7 +252,7 @@ def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, pl
 
 
 class Checked(Layered):
-    """Looks at its batch first."""
+    """Checks its batch first."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         if x.dim() != 3:

@@ -1,4 +1,4 @@
-"""Random numbers in a forward are those of plain PyTorch, from whichever generator and however often it runs."""
+"""Random numbers in a forward are plain PyTorch's, for any generator and however often the forward runs."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def drawn_rows(count: int) -> numpy.ndarray:
-    """As the masks of SpecAugment are drawn: a loop, whose lengths depend on what was drawn."""
+    """Draw rows like SpecAugment's masks, in a loop whose length is random."""
     epsilon = numpy.random.rand(1).item()
     rows = numpy.zeros(count, dtype=bool)
     for _ in range(int(1 + 2 * epsilon)):
@@ -27,7 +27,7 @@ def drawn_rows(count: int) -> numpy.ndarray:
 
 
 class Noisy(torch.nn.Module):
-    """Draws from a generator around its layers, and drops out in between."""
+    """Draws from a generator after its layers, with dropout after each layer."""
 
     def __init__(self, draw: Callable[[Any], float]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ IN_EACH_RUN = [("own of numpy", "level"), ("python", "budget")]
     ("draw", "plan"), nightly([(draw, plan) for draw in DRAWS for plan in PLANS], but=IN_EACH_RUN)
 )
 def test_numbers_are_those_of_plain_pytorch(draw: str, plan: str) -> None:
-    """Under a budget the first forward runs more than once."""
+    """Random numbers are plain PyTorch's, also under a budget, whose first forward runs more than once."""
     torch.manual_seed(0)
     model = Noisy(DRAWS[draw])
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""A forward in several graphs under a budget: torch compiles and runs each before it traces the next one."""
+"""A forward with several graphs under a budget; torch compiles and runs each graph before it traces the next one."""
 
 import re
 import weakref
@@ -27,12 +27,12 @@ from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
 
 MIB = 2**20
-# What the allocator is asked for beside tensors: the loss, seeds.
+# Bytes that are allocated besides the graph's tensors: the loss, seeds.
 SLACK = 256
 
 
 class InPieces(torch.nn.Module):
-    """Layers in several graphs, with dropout, and a buffer that each forward changes."""
+    """Layers in several graphs, with dropout and a buffer that each forward changes."""
 
     def __init__(self, breaks: int, layers: int = 2, width: int = 128) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_each_graph_break_is_named_with_its_line() -> None:
 
 
 def assert_within(name: str, budget: int, expected: list[torch.Tensor]) -> tuple[int, list[str]]:
-    """The predicted peak and what was said about room, after a step that is plain PyTorch's."""
+    """Check that a step is plain PyTorch's and within the budget; returns the predicted peak and lines about room."""
     batch, engine = batch_of(name), attached(name, budget)
     with log_lines() as lines:
         found = gradients(engine, batch)
@@ -134,7 +134,7 @@ def without_plan(name: str) -> tuple[list[torch.Tensor], Footprint]:
     return found
 
 
-# The last share is close to the floor.
+# The last share of each case is close to the floor.
 @pytest.mark.parametrize(
     ("name", "shares"),
     nightly(
@@ -148,12 +148,12 @@ def test_graphs_that_do_not_fit_one_by_one_fit_together(steady_process, name: st
     budgets = [int(free.peak - (1 - share) * free.activations) for share in shares]
     found = [assert_within(name, budget, expected) for budget in budgets]
     assert found[1][0] < found[0][0]
-    # The first forward shows all graphs.
+    # The first forward reveals all graphs, so nothing is solved again.
     assert not any(lines for _, lines in found)
 
 
 def floor_in(error: DoesNotFitError) -> int:
-    """Bytes, rounded up to what the text shows."""
+    """Returns the floor in the error's text, in bytes rounded up."""
     (number,) = re.findall(r"peaks at ([\d.]+) MiB", str(error))
     return int((float(number) + 0.1) * MIB)
 
@@ -161,7 +161,7 @@ def floor_in(error: DoesNotFitError) -> int:
 @pytest.mark.parametrize("name", nightly(list(MODELS)))
 def test_an_error_names_a_floor_that_is_enough_for_the_graphs_so_far(steady_process: None, name: str) -> None:
     expected, free = without_plan(name)
-    # A plan of five breaks is found for as little as 0.32 of the activations.
+    # With five breaks a plan exists for as little as 0.32 of the activations.
     budget, errors = free.peak - int((0.9 if name == "five breaks" else 0.65) * free.activations), []
     while len(errors) < 6:
         engine = attached(name, budget)
@@ -197,11 +197,11 @@ def test_a_batch_that_is_said_to_fit_does_in_all_graphs(steady_process: None) ->
 
 
 class Watched(InPieces):
-    """Its graph break is a function of the user's."""
+    """A model whose graph break is a user's function."""
 
     def __init__(self) -> None:
         super().__init__(1)
-        # No lists of Python, which are after a try what they were before.
+        # Not Python lists, which are restored after an attempt.
         self.looked = SimpleNamespace(seen=UserList(), alive=UserList())
 
     @torch._dynamo.disable
@@ -229,7 +229,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
 @in_turn
 @pytest.mark.parametrize("share", nightly([0.6, 0.42], but=[0.42]))
 def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
-    """Nothing runs, so that what earlier graphs have saved is nowhere in memory."""
+    """A planned step fits in all graphs, although nothing runs and earlier graphs' activations are not in memory."""
     how = {"example_inputs": batch_of("two breaks"), "device": "h100", "compiler": "aot_eager"}
     free = plan(InPieces(2), **how)
     budget = free.peak - int((1 - share) * free.breakdown["activations"])
@@ -238,7 +238,7 @@ def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
 
 def estimated(budget: int | None = None) -> StepEstimate:
     selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
-    # Ten budgets are solved in half the time.
+    # With one layer, ten budgets are solved in half the time.
     workload = ModuleWorkload.of(InPieces(1, layers=1), batch_of("one break"), None, ())
     return estimate(workload, selection, StepSpec("h100", "aot_eager"), with_curve=True)
 
@@ -279,7 +279,7 @@ def test_the_largest_batch_is_that_of_all_graphs() -> None:
 
 @pytest.mark.nightly
 def test_an_offloaded_input_of_the_last_graph_is_reloaded_when_its_backward_begins() -> None:
-    """Copies whose time was planned otherwise would pass the budget, and have it solved again with a margin."""
+    """An offloaded input is reloaded as its backward begins; an earlier copy would exceed the budget and re-plan."""
     step = {"example_inputs": batch_of("one break", 200_000), "device": "h100", "compiler": "aot_eager"}
     with log_lines() as lines:
         found = plan(InPieces(1), **step, budget="600MiB")

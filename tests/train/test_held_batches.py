@@ -1,5 +1,4 @@
-"""Trainer holds all micro-batches of an optimizer step: a run and a dry run count them, and say so where that is too
-much."""
+"""Trainer holds all micro-batches of an optimizer step: runs and dry runs count them, and say if they do not fit."""
 
 import contextlib
 import re
@@ -67,7 +66,7 @@ def test_a_dry_run_counts_all_of_them(tmp_path: Path) -> None:
     forward = {
         count: next(phase.peak for phase in run.phases if phase.name == "forward") for count, run in found.items()
     }
-    # Blocks of CUDA's allocator.
+    # CUDA's allocator rounds up to blocks.
     assert forward[COUNT] - forward[2] == pytest.approx((COUNT - 2) * BATCH_BYTES, rel=0.1)
     assert f"{COUNT} micro-batches" in found[COUNT].header
     limit = forward[COUNT] - COUNT * BATCH_BYTES // 2

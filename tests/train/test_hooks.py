@@ -95,7 +95,7 @@ HOOKS = (forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_
     ),
 )
 def test_hooks_come_and_go(register, layers):
-    """On a module in a layer, and on layers that are compiled by themselves."""
+    """Hooks may come and go on a module in a layer, and on separately compiled layers."""
     ours, plain, batch = Net(layers), Net(layers), {"x": torch.randn(4, 8)}
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     assert_bitwise_same_step(ours, plain, batch)
@@ -125,7 +125,7 @@ def test_a_hook_in_a_layer_is_the_one_reason_for_another_graph():
 
 @in_turn
 def test_hooks_of_layers_come_and_go_while_the_forward_runs():
-    """Such layers are compiled by themselves, and have no hooks while torch traces what is around them."""
+    """Hooks of separately compiled layers may come and go during a forward; tracing the rest sees no hooks."""
     ours, plain, batch = Net(4), Net(4), {"x": torch.randn(4, 8)}
     engine = optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
 
@@ -164,7 +164,7 @@ def test_hooks_on_tensors_between_layers() -> None:
 
 
 def test_hooks_on_tensors_between_layers_refuse_these_by_themselves() -> None:
-    """A forward that registers hooks cannot run without gradients."""
+    """Hooks on tensors between layers are refused for unit `layer`: they cannot be registered without gradients."""
     ours = HookedNet(4)
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_unit="layer")
     with pytest.raises(UnsupportedModelError, match="a hook is registered on a tensor between layers"):
@@ -172,7 +172,7 @@ def test_hooks_on_tensors_between_layers_refuse_these_by_themselves() -> None:
 
 
 def test_hidden_states_that_hooks_of_layers_collect():
-    """transformers puts these hooks on the layers in the first forward."""
+    """Hidden states are collected by hooks that transformers registers on layers in the first forward."""
     case = ZOO["llama"]
     ours, batch = case.build(**case.deep(4)), {**case.batch(), "output_hidden_states": True}
     plain = copy.deepcopy(ours)
@@ -183,7 +183,7 @@ def test_hidden_states_that_hooks_of_layers_collect():
 
 @in_turn
 def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
-    """Such a hook splits the graph, and each layer is a graph of its own."""
+    """A level applies to layers with backward hooks, which split the graph so that each layer has its own."""
     ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
     calls = Counter()
     for layer in (*ours.layers, *plain.layers):
@@ -198,7 +198,7 @@ def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
 
 @pytest.mark.nightly
 def test_hooks_that_a_later_forward_puts_into_layers_are_called_in_it() -> None:
-    """transformers' in the first forward that returns attentions."""
+    """Hooks that a later forward registers are called in it, as transformers' in the first that returns attentions."""
     model = ZOO["roberta-mlm"].build(**ZOO["roberta-mlm"].deep(4))
     model.set_attn_implementation("eager")
     plain, batch = copy.deepcopy(model), ZOO["roberta-mlm"].batch()

@@ -1,4 +1,4 @@
-"""Models of images in text: what finds the images in it is no part of a graph."""
+"""Vision-language models: the code that locates images in the text is not part of a graph."""
 
 import copy
 
@@ -26,7 +26,7 @@ from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
 
 CASE = ZOO["qwen2-vl"]
-# Enough layers that they are compiled by themselves.
+# Enough layers to be compiled separately.
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 IMAGE, PATCH, IMAGE_TOKEN = 8, 4, 3
 TEXT = {**SIZES, "model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -39,7 +39,7 @@ def compiled(model: torch.nn.Module):
 
 @pytest.mark.nightly
 def test_hooks_around_what_runs_ahead():
-    """They are called once a step, where a hook comes in the middle too, and change results as in plain PyTorch."""
+    """Hooks around code that runs ahead are called once per step, also later ones, and act as in plain PyTorch."""
     model = CASE.build("sdpa")
     plain, calls = copy.deepcopy(model), []
 
@@ -61,7 +61,7 @@ def test_hooks_around_what_runs_ahead():
 
 @pytest.mark.nightly
 def test_an_attention_with_dropout_splits_the_row_itself():
-    """In one layer, and from a step in the middle on."""
+    """Attention with dropout splits the packed row itself, even in a single layer and from a later step on."""
     model = CASE.build("sdpa")
     plain = copy.deepcopy(model)
     compiled(model)
@@ -86,7 +86,7 @@ def test_a_text_without_images():
 
 @in_turn
 def test_an_error_of_the_model_is_its_own():
-    """And a step that fails leaves the next one as it is."""
+    """A model's error is raised as in plain PyTorch, and the next step is not affected."""
     model = CASE.build("sdpa")
     plain = copy.deepcopy(model)
     compiled(model)
@@ -104,7 +104,7 @@ def test_an_error_of_the_model_is_its_own():
 
 
 def llava():
-    """It reads the hidden states of the last layers but one of its vision tower, which hooks on these collect."""
+    """Returns a LLaVA, which reads a hidden state before its vision tower's last layer, collected by hooks."""
     torch.manual_seed(0)
     config = LlavaConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE_TOKEN)
     return LlavaForConditionalGeneration(config).train()
@@ -125,7 +125,7 @@ def images_first(rows, length, seed=0, tokens=(IMAGE // PATCH) ** 2):
 
 @pytest.mark.nightly
 def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves():
-    """Though hooks in them would collect attentions, if these were asked for."""
+    """Layers with hooks for hidden states are compiled separately, although hooks in them could collect attentions."""
     model = llava()
     plain = copy.deepcopy(model)
     with log_lines() as lines, recorded() as splits:
@@ -141,7 +141,7 @@ def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves(
 
 @pytest.mark.nightly
 def test_attentions_are_asked_for_in_a_later_step():
-    """They are what hooks in layers collect."""
+    """Attentions, collected by hooks in layers, may be requested in a later step."""
     model = llava()
     model.set_attn_implementation("eager")
     plain = copy.deepcopy(model)
@@ -160,7 +160,7 @@ def test_attentions_are_asked_for_in_a_later_step():
 
 @pytest.mark.nightly
 def test_a_hook_that_changes_what_another_has_collected():
-    """Of a layer, before and behind the one that collects its hidden state."""
+    """A hook on a layer, before or after the one that collects its hidden state, acts as in plain PyTorch."""
     model = llava()
     plain = copy.deepcopy(model)
     compiled(model)
@@ -172,7 +172,7 @@ def test_a_hook_that_changes_what_another_has_collected():
 
 
 def mistral3(rows, length, seed=0):
-    """Every second image has half the height; the vision tower and the patch merger loop over them."""
+    """Returns a batch whose every second image has half the height; vision tower and patch merger loop over them."""
     sizes = torch.tensor([(IMAGE, IMAGE), (IMAGE // 2, IMAGE)]).repeat(rows, 1)[:rows]
     batch = images_first(rows, length, seed)
     batch["input_ids"][1::2, 3:5] = 5
@@ -180,7 +180,7 @@ def mistral3(rows, length, seed=0):
 
 
 def idefics3(rows, length, seed=0):
-    """Two images in each row, of which the last one is padding."""
+    """Returns a batch with two images per row; the last one is padding."""
     batch = images_first(rows, length, seed, tokens=2)
     batch["pixel_values"] = batch["pixel_values"].unsqueeze(1).repeat(1, 2, 1, 1, 1)
     batch["pixel_values"][-1, 1] = 0
@@ -237,7 +237,7 @@ READ_SIZES = {
 @in_turn
 @pytest.mark.parametrize("name", nightly(READ_SIZES, but=["mistral3"]))
 def test_modules_that_read_their_images_run_outside_of_graphs(name):
-    """Other numbers of images are not compiled again, and the layers are by themselves."""
+    """Modules that read their images run outside graphs: other numbers of images do not recompile the layers."""
     kind, config, batch = READ_SIZES[name]
     torch.manual_seed(0)
     model = kind(config()).train()
@@ -255,7 +255,7 @@ def test_modules_that_read_their_images_run_outside_of_graphs(name):
 
 @pytest.mark.nightly
 def test_lora_of_a_model_that_finds_its_images_itself():
-    """PEFT's wrapper has the attributes of that, and is traced with the loss all the same."""
+    """LoRA's wrapper of a model that locates images itself has the model's attributes, and is traced with the loss."""
     torch.manual_seed(0)
     questions = {**SIZES, "encoder_hidden_size": 16, "vocab_size": 64}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

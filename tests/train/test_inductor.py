@@ -1,4 +1,4 @@
-"""Plans with inductor behind them, on the CPU. It compiles for many seconds, so transformers are left to `slow`."""
+"""Plans with inductor on the CPU; it compiles for many seconds, so tests with transformers are nightly."""
 
 from typing import Any
 from unittest import mock
@@ -60,15 +60,17 @@ class Layers(torch.nn.Module):
 
 
 def check_masks(ours: Run, without_plan: Run, rounding: float = 0) -> None:
-    """Each mask has a seed of its own, drawn once, so that nothing random is in the backward.
+    """Check that each mask has its own seed, drawn once, so that the backward draws no random numbers.
 
     Args:
-        rounding: of the losses, relative, where operators of the forward are fused with others.
+        ours: a run under a plan.
+        without_plan: a run without a plan.
+        rounding: relative tolerance of the losses, if forward operators are fused differently.
     """
     ours.split.check(ours.table)
     assert not any(is_random(node) for node in ours.split.backward.graph.nodes)
     torch.testing.assert_close(ours.step[0], without_plan.step[0], rtol=rounding, atol=0, msg="other masks")
-    # Operators that are fused with others round otherwise.
+    # Differently fused operators round differently.
     assert wrong_gradients(ours.step[1], without_plan.step[1]) == {}
 
 
@@ -82,7 +84,7 @@ def batch() -> Batch:
 
 
 class Embedded(torch.nn.Module):
-    """Nothing is computed of the embeddings, so that their gradient is that of plain PyTorch."""
+    """A model that only multiplies its embeddings, so that their gradient is plain PyTorch's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Embedded(torch.nn.Module):
 
 @in_turn
 def test_a_gradient_of_words_is_pytorchs_and_held_once():
-    """inductor's own would be added up in float32, three times as large, beside the gradients of all layers."""
+    """An embedding's gradient is PyTorch's; inductor's would accumulate in float32, at three times the size."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (4, 100), generator=generator)
     batch = {"ids": ids, "weight": torch.randn(4, 100, HIDDEN, generator=generator).bfloat16()}
@@ -120,7 +122,7 @@ def test_a_level_is_applied(batch):
 
 
 def compiled_graphs(model: torch.nn.Module, chosen: Selection, batch: Batch) -> tuple[int, Any]:
-    """The number of graphs that inductor compiles for two steps, and what these compute."""
+    """Returns the number of graphs that inductor compiles for two steps, and the steps' results."""
     engine = CompileEngine(chosen, "inductor", unit=LAYER)
     compile_inner = compile_fx.compile_fx_inner
     with mock.patch.object(compile_fx, "compile_fx_inner", side_effect=compile_inner) as compiled:
@@ -135,7 +137,7 @@ def compiled_graphs(model: torch.nn.Module, chosen: Selection, batch: Batch) -> 
 @in_turn
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_that_shows_its_graphs_is_not_compiled(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it runs again under a plan. Where it cannot run so, as for want of memory, it is compiled."""
+    """The forward that reveals its graphs is not compiled, unless it cannot run so, e.g. for lack of memory."""
     model, batch = Perceptrons(4), {"x": torch.randn(64, 32)}
     without_plan, _ = compiled_graphs(model, Selection(), batch)
     if fails:
@@ -152,7 +154,7 @@ def out_of_memory(args: list[torch.Tensor]) -> None:
 
 
 class BiasedLayer(torch.nn.Linear):
-    """Attention with a bias that is made of a mask, as torch makes it for its kernels."""
+    """Attention with a bias computed from a mask, as torch does for its kernels."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(x)
@@ -181,7 +183,7 @@ def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
     model = Biased()
     engine = CompileEngine(Selection(budget=parse_budget("100%")), "inductor", unit=MODEL)
     lowest = mock.patch.object(ForwardSolver, "cheapest", lambda solver, _: solver.solver.plan(solver.solver.lowest))
-    # Whatever this process has free.
+    # Independent of this process's free memory.
     not_by_torch = mock.patch.object(StepModel, "fits_by_torch", False)
     with recorded() as splits, lowest, not_by_torch:
         engine.attach(model)
@@ -197,7 +199,7 @@ def test_a_budget_saves_no_fill_that_inductor_computes_where_it_is_read():
 
 @in_turn
 def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
-    """A mask from its seed and a gelu from its input; the output of a norm waits on the host."""
+    """Masks are recomputed from seeds, gelus from inputs, and norms are offloaded; plans share no cached graphs."""
     model = Layers(0.2)
     without_plan = run(model, "", batch, compiler="inductor", seed=7)
     state = torch.get_rng_state()
@@ -209,7 +211,7 @@ def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
     names = ours.split.saved_for_backward
     assert {"add_3_on_host", "inductor_lookup_seed_default"} < names and not {"gt", "mul_2", "add_3"} & names
 
-    # Once more, from inductor's cache, where each plan finds its own graphs.
+    # Again, from inductor's cache, where each plan finds its own graphs.
     before = found_in_cache()
     for asked, first in ((plan, ours), ("", without_plan)):
         again = run(model, asked, batch, compiler="inductor", seed=7)
@@ -246,6 +248,6 @@ def test_a_transformer_with_dropout(name):
     for asked in ("Dropout+:1:-1", "Dropout+:3:-1", "level 1", "level 2"):
         ours = run(model, asked, *batches, compiler="inductor", seed=7)
         assert ours.table.enabled
-        # Other masks would change GPT-2's loss by a hundredth.
+        # Different masks would change GPT-2's loss by 1%.
         check_masks(ours, without_plan, rounding=TOLERANCE if name == "gpt2" else 0)
         assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""`use_cache=False` goes to forwards that take it, and to no other."""
+"""`use_cache=False` is passed to forwards that take it, and to no others."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ OFF = {"use_cache": False}
 
 
 class Classifier(torch.nn.Module):
-    """A head of one's own on a backbone, as many scripts have it: a Hugging Face config, another signature."""
+    """A custom head on a backbone, as in many scripts: it has the Hugging Face config, but a different signature."""
 
     def __init__(self, backbone: torch.nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Classifier(torch.nn.Module):
 
 
 class Passing(Classifier):
-    """Takes any keyword, and uses none of them."""
+    """Takes any keywords, and uses only the attention mask."""
 
     def forward(self, input_ids: Any, labels: Any = None, **others: Any) -> Output:
         assert "use_cache" not in others
@@ -86,7 +86,7 @@ _TEXT = {**_SMALL, "vocab_size": 50, "pad_token_id": 0}
 
 
 def test_decoders_whose_config_is_in_another() -> None:
-    """By name, as an encoder-decoder of two models, and among any keywords, as LLaVA."""
+    """Nested decoders get `use_cache`: an encoder-decoder of two models by name, LLaVA among any keywords."""
     halves = transformers.BertConfig(**_TEXT), transformers.BertConfig(**_TEXT, is_decoder=True)
     pair = transformers.EncoderDecoderModel(
         transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=1)

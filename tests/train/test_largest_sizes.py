@@ -121,7 +121,7 @@ def test_a_padding_free_run_is_planned_for_its_longest_rows_together(tmp_path: P
 
 
 def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None:
-    """The longest rows come last, and nothing is compiled for them."""
+    """A Trainer's first plan holds for all batches: the longest rows come last and compile nothing."""
     ragged = sorted(rows("roberta-classification", 24), key=lambda row: len(row["input_ids"]))
     options = {"memory_opt_engine": "compile", "memory_opt_budget": "90%"}
     order = {"train_dataset": ragged, "train_sampling_strategy": "sequential", "max_steps": 6}

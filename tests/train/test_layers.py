@@ -1,5 +1,5 @@
-"""Equal layers that are compiled once: plans that differ by layer, and what is predicted of them. Gradients of all
-models are in `test_matrix.py`."""
+"""Equal layers that are compiled once: plans that differ by layer, and their predictions. `test_matrix.py` tests the
+gradients of all models."""
 
 import copy
 import sys
@@ -30,7 +30,7 @@ LAYERS = 5
 
 
 class Perceptrons(torch.nn.Module):
-    """Where it does not matter what a layer is: a fifth of the time of a transformer's."""
+    """Small layers for tests that do not depend on the kind of layer; takes a fifth of a transformer's time."""
 
     class Block(torch.nn.Module):
         def __init__(self, width: int, dropout: float) -> None:
@@ -85,7 +85,7 @@ def test_a_count_is_of_layers(count: int) -> None:
 
 @in_turn
 def test_a_name_means_the_same_row_in_all_graphs() -> None:
-    """The graph behind GPT-2's layers has a normalization that the name would mean if there were none in them."""
+    """A row's name means the same in all graphs, although the graph after GPT-2's layers has a similar norm."""
     model, batch = deep("gpt2"), ZOO["gpt2"].batch()
     engine = attached(model, selection("LayerNormalization+Reshape+:1:-1"))
     accumulate(model, [batch])
@@ -96,7 +96,7 @@ def test_a_name_means_the_same_row_in_all_graphs() -> None:
 
 
 def within(model: torch.nn.Module, batch: Batch, share: float) -> tuple[CompileEngine, int]:
-    """An engine whose budget leaves activations a share of what they take without a plan."""
+    """Returns an engine, and its budget, with room for a share of the activations without a plan."""
     free = attached(model, Selection())
     accumulate(model, [batch])
     footprint = free.predictor.footprint()
@@ -113,7 +113,7 @@ def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp
         model, batch, rounds = deep(name), ZOO[name].batch(8, 48), ZOO[name].rounds_by_layer
     plain = copy.deepcopy(model)
     check = assert_same_step if rounds else assert_bitwise_same_step
-    # What operators cost on this processor decides where layers have different plans.
+    # The operators' costs on this processor decide at which share layers have different plans.
     for share in (0.7, 0.6, 0.8, 0.5):
         engine, budget = within(model, batch, share)
         check(model, plain, batch)
@@ -138,7 +138,7 @@ def test_a_budget_treats_layers_differently(name: str, steady_process: None, tmp
 @in_turn
 @pytest.mark.parametrize("name", nightly(["own", "roberta-mlm", "llama", "t5"], but=["own"]))
 def test_gradients_that_are_added_come_layer_by_layer(name: str) -> None:
-    """A later micro-batch does not hold a second set of all gradients."""
+    """Gradients accumulate layer by layer: a later micro-batch does not hold a second set of all of them."""
     model = Perceptrons() if name == "own" else deep(name)
     batch = {"x": torch.randn(16, 32)} if name == "own" else ZOO[name].batch(2, 8)
     added = {}
@@ -154,7 +154,7 @@ def test_gradients_that_are_added_come_layer_by_layer(name: str) -> None:
 
 
 class Counted(torch.nn.Module):
-    """Layers of which each scales by a number of its own."""
+    """Layers that each scale by their own number, or all by the same."""
 
     def __init__(self, same: bool) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def stepped(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def attached_as_a_whole(model: torch.nn.Module, x: torch.Tensor) -> tuple[CompileEngine, str]:
-    """The engine, and the line that says why layers go with the model; a step is plain PyTorch's."""
+    """Check that a step is plain PyTorch's; returns the engine, and the line why it falls back to one graph."""
     expected = stepped(model, x)
     engine = attached(model, selection("level 1"), AUTO)
     with log_lines() as lines:
@@ -206,7 +206,7 @@ def test_layers_that_need_too_many_graphs_go_with_the_model() -> None:
 
 
 class Breaking(torch.nn.Module):
-    """Layers that break the graph between all that they compute."""
+    """Layers with a graph break after each computation."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Breaking(torch.nn.Module):
 
 
 def test_the_whole_is_traced_when_nothing_of_the_layers_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is being handled holds the tensors of all functions that it was raised through."""
+    """The whole model is traced outside the error handler, since the error's traceback holds the layers' tensors."""
     handled: list[BaseException | None] = []
     call = TracedForward._call
 
@@ -249,7 +249,7 @@ def test_the_whole_is_traced_when_nothing_of_the_layers_is_held(monkeypatch: pyt
 
 @pytest.mark.nightly
 def test_the_line_about_too_many_graphs_is_of_this_model() -> None:
-    """Guards of another one failed before, and none of this."""
+    """The line about too many graphs does not name a failed guard of another model."""
     engine, _ = attached_as_a_whole(Counted(same=False), x := torch.randn(4, 16))
     engine.detach()
     engine, line = attached_as_a_whole(Breaking(), x)
@@ -259,7 +259,7 @@ def test_the_line_about_too_many_graphs_is_of_this_model() -> None:
 
 @pytest.mark.parametrize(("of_layers", "of_whole"), [(1, 2), (2, 1)])
 def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_layers: int, of_whole: int) -> None:
-    """The process may grow by more than is gained while the forward is planned as a whole."""
+    """A budget is refused with the peak of the better attempt, by layers or as a whole."""
     errors = iter([DoesNotFitError("by layers", of_layers), DoesNotFitError("as a whole", of_whole)])
 
     handled: list[BaseException | None] = []
@@ -279,7 +279,7 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
 
 
 class Indexed(Perceptrons):
-    """Its layers hold tensors in a dict, as PEFT's FourierFT its indices."""
+    """Layers that hold tensors in a dict, like the indices of PEFT's FourierFT."""
 
     class Block(Perceptrons.Block):
         def __init__(self, width: int, dropout: float) -> None:
@@ -300,7 +300,7 @@ def test_layers_may_hold_tensors_that_are_no_buffers() -> None:
 
 
 class Narrowing(torch.nn.Module):
-    """Two groups of layers with the same operators, the second one of which is smaller."""
+    """Two groups of layers with the same operators; the second one is smaller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_a_budget_is_solved_for_the_sizes_of_each_stage(steady_process: None) ->
 
 
 class Stateful(torch.nn.Module):
-    """Blocks that pass something on by an attribute, `how` says which way."""
+    """Blocks with side effects on attributes or inputs; `how` says which."""
 
     class Block(torch.nn.Module):
         def __init__(self, how: str) -> None:
@@ -403,7 +403,7 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
 
 
 class Optional(torch.nn.Module):
-    """Blocks that return a loss of their own beside the hidden states, or none: by a flag, or by their place."""
+    """Blocks that return hidden states and a loss or None, depending on a flag or on their place."""
 
     class Block(torch.nn.Module):
         def __init__(self, index: int, by_place: bool) -> None:
@@ -429,7 +429,7 @@ class Optional(torch.nn.Module):
         return {"loss": x.square().mean() + sum(losses)}
 
 
-# Layers whose flags are others than those that the forward was traced with; or are again what they were.
+# Layers whose flags are changed after the forward was traced, or changed and restored.
 @pytest.mark.parametrize("changes", nightly([((None, 2, 3),), ((None, 1, 1),), ((None, 2, 2),)], but=[(None, 2, 3)]))
 def test_layers_of_one_structure_may_return_different_things(changes: tuple[int | None, ...]) -> None:
     model, x = Optional(), torch.randn(4, 8)
@@ -477,7 +477,7 @@ def test_layers_may_begin_to_train_one_after_another() -> None:
 
 
 class Stages(torch.nn.Module):
-    """Two stages of layers, each of which passes on a part of its tokens."""
+    """Two stages of layers, each of which passes on half of its tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -507,8 +507,7 @@ def test_a_part_of_a_layers_result_is_computed_behind_it(asked: str) -> None:
 
 
 class Streams(torch.nn.Module):
-    """Layers that add what they are given to a second stream; behind them both are added up, so that their gradients
-    are one."""
+    """Layers that add their input to a second stream; the loss adds both streams, so that these share one gradient."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -544,7 +543,7 @@ def test_a_gradient_of_two_results_is_held_until_both_are_done_with() -> None:
 
 
 class Pooling(torch.nn.Module):
-    """Layers, and behind them something else for many rows."""
+    """Layers, followed by a different operator for many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +569,7 @@ def test_what_is_traced_anew_behind_layers_says_nothing_of_these() -> None:
 
 
 def test_a_budget_is_solved_for_what_trains(steady_process: None) -> None:
-    """As layers that a callback unfreezes one after another; those that train by turns are solved for once."""
+    """A budget is solved once for each set of trained layers, as when a callback unfreezes layers in turn."""
     model, x = Counted(same=True), torch.randn(512, 16)
     plain = copy.deepcopy(model)
     free = attached(model, Selection())
@@ -606,12 +605,12 @@ def _twice(layers: torch.nn.ModuleList) -> None:
 @pytest.mark.parametrize("change", [_in_turn, _twice])
 @pytest.mark.parametrize("name", nightly(["own", "llama"], but=["own"]))
 def test_layers_may_change_places(name: str, change: Callable[[torch.nn.ModuleList], None]) -> None:
-    """As a callback does that drops, repeats or sorts layers while it trains."""
+    """Layers may be swapped or repeated during training, as by a callback."""
     if name == "own":
         model, batch = Perceptrons(), {"x": torch.randn(16, 32)}
     else:
         model, batch = deep(name), ZOO[name].batch()
-        # A layer that comes twice would add to one cache of keys twice.
+        # A repeated layer would append to the same key-value cache twice.
         model.config.use_cache = False
     plain = copy.deepcopy(model)
     engine = attached(model, selection("level 1"))
@@ -625,7 +624,7 @@ def test_layers_may_change_places(name: str, change: Callable[[torch.nn.ModuleLi
 
 
 class Averaging(torch.nn.Module):
-    """Keeps averages and counts in attributes, and in a list."""
+    """Keeps averages and counts in attributes and in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -659,7 +658,7 @@ def test_a_forward_that_is_planned_again_leaves_attributes_as_one_does(steady_pr
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_hook_is_called_whatever_is_compiled(inside: bool) -> None:
-    """Around a layer it stays outside of its graph; on a module in a layer the forward is compiled as a whole."""
+    """Hooks are called once per step: on a layer outside its graph, on a module in a layer within one whole graph."""
     model, x = Counted(same=True), torch.randn(4, 16)
     seen: list[float] = []
     hooked = model.layers[2].linear if inside else model.layers[2]

@@ -1,4 +1,4 @@
-"""Layers as DeepSpeed's leaf modules, in one process that shards nothing; `launchers/test_zero3.py` trains them."""
+"""Layers as DeepSpeed's leaf modules, in one process without sharding; `launchers/test_zero3.py` trains them."""
 
 import copy
 import types
@@ -93,7 +93,7 @@ def test_leafs_in_a_layer_give_way() -> None:
 def test_a_layer_is_prefetched_where_the_size_was_left_open(filled_in: int, wanted: int) -> None:
     config: dict[str, Any] = {BUCKET: "auto"}
     leafs = Zero3Layers(config)
-    # As transformers does before it creates the optimizer.
+    # transformers does this before it creates the optimizer.
     config[BUCKET] = filled_in
     start(leafs, two_layers())
     assert config == {BUCKET: wanted}
@@ -108,13 +108,13 @@ def test_a_trained_layer_is_given_what_requires_a_gradient_by_position(by_name: 
     model, hidden = two_layers(), torch.randn(3, 4)
     frozen, trained = model[1]
     frozen.requires_grad_(False)
-    # Else the two are no equal layers.
+    # Otherwise the two would not be equal layers.
     model[1].append(Layer().requires_grad_(False))
     model[1].append(Layer())
     leafs, seen = Zero3Layers({}), []
     start(leafs, model)
     for layer in (frozen, trained):
-        # As DeepSpeed's, which is registered later.
+        # Stands for DeepSpeed's hook, which is registered later.
         layer.register_forward_pre_hook(lambda module, args: seen.append(args))
         layer(hidden=hidden, scale=2.0) if by_name else layer(hidden, scale=2.0)
     assert [len(args) for args in seen] == [1, 1]
@@ -142,7 +142,7 @@ def test_only_layers_are_compiled() -> None:
     case = ZOO["llama"]
     model = case.build()
     plain, called = copy.deepcopy(model), []
-    # As DeepSpeed's, one on every other module.
+    # Stand for DeepSpeed's hooks on all other modules.
     for module in (model, model.model, model.model.embed_tokens, model.lm_head):
         module.register_forward_pre_hook(lambda module, args: called.append(type(module)))
     engine = attached(model)

@@ -1,4 +1,4 @@
-"""Level 1 as it is predicted for a device that is not here: below the peak of Trainer's checkpointing."""
+"""Level 1's predicted peak for a device that is not here is below that of Trainer's checkpointing."""
 
 import pytest
 from transformers import DebertaV2Config, GPT2Config, LlamaConfig, PretrainedConfig, RobertaConfig, T5Config
@@ -6,7 +6,7 @@ from transformers import DebertaV2Config, GPT2Config, LlamaConfig, PretrainedCon
 from optimum_memopt import plan
 from tests.rotation import in_turn, nightly
 
-# The vocabulary is most of the parameters, as in models of a few hundred million.
+# The embeddings are most of the parameters, as in models with a few hundred million.
 _SIZES = {"vocab_size": 20_000, "pad_token_id": 0}
 _ENCODER = {**_SIZES, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 MODELS: dict[str, tuple[PretrainedConfig, str]] = {

@@ -1,4 +1,4 @@
-"""Which losses are found in what dynamo traces, and that the rewritten graph computes the same."""
+"""Which losses are found in dynamo's graphs; the rewritten graphs compute the same."""
 
 import copy
 
@@ -12,7 +12,7 @@ WIDTH, CLASSES, IGNORE = 8, 61, -100
 
 
 class Head(torch.nn.Module):
-    """A language model without layers; `logits_of` is what models do between projection and loss."""
+    """A language model without layers; `logits_of` computes logits from hidden states, as models do."""
 
     def __init__(self, logits_of=None, loss_of=None, bias=True):
         super().__init__()
@@ -36,13 +36,13 @@ def flat(logits, labels, **settings):
 
 
 def next_tokens(logits, labels):
-    """As transformers' causal models do since 4.48: the labels are shifted."""
+    """Compute the loss like transformers' causal models since 4.48, with shifted labels."""
     labels = functional.pad(labels, (0, 1), value=IGNORE)[..., 1:].contiguous()
     return flat(logits.float(), labels, ignore_index=IGNORE, reduction="sum") / 7
 
 
 def last_rows_dropped(logits, labels):
-    """As they did before."""
+    """Compute the loss like transformers' causal models before 4.48, with the last rows dropped."""
     return flat(logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous())
 
 
@@ -61,7 +61,7 @@ def step(head, forward, *inputs):
 
 
 def check(head, mode="chunked", reader="", batches=None):
-    """Train `head` with its loss planned, and compare with PyTorch; the plans of the loss and why others have none."""
+    """Compare `head` with a planned loss to plain PyTorch; returns the loss plans, and why other losses have none."""
     plain, found = copy.deepcopy(head), []
 
     def backend(module, _):
@@ -115,7 +115,7 @@ def test_what_models_do_between_projection_and_loss(name):
 
 
 def test_labels_are_counted_before_all_else():
-    """So that a device has the count when its host gets to the loss."""
+    """Labels are counted first, so that a device has the count when the host reaches the loss."""
     called: list[str] = []
 
     def backend(module, _):
@@ -177,7 +177,7 @@ def test_other_losses_stay_as_they_are(reason):
 
 
 def test_logits_that_the_caller_gets_are_computed():
-    """Whoever may read them is in the reason."""
+    """Logits that the caller gets are computed, and the reason names the reader."""
 
     class Returns(Head):
         def forward(self, ids, labels):
@@ -210,7 +210,7 @@ def test_modes():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_and_inside(dtype, inside):
-    """The products are computed as autocast would, in its dtype; errors are those of plain autocast."""
+    """Products are computed in autocast's dtype, around or inside the forward, with plain autocast's errors."""
 
     class Casts(Head):
         def forward(self, ids, labels):

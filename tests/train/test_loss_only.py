@@ -1,5 +1,5 @@
-"""Under a Trainer the outputs beside the loss are out of the graph only where nobody reads them: whoever adds to the
-loss, and whenever, trains as with a stock Trainer, to the last bit."""
+"""Under a Trainer, outputs other than the loss are left out of the graph only if nothing reads them: any code that
+adds to the loss, at any time, trains bitwise as with a stock Trainer."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ class Classifier(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.config = PretrainedConfig()  # label smoothing looks for one
+        self.config = PretrainedConfig()  # read by label smoothing
         self.embedding = torch.nn.Embedding(VOCABULARY, 16)
         self.classifier = torch.nn.Linear(16, 3)
 
@@ -123,7 +123,7 @@ CASES = [
     (Trainer, assign_compute_loss, "after", {}),
     (Trainer, None, "before", {"label_smoothing_factor": 0.1}),
 ]
-# In the Trainer's loss, in a step of one's own, in hooks.
+# Additions in the Trainer's loss, in a custom step, and in hooks.
 FAST = {
     ("OwnStep", None, "before"),
     ("Trainer", "assign_compute_loss", "in training"),
@@ -166,7 +166,7 @@ def test_a_loss_of_other_outputs_trains_as_without_an_engine(tmp_path, kind, cha
 
 
 def gradients_taken(split):
-    """How many outputs of the forward the backward graph goes back from."""
+    """Returns the number of forward outputs whose gradients the backward graph takes."""
     return sum("tangents" in node.name for node in split.backward.graph.find_nodes(op="placeholder"))
 
 
@@ -185,7 +185,7 @@ class OnOddSteps(TrainerCallback):
             self.handle = model.register_forward_hook(_add)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # The count has gone up since.
+        # The step count has increased since on_step_begin.
         if state.global_step % 2 == 0:
             self.handle.remove()
 
@@ -201,7 +201,7 @@ def test_both_forwards_are_kept_while_a_hook_comes_and_goes(tmp_path):
             trainer.train()
             found.append(weights(trainer.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    # The second forward had no place for the logits' gradient before the hook has added to the loss.
+    # The second forward was traced without the logits' gradient, until the hook added to the loss.
     assert [gradients_taken(split) for split in splits] == [1, 2, 2]
     assert sum("compiling another training graph" in line for line in lines) == 2
 
@@ -210,7 +210,7 @@ CLASSES = 999
 
 
 def attached(model: torch.nn.Module, loss_only: bool) -> CompileEngine:
-    # Only the former gets batches of several sizes.
+    # Only the loss-only model gets batches of several sizes.
     engine = CompileEngine(Selection(level=1), compiler="aot_eager", dynamic=loss_only, loss="plain")
     engine.outputs_read_by = lambda: "" if loss_only else "a test"
     engine.attach(model)
@@ -226,7 +226,7 @@ def test_the_same_step_in_the_same_memory(name, return_dict):
     model = case.build("eager", **case.one_layer)
     model.resize_token_embeddings(CLASSES)
     model.config.return_dict = return_dict
-    # With caches PyTorch adds some gradients in another order.
+    # With key-value caches PyTorch adds some gradients in a different order.
     model.config.use_cache = False
     plain, all_outputs = copy.deepcopy(model), copy.deepcopy(model)
     with_all, alone = attached(all_outputs, False), attached(model, True)
@@ -240,7 +240,7 @@ def test_the_same_step_in_the_same_memory(name, return_dict):
     with pytest.raises(MemOptError, match="to the model's output '(logits|1)'.*compute_loss_func"):
         (loss + logits.square().sum()).backward()
     assert all_outputs(**batch)[1].requires_grad
-    # Nobody has computed a gradient of the logits of the other one.
+    # The first model's logits have had no gradient so far.
     peaks = [engine.predictor.footprint().activations for engine in (with_all, alone)]
     assert peaks[0] == peaks[1]
     if return_dict:

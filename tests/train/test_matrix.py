@@ -1,7 +1,7 @@
 """Every engine, model and plan: loss and gradients are those of plain PyTorch, bitwise on the compile engine.
 
-The compile engine compiles a forward as one graph, and again with equal layers compiled by themselves. A new way is a
-line in `WAYS` and its models in the parameters of a test, a new model a line in `model_zoo.py`.
+The compile engine compiles a forward as one graph, and again with equal layers compiled separately. To add a way, add
+a line to `WAYS` and its models to the parameters of a test; to add a model, add a line to `model_zoo.py`.
 """
 
 import copy
@@ -44,33 +44,33 @@ WAYS: dict[str, dict[str, Any]] = {
     "layers": {**_AOT_EAGER, "memory_opt_unit": "layer"},
 }
 PLANS = ("none", "one", "level 1", "level 2", "random")
-# After "level 1", whose graph it goes on with.
+# Comes after "level 1", and continues with its graph.
 ONE_ROW = "one row"
-# A quarter more of activations than level 1 takes.
+# Activations may take a quarter more than under level 1.
 BUDGET = "budget"
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
-# What every run trains: an encoder, one with relative positions, and a decoder. The others are nightly.
+# Models of every run: an encoder, one with relative positions, and a decoder. The others are nightly.
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
-# Of which the compile engine trains two as one graph, and two by layers.
+# The compile engine trains two of them as one graph, and two by layers.
 LEFT_OUT = {("compile", "deberta-v2-mlm"), ("layers", "roberta-classification")}
-# Each model is trained by each engine all the same.
+# Trained in turn, since both engines train this model in every run anyway.
 IN_TURN = {("compile", "gpt2", "eager")}
-# The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
-# get every plan there, the others some of them, and one of them for their second kind of attention.
+# The compile engine retraces a model for each plan, which takes nearly all of the time here. So only these models have
+# every plan; the others have some plans, and one plan for their second kind of attention.
 EVERY_PLAN = FAST
 SOME_PLANS = ("level 1", BUDGET, "random")
-# Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
-# where a graph has none of the plan's; and one that is traced again for each length.
+# Models with level 1 only: models in several graphs, where torch's own partition applies other rows in a graph that
+# has none of the plan's; and a model that is traced again for each length.
 LEVEL_ONLY = ("gemma3-vision", "qwen2-vl", "jamba")
-# By layers a model has so many, of each type where there are several: T5's first one has positions of its own.
+# Number of layers, of each type, when compiled by layers: T5's first layer has its own positions.
 DEPTH = 3
-# Without equal layers.
+# Models without equal layers.
 NO_LAYERS = ("albert-mlm", "segformer")
 
 
 @dataclass
 class Pair:
-    """A model under an engine, and its copy in plain PyTorch."""
+    """A model with an engine, and its copy in plain PyTorch."""
 
     name: str
     case: Case
@@ -80,14 +80,14 @@ class Pair:
     folder: Path
     way: str
     selection: Selection = field(default=Selection())
-    # Training graphs that were made for the selection, where the engine is compile.
+    # Training graphs made for the selection by the compile engine.
     partitions: list[Split] = field(default_factory=list)
 
     @functools.cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """All rows to choose from, on or off."""
+        """Returns all rows of the plan table, on or off."""
         if self.engine.plans() is None:
-            # Both, which may have running statistics (SegFormer), by the same masks.
+            # Runs both, with the same masks, since they may have running statistics (SegFormer).
             for model in (self.model, self.plain):
                 torch.manual_seed(0)
                 accumulate(model, (self.case.batch(),))
@@ -103,8 +103,8 @@ class Pair:
         if self.engine.name == "ort":
             assert_same_step(self.model, self.plain, *batches)
             return
-        # As the engine does by itself. Caches lay keys and values out anew (GPT-2, T5), and products with them end in
-        # other last bits.
+        # The engine does this itself. Caches change the layout of keys and values (GPT-2, T5), so that products with
+        # them differ in the last bits.
         batches = tuple(without_key_value_cache(self.plain, (), batch) for batch in batches)
         if self.way == "layers" and self.case.rounds_by_layer:
             assert_same_step(self.model, self.plain, *batches, tolerance=1e-6)
@@ -120,7 +120,7 @@ class Pair:
                 expected = self.plain(**batch)
         for model in (self.model, self.plain):
             model.train()
-        # The logits, or what there is instead: the first output beside the loss.
+        # The first output other than the loss, usually the logits.
         values = [next(outputs[name] for name in outputs if name != "loss") for outputs in (ours, expected)]
         torch.testing.assert_close(*values, rtol=0, atol=0)
         assert ("loss" in ours) == ("loss" in expected) == (self.case.labels in batch)
@@ -130,7 +130,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     way, name, attention = request.param
     case = ZOO[name]
-    # ONNX Runtime draws masks of its own. With dropout a CPU has no fused attention.
+    # ONNX Runtime draws different masks. The CPU has no fused attention with dropout.
     dropout = case.dropout if way != "ort" and attention == "eager" else {}
     model = case.build(attention, **dropout, **(case.deep(DEPTH) if way == "layers" else {}))
     plain = copy.deepcopy(model)
@@ -155,7 +155,7 @@ def selection(pair: Pair, plan: str) -> Selection:
         return Selection()
     if plan == "one":
         return Selection(config=parse(next(row.config for row in pair.rows if row.config.endswith(":1:-1"))))
-    # The loss in chunks adds in another order, and has tests of its own (`test_chunked_loss.py`).
+    # The chunked loss adds in a different order, and is tested in `test_chunked_loss.py`.
     rows = [row for row in pair.rows if row.config != ROW]
     chosen = random.Random(pair.name).sample(rows, k=(len(rows) + 1) // 2)
     parts = dict.fromkeys(part for row in chosen for part in row.config.split(","))
@@ -164,12 +164,12 @@ def selection(pair: Pair, plan: str) -> Selection:
 
 
 def check_applied(table: PlanTable, chosen: Selection) -> None:
-    """The table says that all that was chosen is applied, everywhere, and nothing else."""
+    """Check that the table has exactly the chosen rows applied, in all occurrences."""
     asked = set(str(chosen.config).split(",")) if chosen.config else set()
     for row in table.plans:
         strategies = {int(part.split(":")[1]) for part in row.config.split(",")}
         if table.engine == "compile" and (chosen.level or chosen.budget):
-            # A level takes what lies within a layer, a budget what it needs; `check_partition` looks at each one.
+            # A level applies within layers, a budget where needed; `check_partition` checks each occurrence.
             assert 0 <= row.applied_count <= row.frequency, row
             continue
         by_level = bool(chosen.level) and max(strategies) <= chosen.level and not row.note
@@ -179,10 +179,10 @@ def check_applied(table: PlanTable, chosen: Selection) -> None:
 
 
 def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
-    """The backward recomputes what the table says and nothing else, and draws no random number."""
+    """Check that the backward recomputes exactly the table's rows, and draws no random numbers."""
     table, recomputed = engine.plans(), Counter()
     splits = {(split.graph.digest, split.graph.choice.key): split for split in partitions}
-    # One graph may have been partitioned before the rows of all were known.
+    # A graph may have been partitioned before the rows of all graphs were known.
     assert len(engine.predictor.graphs) <= len(partitions)
     for graph, runs in zip(engine.predictor.graphs, engine.predictor.tape.runs, strict=True):
         split = splits[graph.digest, graph.choice.key]
@@ -194,17 +194,17 @@ def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
 
 
 def check_layers(pair: Pair, batch: Batch) -> None:
-    """Each equal layer runs under a graph that was compiled once, and what they hold together is predicted."""
+    """Check that equal layers share graphs that were compiled once, and that their memory is predicted."""
     engine, layers = pair.engine, sum(map(len, layer_groups(pair.model)))
     assert f" graphs for {layers} layers, equal layers share one" in engine.plans().header[0]
     if not all(parameter.requires_grad for parameter in pair.model.parameters()):
-        # The first forwards copy frozen state to compare it with what their backwards read.
+        # The first forwards copy frozen state, to compare it with the state that their backwards read.
         for model in (pair.model, pair.plain):
             torch.manual_seed(0)
             accumulate(model, [batch] * COMPARED_BACKWARDS)
     torch.manual_seed(0)
     saved, peak = measured(pair.model, batch)
-    # Which may have running statistics.
+    # The plain model may have running statistics, too.
     torch.manual_seed(0)
     accumulate(pair.plain, (batch,))
     if not engine.predictor.caveat:
@@ -213,7 +213,7 @@ def check_layers(pair: Pair, batch: Batch) -> None:
 
 
 def check_executed(folder: Path, table: PlanTable) -> None:
-    """The graph that ONNX Runtime runs recomputes what the table says, and nothing else."""
+    """Check that ONNX Runtime's graph recomputes exactly the table's rows."""
     (file,) = folder.glob("*_execution_model_training.onnx")
     nodes = onnx.load(file).graph.node
     found = Counter(node.op_type for node in nodes if any("_recompute" in output for output in node.output))
@@ -222,13 +222,13 @@ def check_executed(folder: Path, table: PlanTable) -> None:
         for cluster_id in row.cluster_ids:
             *others, last = cluster_id.split("+")[:-1]
             expected |= {*others, last}
-            # The last operator makes the stashed tensor; occurrences may share the ones before (GPT-2's Split).
+            # The last operator makes the stashed tensor; occurrences may share earlier ones (GPT-2's Split).
             assert found[last] >= row.applied_count, (row, found)
     assert set(found) == expected
 
 
 def cells(way: str, attention: str, names: Collection[str], plans: Collection[str] = PLANS) -> list[Any]:
-    """Each model of these names under each plan; a model's plans follow one another and share its `pair`."""
+    """Returns a test case for each named model and plan; a model's plans are consecutive and share its `pair`."""
     models = [(way, *model) for model in MODELS if model[1] == attention and model[0] in names]
     return [
         pytest.param(model, plan, id="-".join((*model, plan)), marks=marks(*model, plan))
@@ -244,9 +244,10 @@ def marks(way: str, name: str, attention: str, plan: str) -> list[pytest.MarkDec
 
 
 def is_fast(way: str, name: str, attention: str, plan: str) -> bool:
-    """True for the cells of `make test`: each fast model under a plan, and with ort, the quicker one, every plan.
+    """True for the cells of `make test`: each fast model under one plan, and one model under every plan with ort,
+    which is faster.
 
-    Random plans of the compile engine are for `test_random_plans.py` there, one row for `test_trainer_compile.py`.
+    In `make test`, `test_random_plans.py` tests random plans of the compile engine, `test_trainer_compile.py` one row.
     """
     every_plan = (way, name, attention) == ("ort", FAST[0], "eager")
     every_model = plan == "level 1" and name in FAST and (way, attention) != ("compile", "sdpa")
@@ -283,7 +284,7 @@ def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
 
 
 def check(pair: Pair, chosen: Selection) -> None:
-    """The plan is applied, and steps and evaluations of several sizes are those of plain PyTorch."""
+    """Check that the plan is applied, and that steps and evaluations of several sizes are plain PyTorch's."""
     case, engine = pair.case, pair.engine
     pair.apply(chosen)
     pair.check_step(case.batch(4, 12))
@@ -293,7 +294,7 @@ def check(pair: Pair, chosen: Selection) -> None:
         check_executed(pair.folder, table)
     else:
         if pair.name.startswith("segformer"):
-            # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
+            # Its first forward registers hooks that collect hidden states, and is recompiled with them.
             del pair.partitions[:-1]
         check_partition(pair.partitions, engine)
         if pair.way == "layers":
@@ -311,7 +312,7 @@ def check(pair: Pair, chosen: Selection) -> None:
 
 
 def check_one_row(pair: Pair) -> None:
-    """torch compiles a batch of one row apart, once, under the same plans; all others go on as before."""
+    """Check that a batch of one row is compiled separately, once, under the same plans; others are not affected."""
     pair.apply(Selection(level=1))
     pair.check_step(pair.case.batch())
     before = pair.engine.plans()
@@ -319,14 +320,14 @@ def check_one_row(pair: Pair) -> None:
         pair.check_step(pair.case.batch(1, length, seed=2))
     alone, graphs = pair.engine.plans(), 2 * len(pair.engine.predictor.graphs)
     assert len(pair.partitions) == graphs
-    # DeBERTa repeats its position embeddings for each row: for one row that is nothing to stash.
+    # DeBERTa repeats its position embeddings for each row; with one row there is nothing to stash.
     assert 2 < len(alone.enabled) <= len(before.enabled)
     pair.check_step(pair.case.batch(2, 6, seed=7))
     assert len(pair.partitions) == graphs
 
 
 def check_budget(pair: Pair) -> None:
-    """All batches are within a budget that the largest of them needs, which comes first."""
+    """Check that all batches stay within a budget for the largest one, which comes first."""
     with pytest.MonkeyPatch.context() as patch:
         hold_still(patch)
         pair.apply(Selection(level=1))
@@ -337,7 +338,7 @@ def check_budget(pair: Pair) -> None:
         assert pair.engine.predictor.footprint().peak <= budget
 
 
-# One that cannot be exported and one that is exported and cannot run.
+# In every run: a model that cannot be exported, and one that is exported but cannot run.
 REFUSED = nightly(UNTRAINABLE, but=["mamba", "t5-sdpa"])
 
 
@@ -347,7 +348,7 @@ def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
     model = case.build("eager", **changes)
     engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False)))
     engine.attach(model)
-    # The engine replaces attention that cannot train before it exports; this asks for it again.
+    # Before the export the engine replaces attention that cannot train; this restores it.
     model.set_attn_implementation(attention)
     with pytest.raises((UnsupportedModelError, RuntimeError), match=reason) as caught:
         accumulate(model, [case.batch()])

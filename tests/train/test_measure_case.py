@@ -51,7 +51,7 @@ def test_how_a_process_ended(monkeypatch):
 
 
 def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
-    """Here, in this process: malloc must not change, and what is noted for it must not be another's."""
+    """Untuned malloc keeps its settings and its environment variable; runs in this process."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     called = []
     monkeypatch.setattr("optimum_memopt.memory.process._libc", lambda: called.append(1))

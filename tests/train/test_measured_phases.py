@@ -1,4 +1,4 @@
-"""The phases of a dry run against real runs, by what torch's CPU allocator is asked for."""
+"""The phases of a dry run against real runs, measured by torch's CPU allocator."""
 
 import contextlib
 import gc
@@ -64,7 +64,7 @@ def adapted() -> torch.nn.Module:
 def t5() -> PreTrainedModel:
     sizes = {"d_model": 128, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 32}
     model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
-    # Texts reach their greatest length.
+    # Generated texts reach the maximum length.
     model.generation_config.min_length = GENERATED
     return model
 
@@ -98,7 +98,7 @@ class StopsError(Exception):
 
 
 class Stops(TrainerCallback):
-    """Ends a run when weights and states are there."""
+    """Ends a run once weights and optimizer states are loaded."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         raise StopsError
@@ -110,7 +110,7 @@ def resume(trainer: Trainer, checkpoint: str) -> None:
 
 
 def held(trainer: Trainer) -> int:
-    """Bytes of weights and states."""
+    """Returns the bytes of weights and optimizer states."""
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     weights = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     states = (value for state in getattr(trainer.optimizer, "state", {}).values() for value in state.values())
@@ -118,7 +118,7 @@ def held(trainer: Trainer) -> int:
 
 
 def measured(trainer: Trainer, call: Callable[[], Any]) -> int:
-    """The most that is held meanwhile, without what Python's collector finds later."""
+    """Returns the peak of held bytes during a call; garbage is collected often."""
     gc.collect()
     before, threshold = held(trainer), gc.get_threshold()
     gc.set_threshold(100, 5, 5)
@@ -130,7 +130,7 @@ def measured(trainer: Trainer, call: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta", "adapter"]))
 def test_phases_are_those_of_real_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The process itself is no tensor.
+    # The memory of the process itself is not measured.
     monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
     found = dry_run(trainer_of(name, tmp_path), None)
     predicted = {phase.name: phase.peak for phase in found.phases}
@@ -164,7 +164,7 @@ def mistral() -> PreTrainedModel:
     ("build", "options"),
     [
         (llama, {"do_sample": True, "top_k": 50, "top_p": 0.9, "num_return_sequences": 2}),
-        # Its cache has the window alone.
+        # Mistral's cache holds only the window.
         (mistral, {}),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_trl_generates_and_runs_without_gradients(tmp_path: Path, monkeypat
             if phase == "no-grad" and torch.is_grad_enabled():
                 return call(*args, **kwargs)
             results: list[Any] = []
-            # The last is with the optimizer's states.
+            # The last call is measured with the optimizer's states.
             real[phase] = measured(trainer, lambda: results.append(call(*args, **kwargs)))
             return results[0]
 

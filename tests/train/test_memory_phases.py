@@ -41,7 +41,7 @@ class BackwardSpike(torch.autograd.Function):
 
 
 class Spiky(torch.nn.Module):
-    """Takes known amounts for a moment, in the forward and backward of chosen calls (None: of every call)."""
+    """Briefly allocates known amounts in the forward and backward of chosen calls (None: every call)."""
 
     def __init__(self, forward=0, backward=0, calls=None):
         super().__init__()
@@ -73,7 +73,7 @@ def token_data():
 
 @pytest.fixture
 def train(trainer_of, tmp_path):
-    """Train a model and give back the callback's records of steps as {step: {phase: record}}, and of the run."""
+    """Returns a function that trains a model, and returns the records of steps {step: {phase: record}} and runs."""
 
     def run(model, data, *, log_steps=0, callbacks=(), callback=None, **arguments):
         path = tmp_path / "memopt.jsonl"
@@ -112,7 +112,7 @@ def test_a_phase_sees_what_was_taken_in_it_and_the_others_do_not(train, capsys):
     taken = {phase: phases[phase]["peak_resident"] - before for phase in PHASES}
     assert taken["post_forward"] == pytest.approx(SPIKE, abs=SLACK)
     assert taken["post_backward"] == pytest.approx(2 * SPIKE, abs=SLACK)
-    assert "of the measured steps highest up to post_backward of step" in capsys.readouterr().err
+    assert "highest measured phase: up to post_backward of step" in capsys.readouterr().err
     for phase in ("pre_forward", "pre_backward", "post_optimizer_step"):
         assert taken[phase] < SLACK
     assert all(phases[phase]["resident"] - before < SLACK for phase in PHASES)
@@ -121,7 +121,7 @@ def test_a_phase_sees_what_was_taken_in_it_and_the_others_do_not(train, capsys):
 
 @exact_only
 def test_peaks_are_the_highest_of_the_micro_batches(train):
-    model = Spiky(forward=SPIKE, calls=[4])  # the first of step 2's two micro-batches
+    model = Spiky(forward=SPIKE, calls=[4])  # the first of the two micro-batches of step 2
     steps = train(model, spiky_data(), gradient_accumulation_steps=2).steps
     assert_complete(steps, range(3))
     peak = {step: phases["post_forward"]["peak_resident"] for step, phases in steps.items()}
@@ -191,7 +191,7 @@ def test_tensors_are_found_in_any_output():
 
 def test_a_forward_replaced_on_the_instance(train):
     model = roberta()
-    inner = copy.copy(model)  # shares the hooks of the model, as the engines' copies do
+    inner = copy.copy(model)  # shares the model's hooks, like the engines' copies
     inner.forward = types.MethodType(type(model).forward, inner)
 
     @functools.wraps(type(model).forward)

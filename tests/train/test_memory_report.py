@@ -1,4 +1,4 @@
-"""An out-of-memory error in any Trainer: explained, written, and raised as it was."""
+"""An out-of-memory error in any Trainer is explained, written to files, and raised unchanged."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tests.trainer_runs import log_lines, make
 
 
 class UnderLimit(Trainer):
-    """A stock Trainer whose steps may not make more than so many bytes of tensors, from the second on."""
+    """A stock Trainer that limits the bytes of its steps' tensors, from the second step on."""
 
     limit = 2**62
 
@@ -78,7 +78,7 @@ def test_the_model_and_its_run_are_left_as_they_were(ran_out):
 
 
 def reported(tmp_path, hook) -> MemoryReportCallback:
-    """Has reported on a run whose model has the hook on its head."""
+    """Run out of memory with a hook on the model's head, and return the callback with its report."""
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, trainer=UnderLimit, callbacks=[callback])
     trainer.limit = 1000
@@ -108,13 +108,13 @@ def test_too_little_memory_to_trace_it(tmp_path):
 
     callback = reported(tmp_path, torch.compiler.disable(runs_out))
     assert "MemoryError" in callback.report.remarks[0]
-    assert callback.report.remarks[1].startswith("tracing takes some hundred MiB")
+    assert callback.report.remarks[1].startswith("tracing needs a few hundred MiB")
     assert "half of --per_device_train_batch_size" in callback.report.remarks[2]
 
 
 @in_turn
 def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
-    """A report takes seconds, and there may be a dozen of them until one fits."""
+    """Micro-batches that are tried in turn are explained once, since a report takes seconds."""
     steps = {1: "forward", 2: "backward", 3: "forward"}
     changes = {"auto_find_batch_size": True, "callbacks": [MemoryReportCallback()]}
     trainer = make(tmp_path, "small", trainer=partial(RunsOut, fails=steps), memory_opt_engine="compile", **changes)
@@ -122,8 +122,8 @@ def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
         trainer.train()
     assert len(trainer.raised) == 3 and trainer.state.global_step == 5
     assert sum(line.startswith("memory ran out in step") for line in lines) == 1
-    again = [line for line in lines if "rows, too" in line]
-    assert again == [f"memory ran out with a micro-batch of {rows} rows, too; explained for 4" for rows in (3, 2)]
+    again = [line for line in lines if "also ran out" in line]
+    assert again == [f"memory also ran out with a micro-batch of {rows} rows; explained for 4" for rows in (3, 2)]
 
 
 def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
@@ -133,11 +133,11 @@ def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
     (tmp_path / "memory_report.json").mkdir()
     with log_lines() as lines, pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert any(line.startswith("the report is not written (IsADirectoryError") for line in lines)
+    assert any(line.startswith("could not write the report (IsADirectoryError") for line in lines)
 
 
 class Wide(torch.nn.Module):
-    """Its optimizer's states take more than the rest of the process may differ by."""
+    """A model whose optimizer states are larger than the variation of the process's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Wide(torch.nn.Module):
 
 
 class Failing(torch.optim.AdamW):
-    """Runs out of memory with the first of its two states made."""
+    """An optimizer that runs out of memory after creating the first of its two states."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -166,7 +166,7 @@ def test_the_optimizers_step(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert callback.report.moment.phase == OPTIMIZER_STEP
-    assert not callback.report.suggestions and "optimizer with fewer" in callback.report.remarks[0]
+    assert not callback.report.suggestions and "optimizer with smaller" in callback.report.remarks[0]
     held = {part.category: part.bytes for part in callback.report.parts}
     assert held["gradients"] == held[PARAMETERS] == held[OPTIMIZER]
 
@@ -181,7 +181,7 @@ def test_another_optimizer_would_have_fit(tmp_path):
     (suggestion,) = callback.report.suggestions
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert suggestion.flags == "--optim adafactor" and "trains differently" in suggestion.what
-    # Without the state that was there, and with Adafactor's temporaries of two layers.
+    # Excludes the state that existed, and includes Adafactor's temporaries of two layers.
     assert callback.report.held - weights < suggestion.peak < callback.report.held - 0.7 * weights
     assert callback.report.remarks[1:] == ()
 

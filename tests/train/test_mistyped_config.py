@@ -1,4 +1,4 @@
-"""A config that asks for what the model lacks is found before anything is compiled, where that can be known."""
+"""A config with an id that the model lacks is refused before compilation, if that can be known by then."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class TwoGraphs(OneGraph):
 
 
 class InnerFirst(OneGraph):
-    """Nothing is traced before the break, so that the first graph is all of an inner function."""
+    """Nothing is traced before the break, so the first graph is entirely from an inner function."""
 
     def forward(self, x: torch.Tensor) -> CausalLMOutput:
         torch._dynamo.graph_break()

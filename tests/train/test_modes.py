@@ -1,4 +1,4 @@
-"""Grad mode and autocast that a model sets in its forward, as one graph and by layers."""
+"""Grad mode and autocast set within a model's forward, with the model as one graph and by layers."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ class Layer(nn.Module):
 
 
 class InModes(nn.Module):
-    """Six layers, of which two run in a mode of their own. Their dropout needs other graphs in evaluation mode."""
+    """Six layers, two of which run in a different mode; their dropout needs different graphs in evaluation mode."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class InModes(nn.Module):
         with self.around():
             for layer in self.layers[:2]:
                 x = layer(x.float())
-        # The backward cannot read a tensor of inference mode.
+        # The backward cannot read an inference-mode tensor.
         x = x.clone()
         for layer in self.layers[2:]:
             x = layer(x)
@@ -54,7 +54,7 @@ class InModes(nn.Module):
 
 
 def steps(model: nn.Module, is_outer: bool) -> list[list[torch.Tensor | None]]:
-    """Returns the loss and the gradients of each step, of which one is in evaluation mode."""
+    """Returns the loss and gradients of each step; one step is in evaluation mode."""
     found = []
     for step, (rows, trains) in enumerate([(6, True), (9, True), (6, False), (6, True)]):
         torch.manual_seed(step)

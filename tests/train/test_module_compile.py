@@ -1,4 +1,4 @@
-"""`Module.compile` and `torch.compile` by the user: the engine compiles what it trains itself."""
+"""`Module.compile` and `torch.compile` by the user: they are off while the engine compiles the model itself."""
 
 from collections.abc import Iterable
 

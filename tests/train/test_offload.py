@@ -1,5 +1,5 @@
-"""Strategy 3. The copies beside a GPU's computation run in `test_on_a_gpu` alone; where they stand in the graphs of a
-GPU is looked at on any machine, in graphs whose tensors are said to be on one."""
+"""Strategy 3 (offload). Only `test_on_a_gpu` runs copies alongside a GPU's computation; the placement of copies in a
+GPU's graphs is tested on any machine, with graphs whose tensors claim to be on a GPU."""
 
 import copy
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Block(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """`loss` of five blocks, and the output of the second where it is asked for."""
+    """Five blocks with a loss; optionally returns the output of the second block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def on_cuda(module: fx.GraphModule) -> None:
 
 
 def positions(module: fx.GraphModule, operator: str) -> dict[str, int]:
-    """Where this operator stands, by the name of its first argument (a copy: of what is copied)."""
+    """Returns the positions of an operator in a graph, by the name of the tensor that is copied."""
     found = {}
     for index, node in enumerate(module.graph.nodes):
         if getattr(node.target, "_opname", "") == operator:
@@ -117,7 +117,7 @@ def test_copies_are_the_tensors(strides, dtype):
 
 
 def test_activations_wait_on_the_host(blocks, batch, plain, gelus):
-    """Roots of views, and outputs of operators that have several, beside activations that are recomputed."""
+    """Roots of views and one of several outputs of an operator are offloaded, alongside recomputed activations."""
     norms = plain.split.request("getitem", Strategy.OFFLOAD, 2)
     reshapes = plain.split.request("clone", Strategy.RECOMPUTE, 3)
     ours = run(blocks, f"{gelus},{norms},{reshapes}", batch)
@@ -128,12 +128,12 @@ def test_activations_wait_on_the_host(blocks, batch, plain, gelus):
         f"{name}_on_host" for name in offloaded
     }
     assert not offloaded & ours.split.saved_for_backward
-    # What is recomputed reads what has been reloaded.
+    # Recomputed operators read reloaded tensors.
     assert {"clone", "clone_1", "clone_2"} < ours.split.run_in_backward
     assert not offloaded & ours.split.run_in_backward
     for module, copies in ((ours.split.forward, "offload"), (ours.split.backward, "reload")):
         assert positions(module, copies).keys() == positions(module, "wait").keys() == offloaded
-    # On the CPU nothing stands between a copy and the wait for it.
+    # On the CPU each copy is directly followed by its wait.
     offloads = positions(ours.split.forward, "offload")
     assert all(at == offloads[name] + 1 for name, at in positions(ours.split.forward, "wait").items())
     reloads = positions(ours.split.backward, "reload")
@@ -146,12 +146,12 @@ def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch, plain, gelus):
     assert (row.config, row.frequency, row.requested_count, row.applied_count) == (gelus, 5, 4, 4)
     assert row.saving_bytes == row.applied_saving_bytes == table.claimed_saving_bytes == 0
     assert "offload; saves nothing on the CPU" in row.note
-    # What can be recomputed is not listed a second time, unless it is asked for.
+    # Activations that can be recomputed are not listed again for offload unless requested.
     assert [plan.config for plan in table.plans if ":3:" in plan.config] == [gelus]
 
 
 def test_what_the_forward_returns_stays(blocks, batch, norms):
-    """Its caller holds it, so that a copy would save nothing."""
+    """Returned tensors are not offloaded: the caller holds them, so a copy would save nothing."""
     asked = {**batch, "returns_second": True}
     ours = run(blocks, norms, asked)
     assert_bitwise_same(ours.step, accumulate(blocks, [batch]))
@@ -173,7 +173,7 @@ def test_row_statistics_stay(plain, norms):
 
 
 def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
-    """Each has its own copies, which a second backward through the same graph finds again."""
+    """Several forwards before their backwards have their own copies, which a second backward can read again."""
     other = {"x": 2 * batch["x"]}
     expected = accumulate(blocks, [batch, other, batch])
     with_both = copy.deepcopy(blocks)
@@ -195,19 +195,19 @@ def test_an_id_that_has_nothing_to_offload_is_refused(blocks, batch):
 
 
 NAMES = ["gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"]
-# Bytes a second of a link, where each operator takes a second: copies take no time, that of three operators, and too
-# long for all of them.
+# Bytes per second of a link, if each operator takes a second: copies take no time, as long as three operators, and
+# longer than all of them.
 LINKS = {"at once": float("inf"), "slow": ROWS * HIDDEN * 4 / 3, "slower": ROWS * HIDDEN * 4 / 30}
 
 
 @dataclass(frozen=True)
 class GpuGraphs:
-    """Forward and backward that save five gelus, on a GPU that is not there.
+    """Forward and backward graphs that save five gelus, on a pretended GPU.
 
     Attributes:
-        kept: without a copy.
-        together: each copy with its wait.
-        placed: the two apart, by link.
+        kept: the graphs without copies.
+        together: the graphs with each copy directly before its wait.
+        placed: the graphs with copies and waits moved apart, by link.
     """
 
     kept: Modules
@@ -250,7 +250,7 @@ def gpu_graphs(blocks, batch, gelus) -> GpuGraphs:
 
 
 def operators_between(module: fx.GraphModule, begins: str) -> dict[str, int]:
-    """How many operators stand between each copy and the wait for it, copies and waits left out."""
+    """Count the operators between each copy and its wait, without other copies and waits."""
     ours = [getattr(node.target, "namespace", "") == "optimum_memopt" for node in module.graph.nodes]
     begun, ended = positions(module, begins), positions(module, "wait")
     return {name: ours[begun[name] : ended[name]].count(False) for name in ended}
@@ -281,7 +281,7 @@ def test_nothing_reads_a_copy_that_is_not_complete(gpu_graphs) -> None:
             nodes = list(pair[half].graph.nodes)
             begun, ended = positions(pair[half], begins), positions(pair[half], "wait")
             for name, at in begun.items():
-                # A wait for another copy may have this one as an argument, so that no compiler begins it later.
+                # A wait for another copy may take this one as an argument, so that no compiler starts it later.
                 assert nodes[ended[name]].args[0] is nodes[at]
                 assert {user.target for user in nodes[at].users} == {wait}
 
@@ -296,7 +296,7 @@ def test_copies_take_no_graph_beyond_its_peak(gpu_graphs) -> None:
         assert placed.peak == together.peak <= kept.peak
         assert placed.backward.end == kept.backward.end
     held = [schedule(*pair, 1).predict({}).forward.held for pair in gpu_graphs.placed.values()]
-    # What is under way longer is held longer.
+    # A longer copy holds its tensor longer.
     assert sum(held[0]) < sum(held[1]) < sum(held[2])
 
 

@@ -29,7 +29,7 @@ OPTIONS = {
 def test_engine_and_table_are_said_as_in_a_trainer(name, capsys):
     model = CASE.build("eager")
     engine = optimize(model, memory_opt_level=1, **OPTIONS[name])
-    assert f"[memopt] engine {name} (asked for)\n" in capsys.readouterr().err
+    assert f"[memopt] engine {name} (requested)\n" in capsys.readouterr().err
     accumulate(model, [CASE.batch()])
     said = capsys.readouterr().err
     assert said.count(f"[memopt] {engine.plans()}\n") == 1
@@ -49,7 +49,7 @@ def test_the_log_level_decides(capsys):
 
 
 def test_function_transforms_run_in_plain_pytorch() -> None:
-    """Gradients of each sample by `torch.func`, beside steps of the engine."""
+    """Per-sample gradients by `torch.func` run in plain PyTorch, interleaved with the engine's steps."""
     ours, plain, batch = CASE.build("eager"), CASE.build("eager"), CASE.batch()
 
     def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -75,31 +75,32 @@ def test_function_transforms_run_in_plain_pytorch() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}])
 def test_a_forward_that_is_replaced_behind_the_engine_is_said(name: str, plan: dict[str, int]) -> None:
-    """Before a weight has changed, as by a fused kernel's patch of one model; and not where it calls the engine's."""
+    """A forward that replaces the engine's (as some fused kernels do) is reported before weights change, unless it
+    calls the engine's."""
     for calls in (True, False):
         model, batch = CASE.build("eager"), CASE.batch()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         engine = optimize(model, optimizer=optimizer, **OPTIONS[name], **plan)
         own = model.forward if calls else partial(type(model).forward, model)
         model.forward = lambda own=own, **inputs: own(**inputs)
-        # There is no gradient to step with yet.
+        # There are no gradients yet.
         optimizer.step()
         model(**batch).loss.backward()
         before = [each.clone() for each in model.parameters()]
         with log_lines() as lines:
             if plan and not calls:
-                with pytest.raises(UnsupportedModelError, match="was replaced behind the .* engine"):
+                with pytest.raises(UnsupportedModelError, match="was replaced after the .* engine"):
                     optimizer.step()
                 assert all(map(torch.equal, before, model.parameters()))
             else:
                 optimizer.step()
                 optimizer.step()
-        assert sum("was replaced behind" in line for line in lines) == (not plan and not calls)
+        assert sum("was replaced after" in line for line in lines) == (not plan and not calls)
         engine.detach()
 
 
 def test_hooks_of_an_optimizer_run_beside_the_engines() -> None:
-    """torch raises if a hook removes itself while others wait."""
+    """An optimizer's hooks run alongside the engine's, which do not remove themselves while others are pending."""
     models = [CASE.build("eager").train() for _ in range(2)]
     optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
     options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -151,7 +152,7 @@ def test_the_peak_of_a_run_is_in_one_line_and_no_stack_is_walked(tmp_path, capsy
     MemOptTrainer(model=CASE.build("eager"), args=args, train_dataset=data).train()
     said = capsys.readouterr().err
     assert said.count("measured peak of the run") == 1
-    assert "of the measured steps highest up to " in said
+    assert "highest measured phase: up to " in said
 
 
 @in_turn
@@ -167,7 +168,7 @@ def test_what_was_compiled_is_freed_with_the_engine(unit, plan):
         kinds = [type(each) for each in gc.get_objects()]
         return [kinds.count(PartitionedGraph), kinds.count(fx.Node)]
 
-    # Other tests' fixtures.
+    # Graphs of other tests' fixtures.
     graphs, nodes = held()
     model = ZOO["llama"].build("eager")
     engine = optimize(model, memory_opt_unit=unit, **plan, **OPTIONS["compile"])
@@ -175,7 +176,7 @@ def test_what_was_compiled_is_freed_with_the_engine(unit, plan):
         accumulate(model, [ZOO["llama"].batch()])
     engine.detach()
     del engine, model
-    # As of a run that is planned again for other memory, or another model of the same class, in one process.
+    # A process may re-plan a run for other memory, or train another model of the same class.
     now = held()
     assert now[0] <= graphs and now[1] <= nodes
 
@@ -191,7 +192,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)])
 def test_states_that_are_there_count_once(kind, monkeypatch):
-    """Of an optimizer that has stepped before the engine came."""
+    """The states of an optimizer that stepped before the engine was attached count once."""
     # A process's own size changes between two readings.
     monkeypatch.setattr(variants, "held_bytes", lambda device: 2**30)
     model = torch.nn.Sequential(*(Layer() for _ in range(4)))
@@ -214,12 +215,12 @@ def test_states_that_are_there_count_once(kind, monkeypatch):
     assert parts["told"].optimizer == pytest.approx(states, abs=100)
     assert parts["not told"].optimizer == pytest.approx(2 * weights, abs=100)
     assert parts["not told"].constant - parts["told"].constant == states
-    with pytest.raises(MemOptError, match=r"optimizer is a list; allowed is a torch\.optim\.Optimizer"):
+    with pytest.raises(MemOptError, match=r"optimizer must be a torch\.optim\.Optimizer, not list"):
         optimize(model, optimizer=[optimizer], **OPTIONS["compile"])
 
 
 def test_unsloths_forwards_are_refused(monkeypatch):
-    """Of a class that it has patched, and of a layer alone."""
+    """Unsloth's forwards are refused, on a patched class and on a single layer."""
 
     def fast_forward(self, x):
         return self(x)

@@ -1,4 +1,4 @@
-"""Every optimizer steps as torch's AdamW, through Trainer's own parameter groups; what cannot run is refused."""
+"""Every optimizer steps as torch's AdamW, with Trainer's own parameter groups; those that cannot run are refused."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def can_build():
     return shutil.which("c++") is not None and shutil.which("ninja") is not None
 
 
-# Two operators, for minutes each, where no machine has built them.
+# Tests that may build two operators, which takes minutes each.
 builds = pytest.mark.timeout(1800)
 BUILT = (pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)
 OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
@@ -45,7 +45,7 @@ def _deepspeed_on_the_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A stock Trainer after 20 steps of torch's own AdamW."""
+    """Returns a stock Trainer after 20 steps of torch's AdamW."""
     trainer = make(tmp_path_factory.mktemp("reference"), NAME, plain=True, optim="adamw_torch", **TRAINING)
     trainer.train()
     return trainer
@@ -84,7 +84,7 @@ def test_it_steps_as_torchs_adamw(tmp_path, reference, name):
 
 @pytest.mark.parametrize("changed", ["weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate"])
 def test_each_argument_counts(tmp_path, reference, changed):
-    """So that closeness above means something."""
+    """A change of any argument changes the weights, so that their closeness in the test above is meaningful."""
     ours = make(tmp_path, NAME, memory_opt_optim="torch_fused_adamw", **{**TRAINING, changed: TRAINING[changed] * 0.9})
     ours.train()
     assert distance(weights(ours.model), weights(reference.model)) > 10 * CLOSE
@@ -114,7 +114,7 @@ def refusal(folder, **changes):
 
 def test_an_unknown_name(tmp_path):
     allowed = "deepspeed_fused_adam, deepspeed_cpu_adam, torch_fused_adamw, ort_fused_adam"
-    assert f"adamw: allowed are {allowed}" in refusal(tmp_path, memory_opt_optim="adamw")
+    assert f"adamw: allowed: {allowed}" in refusal(tmp_path, memory_opt_optim="adamw")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_trainer_that_makes_its_own(tmp_path):
             return self.optimizer
 
     trainer = make(tmp_path, NAME, trainer=Own, memory_opt_optim="torch_fused_adamw")
-    with pytest.raises(MemOptError, match="Own.create_optimizer makes its own SGD; leave one of them out"):
+    with pytest.raises(MemOptError, match="Own.create_optimizer creates its own SGD; leave out one of them"):
         trainer.train()
 
 
@@ -161,16 +161,16 @@ def test_onnx_runtimes_adam_needs_cuda(tmp_path):
 def test_what_deepspeed_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     fused, cpu = (OPTIMIZERS[name].missing for name in OF_DEEPSPEED)
-    assert "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload" in cpu("cuda")
-    assert fused("cuda") == "DeepSpeed builds for cpu, this run is on cuda; set DS_ACCELERATOR=cuda"
+    assert "DeepSpeedCPUAdam steps on the CPU, but this run is on cuda; turn on DeepSpeed's offload" in cpu("cuda")
+    assert fused("cuda") == "DeepSpeed builds for cpu, but this run is on cuda; set DS_ACCELERATOR=cuda"
     with log_lines() as lines:
         assert fused("cpu") == "" or not can_build()
     assert any("compiles its operator fused_adam" in line and "minutes" in line for line in lines)
-    assert not any("another process compiles" in line for line in lines)
+    assert not any("another process that compiles" in line for line in lines)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for name in OF_DEEPSPEED:
         message = refusal(tmp_path, memory_opt_optim=name)
-        assert "no C++ compiler no-such-compiler here; install one or name yours in CXX" in message
+        assert "no C++ compiler no-such-compiler here; install one, or name yours in CXX" in message
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", os.path.dirname(shutil.which("c++") or ""))
     monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
@@ -186,7 +186,7 @@ def test_a_build_that_was_killed(tmp_path, monkeypatch):
     lock.touch()
     with log_lines() as lines:
         assert OPTIMIZERS["deepspeed_cpu_adam"].missing("cpu") == ""
-    assert any(line.startswith(f"{lock}: ") and line.endswith("if none compiles, delete it") for line in lines)
+    assert any(line.startswith(f"{lock}: ") and line.endswith("a killed process leaves behind") for line in lines)
 
 
 def test_a_loop_without_a_trainer_has_no_optimizer():
@@ -195,7 +195,7 @@ def test_a_loop_without_a_trainer_has_no_optimizer():
             optimize(build(NAME), **options)
 
 
-# FP16_Optimizer, and DeepSpeed's own rules: one process with DeepSpeed in it, since it stays in a process.
+# FP16_Optimizer, and DeepSpeed's own rules, in a separate process, since DeepSpeed's state stays in a process.
 
 
 def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
@@ -203,11 +203,11 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
     with log_lines() as lines:
         trainer.train()
     (line,) = [line for line in lines if line.startswith("--ort_fp16_optimizer")]
-    assert "the optimizer stays as it is" in line and line.endswith(": this run is not in fp16 (--fp16)")
+    assert "the optimizer is unchanged" in line and line.endswith(": this run is not in fp16 (--fp16)")
 
 
 def run_under_deepspeed(folder, what):
-    """The findings of `deepspeed_runs.py`, and its stderr."""
+    """Run `deepspeed_runs.py`, and return its results and stderr."""
     environment = {**os.environ, **alone(), "DS_ACCELERATOR": "cpu"}
     done = fresh_process.run(deepspeed_runs.__file__, what, folder, environment=environment, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -224,7 +224,7 @@ def under_deepspeed(tmp_path_factory):
 @builds
 def test_what_deepspeeds_config_does_not_go_with(under_deepspeed):
     _, found, _ = under_deepspeed
-    assert 'the DeepSpeed config has an "optimizer" of its own' in found["own"]
+    assert 'the DeepSpeed config has its own "optimizer"' in found["own"]
     for case in ("offload", "offload-fused"):
         assert "offload_optimizer steps on the CPU; use --memory_opt_optim deepspeed_cpu_adam" in found[case]
     assert found["offload-unforced"] == ""
@@ -244,7 +244,7 @@ def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed
 @needs_compiler
 @builds
 def test_offload_keeps_the_weight_decay_decoupled(tmp_path, reference):
-    """accelerate replaces a DeepSpeedCPUAdam by one with L2 regularization."""
+    """Weight decay stays decoupled under offload; accelerate would replace DeepSpeedCPUAdam by one with L2 decay."""
     run_under_deepspeed(tmp_path, "offload")
     assert distance(torch.load(tmp_path / "weights.pt"), weights(reference.model)) < CLOSE
 
@@ -252,7 +252,7 @@ def test_offload_keeps_the_weight_decay_decoupled(tmp_path, reference):
 @needs_deepspeed
 @builds
 def test_fp16_optimizer_leaves_what_onnx_runtime_does_not_know_and_says_so(under_deepspeed):
-    """On CUDA with DeepSpeed up to 0.13.1 it would not; the versions here are later."""
+    """FP16_Optimizer skips optimizers unknown to ONNX Runtime; on CUDA it would know DeepSpeed up to 0.13.1."""
     _, found, errors = under_deepspeed
     assert found["reason"].startswith("Skip modifying optimizer because of unsupported DeepSpeed version")
     assert found["untouched"] is True

@@ -1,4 +1,4 @@
-"""A loop that computes gradients of the loss alone holds no zeros for the logits; one that reads these gets theirs."""
+"""A loop that only backpropagates the loss holds no zero gradients for logits; a loop that reads these gets theirs."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_plain_pytorch(compiler: str, unit: str, kinds: s
 
 @in_turn
 def test_router_logits_of_experts_are_outputs() -> None:
-    """Recompute waits for the gradient to which theirs would be added. Layers that collect them go with the model."""
+    """Gradients of router logits are exact: recompute waits for their sum; the layers compile with the model."""
     torch.manual_seed(0)
     model = ZOO["mixtral"].build(num_hidden_layers=2, use_cache=False, output_router_logits=True).train()
     plain = copy.deepcopy(model)
@@ -93,7 +93,7 @@ def test_a_graph_that_is_kept_has_both_gradients() -> None:
 
 @pytest.mark.parametrize("unit", nightly([LAYER, MODEL], but=[LAYER]))
 def test_no_zeros_are_held(unit: str) -> None:
-    """Under level 1 the peak is where the gradient of the logits is computed."""
+    """No zero gradients are held: under level 1 the peak, where the logits' gradient is computed, has none."""
     model, plain = twins(vocab_size=2048)
     engine = attached(model, "aot_eager", unit)
     batch = ZOO["llama"].batch(4, 32)
@@ -106,7 +106,7 @@ def test_no_zeros_are_held(unit: str) -> None:
 
 
 def test_other_outputs_with_gradients_are_no_losses() -> None:
-    """Hidden states are sums of layers' results: their gradients are part of what the layers' backwards are given."""
+    """Gradients of hidden states, which are sums of layers' outputs, are added to those that the layers get."""
     model, plain = twins()
     attached(model, "aot_eager")
     batch = {**ZOO["llama"].batch(3, 9), "output_hidden_states": True}

@@ -1,4 +1,4 @@
-"""Loops hold the outputs of a forward until its backward, through the step, or through the next forward."""
+"""Loops hold the outputs of a forward until its backward, to the end of the step, or into the next forward."""
 
 import copy
 from collections import deque
@@ -28,7 +28,7 @@ CHANGES = {"t5": {"num_layers": 4, "num_decoder_layers": 4}}
 
 
 class Loop:
-    """A training loop that holds outputs as long as is said."""
+    """A training loop that holds outputs for the given time."""
 
     def __init__(self, model: torch.nn.Module, held: HeldUntil) -> None:
         self.model, self._held = model, held
@@ -45,7 +45,7 @@ class Loop:
         return 0 if self.outputs is None else sum(each.nbytes for each in self.outputs.values() if each.dim())
 
     def step(self, batch: Batch) -> int:
-        """The most bytes held beside what was there when the step began."""
+        """Run a step, and return its peak over what was held before, outputs of earlier steps included."""
         self.model.zero_grad(set_to_none=True)
         earlier = self.earlier_bytes
         forward, saved, loss = allocated(lambda: self.forward(batch))
@@ -56,7 +56,7 @@ class Loop:
 
 
 class Keeping(Loop):
-    """Keeps something of its last forwards."""
+    """A loop that keeps a part of its last forwards' outputs."""
 
     def __init__(self, model: torch.nn.Module, keep: Callable[[Any], Any], count: int) -> None:
         super().__init__(model, HeldUntil.NEXT_FORWARD)
@@ -117,7 +117,7 @@ def test_loops_that_keep_something_else(keep: Callable[[Any], Any], count: int) 
 
 
 def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that returns copies of its outputs, as accelerate's does under autocast."""
+    """Wrap a forward so that it returns copies of its outputs, as accelerate does under autocast."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
@@ -169,7 +169,7 @@ LARGE, WORDS = (16, 64), 16384
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Footprint:
-    """A step without a plan in a loop that holds outputs; what the process itself holds is constant."""
+    """Returns the footprint of a step without a plan in a loop that holds outputs, with constant process memory."""
     hold_still(monkeypatch)
     loop, engine = looped("llama", HeldUntil.NEXT_FORWARD, vocab_size=WORDS)
     loop.step(ZOO["llama"].batch(*LARGE))
@@ -183,7 +183,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Footprint:
 @pytest.mark.parametrize("held", [HeldUntil.BACKWARD, HeldUntil.NEXT_FORWARD])
 def test_a_budget_has_room_for_outputs_as_long_as_they_may_be_held(free: Footprint, held: HeldUntil) -> None:
     batch = ZOO["llama"].batch(*LARGE)
-    # Of the layers a part must be recomputed while outputs are held.
+    # Some layers must be recomputed while outputs are held.
     budget = free.peak - free.outputs // 32
     loop, engine = looped("llama", held, vocab_size=WORDS, memory_opt_budget=f"{budget / 2**20:.3f}MiB")
     with log_lines() as lines:
@@ -217,7 +217,7 @@ def test_a_budget_that_only_fits_without_outputs(free: Footprint, held: HeldUnti
 
 
 class HoldingTrainer(MemOptTrainer):
-    """Keeps the outputs of its last forward, as for a metric."""
+    """Keeps the outputs of its last forward, as a metric does."""
 
     outputs: Any = None
 
@@ -237,7 +237,7 @@ def test_a_trainer_is_watched_too(tmp_path: Path, held: HeldUntil) -> None:
 
 
 def forwards(watch: OutputsWatch, hold: Callable[[Any], object]) -> Iterator[HeldUntil]:
-    """Two steps, each with a forward, what the loop keeps of it, and its backward."""
+    """Run two steps of a loop that keeps `hold(outputs)`, and yield the watch's state before and after each step."""
     kept = None
     for _ in range(2):
         watch.begin()

@@ -15,7 +15,7 @@ COMMAND = "optimum/commands/register/register_memopt.py"
 
 @pytest.fixture(scope="module")
 def wheel_files(tmp_path_factory) -> set[str]:
-    """The names in a wheel built from a copy, since setuptools leaves its traces beside what it builds."""
+    """Returns the file names in a wheel built from a copy, since setuptools writes files into its source folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -35,7 +35,7 @@ def test_every_module_the_pages_template_and_the_mark_for_type_checkers_are_in_t
 
 
 def test_only_the_package_is_installed(wheel_files):
-    """The command is found, and nothing here shadows the `optimum` it is added to."""
+    """Only the package and its command are installed, and nothing shadows the `optimum` that the command extends."""
     assert {name for name in wheel_files if name.startswith("optimum/")} == {COMMAND}
     tops = {name.split("/")[0] for name in wheel_files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"optimum", "optimum_memopt"}

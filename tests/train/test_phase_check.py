@@ -1,4 +1,4 @@
-"""Before the first step of a run within a budget: what its other phases take."""
+"""The check of a run's other phases before its first step under a budget."""
 
 import copy
 import time
@@ -23,18 +23,19 @@ from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 BUDGET = {"memory_opt_engine": "compile", "memory_opt_loss": "plain", "max_steps": 1}
 MANY = rows("small", 16) * 4_000
 METRICS = {"compute_metrics": lambda _: {}}
-# A gibibyte of what is collected, where a batch takes next to nothing.
+# An evaluation that collects a gibibyte, although a batch is tiny.
 LARGE = {**METRICS, "preprocess_logits_for_metrics": lambda logits, _: logits.new_zeros(len(logits), 2**12)}
 
 
 def run(folder: Path, budget: str, **changes: Any) -> tuple[Any, list[str]]:
     changes = {"eval_strategy": "epoch", "num_train_epochs": 1, "memory_opt_budget": budget, **BUDGET, **changes}
     trainer = make(folder, "small", **changes)
-    # The evaluation itself is not what is tested.
+    # The evaluation itself is not tested.
     trainer.evaluate = lambda *_, **__: {}
     with log_lines() as lines:
         trainer.train()
-    return trainer, [line for line in lines if "evaluation" in line or "beside training" in line]
+    shown = ("evaluation", "other than training", "other phases")
+    return trainer, [line for line in lines if any(part in line for part in shown)]
 
 
 def available(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
@@ -45,8 +46,8 @@ def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Pat
     held = live_step.held_bytes(torch.device("cpu"))
     budget = f"{held // 2**20 + 256}MiB"
     _, (line,) = run(tmp_path, budget, eval_dataset=MANY, **LARGE)
-    assert line.startswith(f"--memory_opt_budget {budget}: evaluation takes ")
-    # What is collected stays on a CPU.
+    assert line.startswith(f"--memory_opt_budget {budget}: evaluation needs ")
+    # Collected tensors stay on a CPU.
     assert line.endswith(": preprocess_logits_for_metrics")
     assert not run(tmp_path, budget, eval_dataset=MANY, **METRICS)[1]
 
@@ -57,7 +58,7 @@ def test_auto_says_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer = make(tmp_path, "small", memory_opt_budget="auto", **BUDGET)
     with log_lines() as lines:
         trainer.train()
-    assert "--memory_opt_budget auto: 32.00 GiB of 64.00 GiB, of which others hold 16.00 GiB" in lines
+    assert "--memory_opt_budget auto: 32.00 GiB of 64.00 GiB, of which 16.00 GiB are used elsewhere" in lines
 
 
 @pytest.mark.parametrize("changes", [{"eval_strategy": "no"}, {"eval_dataset": None, "eval_strategy": "no"}])
@@ -69,7 +70,7 @@ def test_what_certainly_does_not_fit_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     available(monkeypatch, live_step.held_bytes(torch.device("cpu")) + 2**28)
-    with pytest.raises(MemOptError, match="^evaluation takes .*: preprocess_logits_for_metrics$"):
+    with pytest.raises(MemOptError, match="^evaluation needs .*: preprocess_logits_for_metrics$"):
         run(tmp_path, "100GiB", eval_dataset=MANY, **LARGE)
 
 
@@ -80,7 +81,7 @@ def reads_logits(logits: torch.Tensor, _: Any) -> torch.Tensor:
 @in_turn
 def test_an_evaluation_that_reads_values_is_not_predicted(tmp_path: Path) -> None:
     trainer, (line,) = run(tmp_path, "100GiB", preprocess_logits_for_metrics=reads_logits, **METRICS)
-    assert line.startswith("phases beside training are not predicted: the value of a tensor is read")
+    assert line.startswith("phases other than training are not predicted: the value of a tensor is read")
     assert trainer.state.global_step == 1
 
 
@@ -91,13 +92,13 @@ def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(fake_run, "holders_of", broken)
     trainer, (line,) = run(tmp_path, "100GiB")
-    assert line.startswith("what phases beside training take is left out (KeyError: 'broken')")
+    assert line.startswith("the memory check of other phases is left out (KeyError: 'broken')")
     assert trainer.state.global_step == 1
 
 
 @in_turn
 def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
-    """TRL's Trainers log what they have evaluated, in queues and lists within dictionaries."""
+    """State that an evaluation keeps is restored, as TRL's Trainers keep in queues and lists in dictionaries."""
     trainer = make(tmp_path, "small", **BUDGET)
     trainer.kept = {"eval": {"loss": [1.0]}, "texts": deque([1], maxlen=2)}
     seen, random = trainer.state.num_input_tokens_seen, torch.get_rng_state()
@@ -119,10 +120,10 @@ def test_what_goes_to_the_host_has_to_fit_there() -> None:
     phases = [RunPhase("evaluation", 2**30, 2**33), RunPhase("save", 2**30, 2**31), RunPhase("resume", 2**30, 2**33)]
     evaluation, resume = host_suggestions(phases, 2**32)
     assert evaluation == (
-        "evaluation takes 8.00 GiB of the host, where 4.00 GiB are free: preprocess_logits_for_metrics or "
+        "evaluation needs 8.00 GiB on the host, where 4.00 GiB are free: preprocess_logits_for_metrics or "
         "--prediction_loss_only"
     )
-    assert resume.startswith("resume takes 8.00 GiB of the host")
+    assert resume.startswith("resume needs 8.00 GiB on the host")
 
 
 def test_no_other_process_is_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

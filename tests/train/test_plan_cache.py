@@ -1,4 +1,4 @@
-"""Further starts of a run with a budget, which find the plan that the first one has solved for."""
+"""Later starts of a run with a budget find the plan that the first start solved."""
 
 import json
 import os
@@ -30,22 +30,28 @@ from tests.trainer_runs import log_lines
 
 HELD = 2**29
 FOUND, TOO_LARGE = "under the cached plan of an earlier run", "the cached plan of an earlier run does not fit"
-# By unit, and a quick one by layers.
+# Models by unit, and a small one that is compiled by layers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer": ("llama", {"num_hidden_layers": 4}),
     "model": ("roberta-mlm", {**DROPOUT, "num_hidden_layers": 2}),
     "own": ("own", {}),
 }
-# By unit: gradients without a plan, and a budget.
+# By model: gradients without a plan, and a budget.
 PLAIN: dict[str, tuple[Any, int]] = {}
 
 
 @dataclass
 class Starts:
-    """Starts of one run, as if each was a process.
+    """Starts of one run, as if each were a process.
 
     Attributes:
+        unit: a key of `MODELS`.
+        patch: patches of the environment and of process memory.
+        cache: folder of the caches.
         held: bytes that the process holds.
+        budget: the run's budget, in bytes.
+        peak: predicted peak of the latest start.
+        table: plan table of the latest start.
     """
 
     unit: str
@@ -69,7 +75,7 @@ class Starts:
         self.plain, self.budget = PLAIN[self.unit]
 
     def again(self) -> list[str]:
-        """Start under the budget, and return what was said; gradients are those without a plan."""
+        """Start under the budget, check gradients and peak, and return the log lines."""
         with log_lines() as lines:
             gradients = self._run(Selection(budget=parse_budget(f"{self.budget / 2**20:.3f}MiB")))
         assert_bitwise_same(gradients, self.plain)
@@ -114,7 +120,7 @@ def test_the_second_start_solves_nothing(starts, unit) -> None:
     assert not has(run.again(), FOUND)
     first = run.table
     assert any(row.is_on for row in first.plans)
-    # A process that holds less may grow to what the first one held.
+    # A process that holds less may grow to the size of the first one.
     run.held -= 2**20
     assert has(run.again(), FOUND)
     assert run.table == first, "predicted for what the first process held"
@@ -179,7 +185,7 @@ def test_it_can_be_switched_off(starts) -> None:
 
 
 def test_a_path_that_cannot_be_looked_up_has_no_plan() -> None:
-    # As in a folder that cannot be entered, which a test that runs as root does not have.
+    # Like a path in an inaccessible folder, which does not exist for a test that runs as root.
     assert CachedPlan.read(Path("n" * 1000)) is None
 
 
@@ -202,7 +208,7 @@ def test_a_plan_that_does_not_fit_is_not_blamed_on_the_compiler(starts) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
 def test_what_is_no_file_is_no_entry(tmp_path, make: Callable[[Path], None]) -> None:
-    """Where it was waited for, this would not end."""
+    """A path that is not a regular file is no cache entry; reading it would block."""
     entry = tmp_path / "entry.json"
     make(entry)
     found: list[object] = []

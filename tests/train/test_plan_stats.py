@@ -1,4 +1,4 @@
-"""The plan table on its way to the log, to the trackers and to the file."""
+"""The plan table is sent to the log, to the trackers and to the file."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_the_end_sets_the_measured_beside_the_claimed(tmp_path):
         trainer.train()
     (summary,) = [line for line in lines if line.startswith("measured peak of the run")]
     claimed = trainer.memopt.table.claimed_saving_bytes / 2**20
-    assert f"claimed saving of the 1 plans that are on {claimed:.1f} MiB" in summary
+    assert f"claimed saving of the 1 enabled plans {claimed:.1f} MiB" in summary
     (peak,) = numbers(trainer, "run_peak_mib")
     assert f"{peak:.1f} MiB (resident" in summary
     assert trainer.memopt.measured_peak_mib == pytest.approx(peak)
@@ -68,7 +68,7 @@ def test_log_levels(tmp_path, level, shown):
 
 
 def test_a_new_graph_shows_a_new_table(tmp_path):
-    """Rows with token types after rows without: other inputs, so ONNX Runtime trains another graph."""
+    """A new graph shows a new table, as when rows with token types follow rows without under ONNX Runtime."""
     plain_rows = rows(NAME, 8)
     typed_rows = [{**row, "token_type_ids": torch.zeros_like(row["input_ids"])} for row in rows(NAME, 8, seed=2)]
 
@@ -106,7 +106,7 @@ def test_alone_with_a_stock_trainer_and_no_engine(tmp_path):
     assert callback.measured_peak_mib == 0
     with log_lines() as lines:
         trainer.train()
-    assert [line for line in lines if "no engine holds this model" in line] == lines
+    assert [line for line in lines if "this model has no engine" in line] == lines
     assert callback.table is None and not file.read_text()
     assert callback.measured_peak_mib > 100
 

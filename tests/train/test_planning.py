@@ -1,4 +1,4 @@
-"""`optimum_memopt.plan` from Python, against what the same steps hold."""
+"""`optimum_memopt.plan` from Python, against the memory of the same steps."""
 
 import copy
 import itertools
@@ -40,7 +40,7 @@ def found(config: transformers.PretrainedConfig) -> Estimate:
 
 
 class Classifier(torch.nn.Module):
-    """Not transformers': a tensor in, logits out; and a tensor that is no parameter."""
+    """A module without a transformers config: a tensor in, logits out; one tensor is neither parameter nor buffer."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -74,11 +74,12 @@ def of_llama(layers: int, **how) -> Estimate:
     return plan(config, "text-generation", batch_size=8, seq_len=64, **how)
 
 
-# In one graph, and by layers, where the first capture shows the graphs.
+# As one graph, and by layers, where a first capture reveals the graphs.
 @in_turn
 @pytest.mark.parametrize(("layers", "captures"), [(2, 1), (4, 2)])
 def test_a_budget_counts_blocks_of_the_allocator_before_its_plan_is_compiled(layers, captures, monkeypatch) -> None:
-    """Else what was compiled is over the budget, and is solved and compiled again."""
+    """A budget includes the allocator's blocks before the plan is compiled; else it would be solved and compiled
+    again."""
     runs: list[CapturedForward] = []
     run = Capture.run
     monkeypatch.setattr(Capture, "run", lambda *args: runs.append(run(*args)) or runs[-1])
@@ -90,7 +91,7 @@ def test_a_budget_counts_blocks_of_the_allocator_before_its_plan_is_compiled(lay
 
 
 def test_a_budget_in_which_all_layers_fit_is_no_plan() -> None:
-    """torch's own partition is looked at while none of the graphs' tensors belongs to the mode in force."""
+    """A budget that all layers fit in is no plan; torch's own partition is checked outside the tensors' fake mode."""
     assert "budget" in (header := of_llama(4, budget="100%", compiler="aot_eager").table.header[0])
     assert "fits without a plan, torch's own partition" in header
 
@@ -126,7 +127,7 @@ def test_tensors_at_the_peak_here_and_with_gradients_of_earlier_micro_batches() 
 
 @in_turn
 def test_equal_layers_have_one_row_of_their_tensors_at_the_peak() -> None:
-    """Each layer has saved the output of its attention when the loss is computed, where the peak is."""
+    """Equal layers share a row of tensors at the peak, the loss, where each layer has saved its attention's output."""
     attention = {}
     for layers in (2, 3):
         groups = of_llama(layers, device="h100", compiler="aot_eager", loss="plain").at_peak
@@ -139,11 +140,11 @@ def test_equal_layers_have_one_row_of_their_tensors_at_the_peak() -> None:
 def test_it_fits_what_it_takes(found: Estimate) -> None:
     assert found.fits(found.peak) and not found.fits(found.peak - 1)
     assert found.fits("1GiB") and found.fits("1%") and found.fits() and not found.fits("1MiB")
-    with pytest.raises(MemOptError, match="^budget 24: a number needs a unit, as 24GiB or 24%$"):
+    with pytest.raises(MemOptError, match="^budget 24: a number needs a unit, such as 24GiB or 24%$"):
         found.fits("24")
     for wrong in (None, 1.5, True, b"24GiB", [24], -1, 10**30, "9" * 400 + "GiB"):
         for ask in (found.fits, found.largest_batch) if wrong is not None else (found.fits,):
-            with pytest.raises(MemOptError, match="^budget .*: allowed are sizes as 24GiB"):
+            with pytest.raises(MemOptError, match="^budget .*: allowed: sizes such as 24GiB"):
                 ask(wrong)
 
 
@@ -171,7 +172,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
     rows = small.largest_batch(budget)
     assert rows > 4 * 512
     fitting, next_one = (of_stack(size).peak for size in (rows, rows + 1))
-    # A trace with symbols keeps what one with fixed sizes folds into constants.
+    # A trace with symbolic sizes keeps values that one with fixed sizes folds into constants.
     assert fitting <= 1.001 * budget < 1.002 * next_one
     assert small.largest_batch(budget // 100) == 0
 
@@ -197,7 +198,7 @@ def test_with_a_budget_the_largest_batch_is_the_last_that_has_a_plan() -> None:
 
 @pytest.mark.nightly
 def test_a_budget_lets_larger_batches_fit_than_no_plan_does(config) -> None:
-    # A single layer holds less than the chunks of its loss.
+    # A single layer holds less than the chunks of the loss.
     deep = copy.deepcopy(config)
     deep.n_layer = 4
     unplanned = plan(deep, batch_size=16, seq_len=24, **ON_H100)
@@ -282,16 +283,16 @@ def test_inputs_that_are_none_of_the_modules(inputs: object, line: str) -> None:
     [
         ({"model": 3}, "plan takes a folder, a name on the hub, a transformers config or a torch.nn.Module, not int"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
-        ({"task": "nonsense"}, "--task nonsense: Allowed are "),
-        ({"batch_size": 0}, "batch_size 0: allowed are whole numbers from 1 to 2147483648"),
-        ({"seq_len": -1}, "seq_len -1: allowed are whole numbers from 1 to 2147483648"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: allowed are whole numbers from 1 on"),
-        ({"bf16": True, "fp16": True}, "bf16 together with fp16: give one of the two"),
-        ({"optim": "lomo"}, "--optim lomo: its memory is not known; predicted are "),
+        ({"task": "nonsense"}, "--task nonsense: Allowed: "),
+        ({"batch_size": 0}, "batch_size 0: allowed: whole numbers from 1 to 2147483648"),
+        ({"seq_len": -1}, "seq_len -1: allowed: whole numbers from 1 to 2147483648"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: allowed: whole numbers from 1 up"),
+        ({"bf16": True, "fp16": True}, "bf16 together with fp16: give only one"),
+        ({"optim": "lomo"}, "--optim lomo: its memory is unknown; supported are "),
         ({"trainable": "nothing"}, "--trainable nothing: no parameter of GPT2LMHeadModel has this name; "),
         ({"device": "h1000"}, "device h1000: allowed are H100, "),
         ({"budget": "24"}, "--memory_opt_budget 24: a number needs a unit"),
-        ({"example_inputs": ()}, "example_inputs: are those of a torch.nn.Module; leave them out"),
+        ({"example_inputs": ()}, "example_inputs: only for a torch.nn.Module; leave them out"),
     ],
 )
 def test_a_mistake_is_one_line(folder, arguments: dict, line: str) -> None:
@@ -344,7 +345,8 @@ def test_a_device_file_may_be_a_path(folder, tmp_path) -> None:
 
 @in_turn
 def test_a_device_file_may_be_one_of_cuda(folder, tmp_path) -> None:
-    """With the numbers of a T4 its step is that of the T4, with attention's kernel, workspaces and allocator."""
+    """A device file may describe a CUDA device: with a T4's numbers the step is the T4's, with its attention kernel,
+    workspaces and allocator."""
     path = tmp_path / "device.json"
     rates = {"memory": 2**34, "bandwidth": 3.2e11, "flops": {"float32": 8.1e12, "float16": 6.5e13}, "link": 1.6e10}
     cuda = {"capability": "7.5", "multiprocessors": 40, "threads": 1024}
@@ -359,10 +361,10 @@ def test_a_device_file_may_be_one_of_cuda(folder, tmp_path) -> None:
 def test_the_task_is_that_of_the_class(tmp_path, config) -> None:
     unnamed = copy.deepcopy(config)
     unnamed.architectures = None
-    with pytest.raises(MemOptError, match="task: the config names no class that tells it; give one of text-class"):
+    with pytest.raises(MemOptError, match="task: the config names no class that implies it; give one of text-class"):
         plan(unnamed)
     unnamed.architectures = ["GPT2Model"]
-    with pytest.raises(MemOptError, match="task: GPT2Model does not tell it; give one of"):
+    with pytest.raises(MemOptError, match="task: GPT2Model does not imply it; give one of"):
         plan(unnamed)
 
 
@@ -420,7 +422,7 @@ def test_workloads_of_another_batch_size(folder) -> None:
     assert (workload.batch_size, workload.inputs["pixels"].shape, workload.inputs["offset"]) == (9, (9, 64), 2.0)
 
 
-# What a process holds beside tensors: imports, mostly.
+# Prints the memory of a process besides tensors, mostly imports.
 PROCESS = """
 import sys, torch, transformers, optimum_memopt
 config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)

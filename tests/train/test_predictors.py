@@ -1,4 +1,4 @@
-"""A forward that torch traces again: each batch is predicted from the graphs that it ran."""
+"""Retraced forwards: each batch is predicted from the graphs that it ran."""
 
 import gc
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class OneLayer(torch.nn.Module):
 
 
 class Squares(OneLayer):
-    """Attends among a row's tokens, with a Python number for how many: Funnel makes its positions so."""
+    """Attends among a row's tokens, with positions from a Python number of tokens, as in Funnel."""
 
     def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
         positions = torch.tensor(range(int(x.shape[1])), dtype=torch.float32)
@@ -35,7 +35,7 @@ class Squares(OneLayer):
 
 
 class Blocks(OneLayer):
-    """A row counts by how many blocks of four tokens it has, as in LongT5's transient-global attention."""
+    """Weights a row by its number of blocks of four tokens, as in LongT5's transient-global attention."""
 
     def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
         blocks = torch.ones(len(range(x.shape[1] // 4)))
@@ -43,7 +43,7 @@ class Blocks(OneLayer):
 
 
 class Nested(OneLayer):
-    """Is given its inputs in a dict."""
+    """Takes its inputs in a dict."""
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(loss=self.layer(inputs["x"]).square().sum())
@@ -73,7 +73,7 @@ def test_the_highest_peak_of_a_run_is_that_of_the_largest_batch(dynamic: bool) -
         around = engine.predicted_peak_mib(None, gradient_accumulation=False)
         predicted.append((peak, around * 2**20))
     (small, first), (_, second), (large, third), (_, last) = predicted
-    # The batch's own bytes count, too.
+    # The batch's own bytes also count.
     grown = batch(6, 40)["x"].nbytes - batch(4, 8)["x"].nbytes
     assert first < second < third == last
     assert third - first == pytest.approx(large - small + grown, **EXACT)
@@ -124,7 +124,7 @@ def test_bound_by_an_equation_that_twice_as_much_breaks() -> None:
     assert bound_symbols([even, blocks], sizes) == {tokens}
 
 
-# In the first model activations are most of a step, in the second weights are.
+# Activations take most of a step's memory in the first model, weights in the second.
 MODELS = {"roberta": {}, "gpt2": {"n_embd": 128, "n_layer": 1}}
 
 

@@ -1,4 +1,4 @@
-"""malloc settings hold for a process and depend on its history, so each case runs in a process of its own."""
+"""malloc settings, which apply to a whole process and depend on its history, so each case runs in its own process."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from tests.rotation import in_turn
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 
-# Without torch: what it allocates itself is no part of this, and importing it takes most of a second process.
+# Runs without torch, whose own allocations are irrelevant here and whose import takes most of a process's time.
 SCRIPT = """
 from optimum_memopt.memory import process
 
@@ -51,7 +51,7 @@ def test_what_is_kept_is_told():
         "first = b'1' * 2**22; del first; before = process.kept_bytes(); blocks = [b'1' * 2**19 for _ in range(200)];"
         "del blocks[:-1]; print(before, process.kept_bytes())"
     )
-    # A block has a header.
+    # Each block has a header.
     assert int(after) - int(before) == pytest.approx(199 * 2**19, abs=2**17)
 
 
@@ -65,7 +65,7 @@ def test_a_user_s_own_setting_wins():
     "asked", ["process.return_freed_memory();", "process.return_freed_memory();" * 2 + "process.restore_malloc();"]
 )
 def test_restore_by_the_last_that_asked_takes_the_smaller_default_threshold_again(asked):
-    # 192 KiB lie between glibc's threshold and the one that is set.
+    # 192 KiB is between glibc's default threshold and the one that is set.
     (meanwhile,), (afterwards,) = (
         run(asked + "print(kept_mib(192))"),
         run(asked + "process.restore_malloc(); print(kept_mib(192))"),
@@ -80,7 +80,7 @@ def test_an_engine_tells_it_and_takes_it_back(engine):
         "import torch, optimum_memopt; "
         f"attached = optimum_memopt.optimize(torch.nn.Linear(2, 2), memory_opt_engine='{engine}'); "
     )
-    # What imports have freed is part of a process's history, and of a forked one's: it keeps the blocks if not told.
+    # Memory freed by imports is in the history of a process and its forks: without the setting it keeps the blocks.
     script = SCRIPT + attach + "print(kept_mib(512)); attached.detach(); print(kept_mib(192))"
     done = fresh_process.run("-c", script, environment=inherited())
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def faults():
 
 @in_turn
 def test_steps_reuse_what_they_free_where_no_plan_asks_for_less_memory():
-    """And do not ask the system for each tensor's pages again. Under a plan freed memory goes back at once."""
+    """Without a plan, steps reuse freed memory instead of requesting new pages; with a plan it is returned at once."""
     asked = (
         "planned = engine(memory_opt_level=1); print(faults(), process.keeps_freed_memory()); planned.detach();"
         "plain = engine(); print(faults(), process.keeps_freed_memory()); plain.detach();"
@@ -130,7 +130,7 @@ def test_steps_reuse_what_they_free_where_no_plan_asks_for_less_memory():
     done = fresh_process.run("-c", STEPS + asked, environment=inherited())
     assert done.returncode == 0, done.stderr
     returned, keeps_with_plan, kept, keeps, after = done.stdout.split()
-    # 15 MiB of activations in pages of 4 KiB.
+    # Activations take 15 MiB in pages of 4 KiB.
     assert int(returned) > 3000 and int(kept) < int(returned) / 4
     assert (keeps, after, keeps_with_plan) == ("True", "False", "False")
 

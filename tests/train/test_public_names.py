@@ -16,7 +16,7 @@ HEAVY = ("onnxruntime", "onnx", "deepspeed", "datasets")
 
 
 def imported(statements):
-    """Which of the heavy packages a fresh process has imported after these statements."""
+    """Returns the heavy packages that a new process has imported after these statements."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{statements}\nprint(*[name for name in {HEAVY} if name in sys.modules])"],
         capture_output=True,
@@ -28,7 +28,7 @@ def imported(statements):
 
 
 def typed_imports():
-    """Name to module, of the imports that a type checker sees."""
+    """Returns the modules of the names that a type checker sees as imports, by name."""
     tree = ast.parse(Path(optimum_memopt.__file__).read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -69,8 +69,8 @@ def test_importing_the_package_imports_next_to_nothing():
 
 MODULES = sorted({f"optimum_memopt.{module}" for module in optimum_memopt._MODULES.values()})
 PLAIN = "transformers, as a script imports it"
-# What a process imports one after the other, and what is not imported by that. What transformers itself imports is not
-# this package's: PEFT imports bitsandbytes where it is installed, which compiles functions.
+# Modules that a process imports in order, and modules that must not be imported by that, unless by transformers
+# itself: PEFT imports bitsandbytes if it is installed, which compiles functions.
 STEPS = {
     PLAIN: (["transformers.trainer", "transformers.training_args"], {"onnxruntime"}),
     "engines": (

@@ -1,4 +1,4 @@
-"""QLoRA planned from a config, as the quantized model itself."""
+"""QLoRA planned from a config gives the same prediction as the quantized model itself."""
 
 import copy
 from pathlib import Path
@@ -34,7 +34,7 @@ ROWS, LENGTH = 4, 32
 
 
 def loaded(double: bool, prepare: bool, storage: torch.dtype = torch.uint8) -> torch.nn.Module:
-    """With data, as transformers and PEFT load it."""
+    """Returns the model with real data, as transformers and PEFT load it."""
     model = transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16)
     in_4_bits(model, compress_statistics=double, compute_dtype=torch.bfloat16, quant_storage=storage)
     if prepare:
@@ -58,9 +58,9 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
     sizes = {"batch_size": ROWS, "seq_len": LENGTH, "padding": False}
     planned = plan(copy.deepcopy(CONFIG), "text-generation", quantize=quantize, peft=ADAPTER, **sizes, **common)
     assert planned.peak == real.peak
-    # A rotary embedding's two buffers are one, or not.
+    # A rotary embedding's two buffers may share one storage.
     assert planned.breakdown == pytest.approx(real.breakdown, abs=64)
-    # Four bits, and eight or 32 for 64 weights.
+    # Four bits per weight, and a scale of 8 or 32 bits per 64 weights.
     weights = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
     others = sum(each.nbytes for name, each in loaded(double, prepare).named_parameters() if each.dtype != torch.uint8)
     scales = weights / 64 * (1 + 4 / 256 if double else 4)
@@ -72,8 +72,8 @@ def test_a_config_is_planned_as_the_model_itself(double: bool, prepare: bool, ch
 @in_turn
 @pytest.mark.parametrize("storage", nightly([torch.bfloat16, torch.uint8], but=[torch.bfloat16]), ids=str)
 def test_a_rank_is_planned_as_it_trains(storage: torch.dtype) -> None:
-    """Where weights are packed into floating point FSDP2 shards them, else each rank has them whole."""
-    # A loop holds the logits of a plain loss.
+    """A rank is planned as it trains: FSDP2 shards weights packed into a float type, but not those in bytes."""
+    # With a plain loss, a loop would hold the logits.
     common = {"compiler": "aot_eager", "loss": "chunked", "level": 1}
     kind = f"nf4,storage={str(storage).removeprefix('torch.')}"
     sizes = {"batch_size": ROWS, "seq_len": LENGTH, "padding": False}
@@ -84,7 +84,7 @@ def test_a_rank_is_planned_as_it_trains(storage: torch.dtype) -> None:
         shard(model, mesh, half=None)
         options = {f"memory_opt_{name}": value for name, value in common.items()}
         engine = optimize(model, memory_opt_engine="compile", **options)
-        # In the first three backwards copies of frozen weights are on the host, which is the device here.
+        # The first three backwards have copies of frozen weights on the host, which is also the device here.
         for _ in range(4):
             saved, peak = measured_step(model, batch())
         assert isinstance(engine, CompileEngine) and engine.predictor is not None
@@ -96,7 +96,7 @@ def test_a_rank_is_planned_as_it_trains(storage: torch.dtype) -> None:
     assert abs(engine.predictor.saved() - saved) <= 64 and abs(footprint.activations - peak) <= 64
     own = [each.bytes for each in planned.at_peak if each.category == "parameters" and each.name != "all_gather"]
     assert sum(own) == pytest.approx(shares, abs=64)
-    # Planned as if every token had a label.
+    # The plan assumes that every token has a label.
     around = sum(planned.breakdown[kind] for kind in ("batch", "optimizer", "other", "allocator"))
     assert shares + peak <= planned.peak - around <= 1.05 * (shares + peak)
 
@@ -113,7 +113,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @in_turn
 def test_an_evaluation_leaves_gradients_as_they_were() -> None:
-    """On a CPU with AVX512-BF16 bitsandbytes would compute wrong ones from then on."""
+    """An evaluation does not change later gradients; with AVX512-BF16, bitsandbytes alone would compute wrong ones."""
     torch.manual_seed(0)
     model = loaded(double=True, prepare=True)
     for parameter in model.parameters():
@@ -136,7 +136,7 @@ def test_an_evaluation_leaves_gradients_as_they_were() -> None:
     assert_same(accumulate(model, [batch()]), expected)
     engine.detach()
     assert all(product.support_avx512bf16_for_cpu == bool(has_avx512bf16()) for product in products)
-    # Packed now, where the CPU has the instructions; the scales that unpacking leaves are those of bfloat16.
+    # If the CPU has the instructions, weights are packed now; unpacking leaves their scales in bfloat16.
     evaluate()
     optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     assert_same(accumulate(model, [batch()]), expected, tolerance=0.05)
@@ -160,9 +160,9 @@ def test_layers_of_8_bits_are_graphs_of_their_own(tmp_path: Path, chosen: dict[s
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "RobertaForSequenceClassification"])
 def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
-    """Heads, convolutions of one position and biases among them."""
+    """Planned weights have the shapes and dtypes that transformers loads, also for heads, Conv1D layers and biases."""
     kind = getattr(transformers, name)
-    # GPT-2's config takes these names, too.
+    # GPT-2's config also accepts these names.
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = kind.config_class(**sizes, vocab_size=100)
     kind(config).save_pretrained(tmp_path)
@@ -193,7 +193,7 @@ def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) ->
     ],
 )
 def test_what_is_no_quantization_is_one_line(text: str) -> None:
-    with pytest.raises(MemOptError, match="allowed are nf4 and fp4, with fields as nf4,double=false") as refused:
+    with pytest.raises(MemOptError, match="allowed: nf4 and fp4, with fields such as nf4,double=false") as refused:
         parse_quantization(text)
     assert "\n" not in str(refused.value)
 
@@ -206,6 +206,6 @@ def test_fields_of_a_quantization() -> None:
 
 def test_quantized_weights_need_an_adapter() -> None:
     with pytest.raises(
-        MemOptError, match="--quantize nf4: quantized weights do not train; add an adapter, as --peft r"
+        MemOptError, match="--quantize nf4: quantized weights do not train; add an adapter, such as --peft r"
     ):
         plan(CONFIG, "text-generation", quantize="nf4")

@@ -1,4 +1,4 @@
-"""Any rows, strategies and counts together: the table is right, and the step is plain PyTorch's, to the last bit where
+"""Random combinations of rows, strategies and counts: the table is right, and the step is plain PyTorch's, bitwise if
 nothing is compressed."""
 
 from collections import Counter
@@ -19,19 +19,19 @@ from tests.train.test_compress import ROUNDING, error
 
 MODELS = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 LENGTHS = {"batch_size": 8, "length": 24}
-# Without shrinking, which would run for many minutes: a config is short.
+# No shrinking, which would run for many minutes; configs are short anyway.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 @dataclass(frozen=True, repr=False)
 class Subject:
-    """A model without dropout, a batch, its step in plain PyTorch, and under the engine with everything saved."""
+    """A model without dropout, a batch, and its steps in plain PyTorch and under the engine with everything saved."""
 
     model: torch.nn.Module
     batch: Batch
     expected: tuple[torch.Tensor, Gradients]
     kept: Run
-    # How often each strategy of each id can be applied.
+    # By cluster id and strategy: how often it can be applied.
     rows: dict[str, dict[Strategy, int]]
 
 
@@ -39,7 +39,7 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     case = ZOO[request.param]
     model = case.build()
-    # As the engine does by itself: caches lay keys and values out anew, and products with them end in other last bits.
+    # The engine does this itself: caches change the layout of keys and values, and so the last bits of products.
     batch = without_key_value_cache(model, (), case.batch(**LENGTHS))
     expected = accumulate(model, [batch])
     candidates = run(model, "", batch).split.graph.candidates
@@ -47,13 +47,13 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     for candidate in candidates:
         counts = rows.setdefault(candidate.cluster_id, {})
         counts[candidate.strategy] = counts.get(candidate.strategy, 0) + 1
-    # A plan that is off is a plan: torch's own partition is not asked.
+    # A plan with only disabled rows is a plan, so torch's own partition is not used.
     kept = run(model, f"{next(iter(rows))}:1:0", batch)
     return Subject(model, batch, expected, kept, rows)
 
 
 def configs(subject: Subject) -> st.SearchStrategy[str]:
-    """Some rows, each on in one way, a count from none to one too many."""
+    """Returns a strategy of configs: some rows, each with one strategy and a count from zero to one too many."""
 
     def request(cluster_id: str) -> st.SearchStrategy[str]:
         ways = [st.just(f"{cluster_id}:0:{ALL}")]
@@ -83,7 +83,7 @@ def check(subject: Subject, config: str) -> None:
     assert {row.config: row.applied_count for row in ours.table.enabled} == asked
     saved = ours.split.graph.prediction.saved_bytes
     assert saved <= subject.kept.split.graph.prediction.saved_bytes
-    # Offload on a CPU moves from its memory to its memory.
+    # On a CPU, offload saves nothing: it copies within the same memory.
     recomputed = sum(row.applied_saving_bytes for row in ours.table.enabled)
     assert saved == subject.kept.split.graph.prediction.saved_bytes - recomputed
 
@@ -103,6 +103,6 @@ def test_many_plans(subject: Subject, data: st.DataObject) -> None:
 
 
 def test_all_rows_at_once(subject: Subject) -> None:
-    """All that can be recomputed is, and all else that can is offloaded."""
+    """With all rows at once, everything that can be is recomputed, and the rest is offloaded if possible."""
     ways = {cluster_id: min(found) for cluster_id, found in subject.rows.items()}
     check(subject, ",".join(f"{cluster_id}:{int(strategy)}:{ALL}" for cluster_id, strategy in ways.items()))

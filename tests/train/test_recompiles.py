@@ -1,4 +1,4 @@
-"""Recompiles: how many a model has, which no other model of its class counts for, and what they lead to."""
+"""Recompiles are limited per model, not per class of models, and lead to a fallback with advice."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ FRESH_MODELS = 2 * LIMIT
 
 
 class Broken(torch.nn.Module):
-    """Two graphs, the second in a function that torch makes for what follows a graph break."""
+    """Two graphs; the second is in the resume function that torch makes after a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,17 +78,19 @@ def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isol
         plain(rows())["loss"].backward()
         assert "in 2 graphs" in engine.plans().header[0]
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    # The first model's graphs are still there.
+    # The first model's graphs are still cached.
     with log_lines() as lines:
         engines[0]._model(rows())["loss"].backward()
     assert lines == []
 
 
 def trained(model: torch.nn.Module, batches: Sequence[Any], change: Callable[[Any, int], None]) -> list[list[str]]:
-    """Trains like plain PyTorch, to the bit.
+    """Train a model, and check that it is bitwise plain PyTorch's.
 
     Args:
-        change: of the model, before each step.
+        model: the model.
+        batches: the batch of each step.
+        change: changes the model before each step.
 
     Returns:
         The log lines of each step.
@@ -106,7 +108,7 @@ def trained(model: torch.nn.Module, batches: Sequence[Any], change: Callable[[An
 
 
 def unchanged(model: torch.nn.Module, step: int) -> None:
-    """Nothing changes."""
+    """Leave the model unchanged."""
 
 
 @pytest.mark.parametrize("build", nightly([Whole, Broken], but=[Whole]))
@@ -118,7 +120,7 @@ def test_code_that_recompiles_with_every_batch_is_left_to_python_and_named(build
     left = [line for line in lines if line.startswith("running forward in plain Python")]
     assert left and "size mismatch at index 0" in left[0] and "pad batches to fewer lengths" in left[0]
     assert not any("\n" in line or len(line) > 1000 for line in left)
-    # No longer compiled.
+    # The code is no longer compiled.
     assert not any(said[-2:])
 
 
@@ -128,7 +130,7 @@ def test_a_user_may_allow_more() -> None:
 
 
 class Counting(Whole):
-    """Computes with a number of its own and one of a submodule, which both change at every step."""
+    """Computes with its own number, which changes at every step, and with a submodule's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +159,7 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class Annealed(torch.nn.Module):
-    """Layers, and a number around them that changes at every step."""
+    """Layers, and a number outside them that changes at every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class Annealed(torch.nn.Module):
 
 
 class Chained(Annealed):
-    """A loop over the tokens, as that of a conditional random field: a graph for each length."""
+    """A loop over tokens, as in a conditional random field, so that each length has a graph."""
 
     def loss(self, scores: torch.Tensor) -> torch.Tensor:
         total = scores[:, 0]
@@ -184,7 +186,7 @@ class Chained(Annealed):
 
 
 def saved_bytes(model: torch.nn.Module, batch: Mapping[str, Any]) -> int:
-    """Bytes that a forward saves for its backward, less parameters."""
+    """Returns the bytes that a forward saves for its backward, without parameters."""
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

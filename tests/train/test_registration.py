@@ -1,4 +1,4 @@
-"""A new engine is a folder that registers itself: it has flags and a turn in `auto`, and nothing else names it."""
+"""A new engine is a folder that registers itself: it has flags and a place in `auto`, and no other code names it."""
 
 import os
 import shutil
@@ -18,13 +18,13 @@ HERE = Path(__file__).parent
 
 def test_the_engines_and_their_order():
     assert engine_names() == ("ort", "compile")
-    with pytest.raises(MemOptError, match="memory_opt_engine 'tvm': allowed are auto, ort, compile"):
+    with pytest.raises(MemOptError, match="memory_opt_engine 'tvm': allowed: auto, ort, compile"):
         factory("tvm")
 
 
 @pytest.mark.parametrize("name", ["auto", "compile"])
 def test_a_name_is_given_once(name):
-    with pytest.raises(ValueError, match=f"there is an engine {name} already"):
+    with pytest.raises(ValueError, match=f"engine {name} is already registered"):
         register_engine(Registration(name, options=CompileOptions, load=lambda: None, summary=""))
 
 
@@ -41,7 +41,7 @@ def test_a_folder_is_an_engine(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = fresh_process.run(HERE / "train_with_toy_engine.py", environment=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "toy trained 2 forwards; auto takes toy"
+    assert done.stdout.splitlines()[-1] == "toy trained 2 forwards; auto selects toy"
 
 
 WITHOUT_ONNX = """

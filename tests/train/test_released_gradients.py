@@ -1,4 +1,4 @@
-"""The optimizer steps in the backward: the same weights, fewer gradients at once."""
+"""Optimizer steps during the backward give the same weights with fewer gradients at a time."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def deep(name: str, **changes: Any) -> torch.nn.Module:
 
 
 def grouped(model: torch.nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Biases and norms do not decay, and the embeddings learn slowly."""
+    """Returns an optimizer with groups: no weight decay for biases and norms, a low learning rate for embeddings."""
     named = dict(model.named_parameters())
     slow = [name for name in named if "embed" in name]
     flat = [name for name, each in named.items() if each.dim() < 2 and name not in slow]
@@ -85,7 +85,7 @@ def test_weights_are_those_of_a_step_behind_the_backward(name: str, kind: str) -
     torch.manual_seed(0)
     expecting = grouped(plain, OPTIMIZERS[kind])
     if name != "llama":
-        # By layers sums round in another order.
+        # Sums round differently when compiled by layers.
         optimize(plain, optimizer=expecting, **{**RELEASED, "memory_opt_release_gradients": False})
     expected = trained(plain, expecting, batches)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_weights_are_those_of_a_step_behind_the_backward(name: str, kind: str) -
 
 @in_turn
 def test_a_model_with_tied_weights_that_some_steps_skip_a_layer_of() -> None:
-    """What a step did not reach is stepped, or not, as behind the backward."""
+    """Parameters that a step did not reach are treated as by a step after the backward."""
     name = "llama"
 
     def run(is_released: bool) -> dict[str, torch.Tensor]:
@@ -133,13 +133,13 @@ def test_the_peak_has_the_gradients_of_one_layer(name: str) -> None:
         assert footprint.activations == pytest.approx(peaks[is_released], **EXACT)
         assert (footprint.gradients > 0) != is_released
         engine.detach()
-    # A T5 of this size has its peak in the forward.
+    # The peak of a T5 of this size is in the forward.
     assert name == "t5" or peaks[True] < 0.8 * peaks[False]
 
 
 @in_turn
 def test_a_budget_counts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that nothing fits where all gradients are held at the end of the backward."""
+    """A budget takes released gradients into account: nothing fits if all gradients are held to the backward's end."""
     hold_still(monkeypatch)
     model, batch = deep("llama"), ZOO["llama"].batch(2, 8)
     optimizer = OPTIMIZERS["fused"](model.parameters())
@@ -242,16 +242,16 @@ def test_a_planned_step_that_needs_all_gradients_is_refused(changes: dict[str, A
 
 
 class OfAll(torch.optim.AdamW):
-    """An optimizer of somebody else."""
+    """A third-party optimizer."""
 
 
 def test_a_loop_that_needs_all_gradients_is_refused() -> None:
     model, batch = build("small"), ZOO["roberta-classification"].batch()
-    with pytest.raises(MemOptError, match="without an optimizer"):
+    with pytest.raises(MemOptError, match="needs the optimizer"):
         optimize(model, **RELEASED)
     with pytest.raises(MemOptError, match="gradient_accumulation"):
         optimize(model, optimizer=torch.optim.SGD(model.parameters()), gradient_accumulation=True, **RELEASED)
-    with pytest.raises(MemOptError, match="OfAll, which may look at several parameters"):
+    with pytest.raises(MemOptError, match="OfAll, which may read several parameters"):
         optimize(model, optimizer=OfAll(model.parameters()), **RELEASED)
     assert "loss" in model(**batch)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -275,7 +275,7 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine = optimize(model, optimizer=optimizer, **RELEASED)
     model(**batch).loss.backward()
-    with pytest.raises(MemOptError, match=r"came twice before the optimizer's step"):
+    with pytest.raises(MemOptError, match=r"was computed twice before the optimizer's step"):
         model(**batch).loss.backward()
     engine.detach()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
     )
     with log_lines() as lines:
         trainer.train()
-    assert f"wrote the report about this run to {file}" in lines
+    assert f"wrote the report on this run to {file}" in lines
     return trainer, file
 
 
@@ -103,7 +103,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, fails
     trainer = make(
         tmp_path, "small", **ENGINE, memory_opt_report=file, max_steps=2, callbacks=[Stops(error)] if fails else []
     )
-    # As a folder that was deleted since.
+    # As if the folder had been deleted in the meantime.
     monkeypatch.setattr(page_module.Page, "save", lambda self, path: (_ for _ in ()).throw(OSError("disk full")))
     with log_lines() as lines:
         if fails:
@@ -112,7 +112,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, fails
             assert caught.value is error
         else:
             trainer.train()
-    assert "the report was not written (OSError: disk full)" in lines
+    assert "could not write the report (OSError: disk full)" in lines
 
 
 def test_a_budget_has_its_frontier(tmp_path):
@@ -131,7 +131,7 @@ def test_nothing_is_written_or_measured_without_the_option(tmp_path):
         trainer.train()
     assert not list(tmp_path.rglob("*.html")) and not any(line.startswith("memory phases") for line in lines)
     page = check_alone(trainer.memopt.report().html)
-    assert re.search(r"Not measured: --log_memory_phases", page.root.text)
+    assert re.search(r"Not measured; --log_memory_phases", page.root.text)
 
 
 def test_a_missing_matplotlib_is_a_line_before_training(tmp_path, monkeypatch):

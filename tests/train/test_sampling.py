@@ -21,7 +21,7 @@ from tests.trainer_runs import make, rows
 )
 def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, changes):
     if "dataloader_num_workers" in changes:
-        # Workers record in their own memory: only what the run ends in can be compared.
+        # Workers record in their own memory, so only the final weights can be compared.
         ends = []
         for resume in (None, str(tmp_path / "checkpoint-18")):
             trainer, _, _ = recorded_run(tmp_path, resume, **changes)
@@ -52,7 +52,7 @@ def test_a_second_training_starts_with_the_first_epoch_again(tmp_path):
 def test_the_length_column_counts_although_the_model_does_not_take_it(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = rows(NAME, 40)
-    # The other way round than the real lengths.
+    # In the reverse order of the real lengths.
     stored = [{**row, "length": 100 - len(row["input_ids"])} for row in data]
     trainer = make(
         tmp_path, NAME, train_dataset=datasets.Dataset.from_list(stored).with_format("torch"), group_by_complexity=True
@@ -79,7 +79,7 @@ def test_the_run_says_how_even_it_is(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Each rank's batches in each case, of a whole run and of one resumed in its second epoch, and what was said."""
+    """Returns the ranks' batches in each case, of a whole and a resumed run, and the log lines."""
     folder = tmp_path_factory.mktemp("ranks")
     done = fresh_process.run(sampling_runs.__file__, folder)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -97,7 +97,7 @@ def test_two_ranks_have_as_many_samples_of_the_same_lengths(two_ranks, case):
     assert [len(each["batches"]) for each in ranks] == [2 * steps, 2 * steps]
     for mine, other in zip(ranks[0]["batches"], ranks[1]["batches"], strict=True):
         assert len(mine) == len(other) == size and not set(mine) & set(other)
-        # Dealt in order of length, hands differ by no more than the longest and the shortest card.
+        # Samples are dealt in order of length, so ranks differ by at most the longest minus the shortest sample.
         assert abs(tokens[mine].sum() - tokens[other].sum()) <= np.ptp(tokens[mine + other])
     first = [index for each in ranks for batch in each["batches"][:steps] for index in batch]
     assert len(set(first)) == (45 - 45 % (2 * size) if drops else 45)
@@ -106,4 +106,4 @@ def test_two_ranks_have_as_many_samples_of_the_same_lengths(two_ranks, case):
         assert 0 < len(each["rest"]) < steps - 1
         assert each["rest"] == each["batches"][-len(each["rest"]) :]
     (line,) = [line for line in ranks[0]["lines"] if line.startswith("grouped by complexity")]
-    assert "tokens of the slowest of 2 ranks 1.0" in line
+    assert "the slowest of 2 ranks has 1.0" in line

@@ -1,4 +1,4 @@
-"""A second start of the same run under inductor: another process, with the caches of the first."""
+"""A second start of the same run under inductor: another process with the caches of the first one."""
 
 import json
 import os
@@ -51,13 +51,13 @@ LEVEL = {"memory_opt_level": 1}
 
 
 class Caches:
-    """Caches in a folder, and the processes that share them."""
+    """Caches in a folder, shared by the processes that it starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def start(self, options: dict[str, Any], rows: int = 4) -> dict[str, Any]:
-        """What a process has printed, which trains with these options."""
+        """Train with these options in a process, and return its printed results."""
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder),
@@ -71,7 +71,7 @@ class Caches:
 
     @property
     def entries(self) -> list[Path]:
-        """Files of the graphs that inductor has compiled."""
+        """Returns the files of inductor's compiled graphs."""
         return [path for path in (self.folder / "fxgraph").rglob("*") if path.is_file()]
 
 

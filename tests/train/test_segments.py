@@ -1,4 +1,4 @@
-"""What a layer is given, and its backward reads: recomputed in segments of layers, or on the host meanwhile."""
+"""Inputs of layers that backwards read are recomputed in segments of layers, or offloaded to the host."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from tests.train.test_layers import Perceptrons
 from tests.train.test_step_memory import EXACT, measured
 
 LAYERS = 9
-# Of a generator of the CPU, which a layer with dropout is run again with.
+# Bytes of a CPU generator's state, which is saved to rerun a layer with dropout.
 RANDOM_STATE = 5056
 
 
@@ -48,7 +48,7 @@ def attached(model: torch.nn.Module, chosen: Selection) -> CompileEngine:
 
 
 def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -> Selection:
-    """A budget that is by so many inputs of layers less than what recompute inside of layers takes at the least."""
+    """Returns a budget that is `inputs` layer inputs below the lowest peak of recompute inside layers."""
     engine = attached(model, Selection(budget=Budget("2 GiB", 2**31)))
     accumulate(model, [batch])
     planner = engine._planned.planner
@@ -60,7 +60,7 @@ def below_all_plans(model: torch.nn.Module, batch: Batch, inputs: float = 1.5) -
 
 
 def input_bytes(model: torch.nn.Module, batch: Batch) -> int:
-    """Of the hidden states."""
+    """Returns the bytes of a layer's input, the hidden states."""
     return batch["x"].nbytes if "x" in batch else batch["input_ids"].numel() * model.config.hidden_size * 4
 
 
@@ -100,7 +100,7 @@ def test_a_budget_below_level_1_runs_layers_in_segments(
     assert predicted.peak <= budget.budget.bytes
     assert engine.predictor.saved() + states == pytest.approx(saved, **EXACT)
     assert predicted.activations + states == pytest.approx(peak, **EXACT)
-    # Another batch, by the sizes of the first one.
+    # Another batch is predicted from the first one's graphs.
     other = batch_of(name, 5, 31)
     _, peak = measured(model, other)
     sizes = engine.predictor.sizes_of(other)
@@ -159,7 +159,7 @@ def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> 
 
 @pytest.mark.nightly
 def test_a_batch_that_torch_traces_again_runs_in_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks that share parameters must, of which another one may have a batch as before."""
+    """A retraced batch runs in the same segments, since on sharded ranks another rank may not retrace."""
     hold_still(monkeypatch)
     monkeypatch.setattr(CompileEngine, "_is_sharded", True)
     model, batch, alone = deep("llama"), ZOO["llama"].batch(8, 48), ZOO["llama"].batch(1, 48)
@@ -222,7 +222,7 @@ def test_layers_with_running_statistics_run_once_whatever_a_plan_says(tmp_path: 
 
 
 def with_entries(plan: PlanFile, **changes: tuple[str, ...]) -> PlanFile:
-    """The plan with more paths for all layers but the first."""
+    """Returns the plan with further paths for all layers but the first."""
 
     def changed(entry: LayerEntry) -> LayerEntry:
         is_later = any(layer.endswith(tuple("12345678")) for layer in entry.layers)
@@ -234,7 +234,7 @@ def with_entries(plan: PlanFile, **changes: tuple[str, ...]) -> PlanFile:
 
 
 def level_1(model: torch.nn.Module, batch: Batch) -> tuple[PlanFile, int]:
-    """The plan file of level 1, and the position of a layer's hidden states among its arguments."""
+    """Returns the plan file of level 1, and the position of the hidden states among a layer's arguments."""
     engine = attached(model, Selection(level=1))
     accumulate(model, [batch])
     first, second = [call for call in engine.predictor.tape.calls if call.layer][:2]
@@ -247,10 +247,10 @@ def level_1(model: torch.nn.Module, batch: Batch) -> tuple[PlanFile, int]:
 @in_turn
 @pytest.mark.parametrize("name", ["llama"])
 def test_inputs_of_layers_wait_on_the_host(name: str) -> None:
-    """On a CPU, where the host's memory is the device's: a test of gradients and of what the device holds."""
+    """Offloaded layer inputs give exact gradients and the predicted memory, on a CPU, where host is device."""
     model, batch = deep(name), ZOO[name].batch(8, 48)
     plan, place = level_1(model, batch)
-    # One entry for all layers: the first one's input, which embeddings have returned, too.
+    # There is one entry for all layers, so the first one's input, an output of the embeddings, is offloaded, too.
     plain = copy.deepcopy(model)
     engine = attached(model, Selection(plan=with_entries(plan, offload=(f"input {place}",))))
     assert_bitwise_same_step(model, plain, batch)
@@ -292,7 +292,7 @@ def test_below_what_is_recomputed_inputs_are_offloaded(forward) -> None:
     assert plan.offloaded and not plan.segments and plan.extra_seconds < segments.extra_seconds
     nodes = saved_nodes(problem, plan)
     assert any(saved.inputs.offloaded for saved in nodes)
-    # The composition of the graphs' own events, with what is offloaded there.
+    # The graphs' own events are composed with the offloaded inputs.
     tape = problem.tape
     calls = (
         dataclasses.replace(call, offloaded=saved.inputs.offloaded)
@@ -307,7 +307,7 @@ def test_below_what_is_recomputed_inputs_are_offloaded(forward) -> None:
 
 @pytest.mark.nightly
 def test_segments_take_no_more_time_than_they_need(forward) -> None:
-    """Each byte less is another layer that runs again, and the peak that is said is that of the composition."""
+    """Smaller budgets recompute more layers in segments, and the plan's peak equals the composed one."""
     _, problem = forward
     solver = ForwardSolver(problem)
     plans = [solver.cheapest(int(share * solver.lowest)) for share in (0.99, 0.98, 0.97)]

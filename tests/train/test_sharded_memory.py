@@ -1,5 +1,5 @@
-"""FSDP2: a rank's step is predicted to the byte. torch's `fake` process group moves nothing and allocates nothing, so
-that what is measured in one process is what a rank itself allocates."""
+"""FSDP2: a rank's step is predicted to the byte. torch's `fake` process group transfers and allocates nothing, so a
+single process measures exactly the allocations of a rank."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
-# Of each: what is sharded beside layers and the model, and how; what is planned.
+# By case: modules that are sharded besides layers and the model, options of sharding, and the plan.
 CASES: dict[str, dict[str, Any]] = {
     "no_plan": {"units": ["embed", "tail"]},
     "level": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}},
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frozen": {"trained": "q_proj", "plan": {"memory_opt_level": 1}},
     "half": {"units": ["embed", "tail"], "shard": {"mp_policy": HALF}},
-    # Two replicas of eight shares.
+    # Two replicas of eight shards.
     "hybrid": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}, "mesh": (2, 8)},
     "ignored": {"units": ["embed", "tail"], "plan": {"memory_opt_level": 1}, "ignored": "up_proj"},
     "many": {"units": ["tail"], "plan": {"memory_opt_level": 1}, "ranks": 1024},
@@ -79,7 +79,7 @@ def sharded(
     layers: int = CONFIG.num_hidden_layers,
     group: AbstractContextManager[DeviceMesh] | None = None,
 ) -> Iterator[LlamaForCausalLM]:
-    """A model on one rank of a `fake` process group, or of `group`."""
+    """Yields a model on one rank of a `fake` process group, or of `group`."""
     model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
@@ -105,7 +105,7 @@ def own_bytes(parameter: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def moved() -> Iterator[dict[str, int]]:
-    """Bytes that this rank gets of the others' shares, and gives of their gradients."""
+    """Yields the bytes of other ranks' shards that this rank gathers, and of their gradients that it sends."""
     found = {"gathered": 0, "reduced": 0}
     gather, reduce = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 
@@ -132,7 +132,7 @@ def masked_batch() -> Batch:
 
 
 def measured_step(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
-    """Bytes that are saved, and those that a step holds at most."""
+    """Returns the saved bytes and the peak of a step."""
     model.zero_grad(set_to_none=True)
     up, saved, loss = allocated(lambda: model(**batch).loss)
     down, _, _ = allocated(loss.backward)
@@ -146,7 +146,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     batch = masked_batch()
     with sharded(**case) as model:
         engine = optimize(model, **ENGINE, **wanted)
-        # In the first three backwards copies of frozen weights are on the host, which is the device here.
+        # The first three backwards have copies of frozen weights on the host, which is also the device here.
         for _ in range(3):
             measured_step(model, batch)
         with moved() as between:
@@ -156,7 +156,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
         parameters = sum(map(own_bytes, model.parameters()))
         assert footprint.parameters == parameters
         assert engine.predictor.tape.moved == tuple(between.values())
-        # The loss itself.
+        # The tolerance is for the loss itself.
         assert abs(engine.predictor.saved() - saved) <= 64
         assert abs(footprint.activations - peak) <= 64
 
@@ -166,7 +166,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
                 model.set_requires_gradient_sync(is_last)
                 model(**batch).loss.backward()
 
-        # As gradients are reduced, those of earlier micro-batches go, too.
+        # As gradients are reduced, those of earlier micro-batches are freed, too.
         both, whole = allocated(accumulate)[0], engine.predictor.footprint(gradient_accumulation=True)
         assert both <= whole.accumulated + whole.activations
         if name == "level":
@@ -175,7 +175,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
 
 @pytest.mark.nightly
 def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
-    """But for what gloo holds inside."""
+    """The steps of real ranks are predicted to the byte, without gloo's internal buffers."""
     names, out = ("no_plan", "level", "frozen", "gathered", "half"), tmp_path / "found.json"
     done = run(Path(__file__).with_name("sharded_memory_runs.py"), out, *names, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -187,7 +187,7 @@ def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
         assert "FSDP2 on 2 ranks" in step["header"]
 
 
-# With how many bytes less than recompute inside of layers takes: one, or more than an input of a layer.
+# By how many bytes the budget is below the peak of recompute inside layers: one, or more than a layer's input.
 SEGMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "released": (768 * 2**10, {"units": ["embed", "tail"]}),
     "gathered": (1, {"units": ["embed", "tail"], "shard": {"reshard_after_forward": False}}),
@@ -217,7 +217,7 @@ def test_layers_that_run_again_are_gathered_again(name: str, monkeypatch: pytest
 
 @pytest.mark.nightly
 def test_closer_than_torchs_tracker() -> None:
-    """torch's counts storages while plain PyTorch runs. Both are compared with what the allocator gave out."""
+    """The prediction is closer to the allocator's peak than torch's tracker, which counts plain PyTorch's storages."""
     ids = torch.randint(3, 512, (4, 64))
 
     def peak(model: LlamaForCausalLM) -> int:
@@ -270,12 +270,12 @@ def test_a_rank_is_planned_within_a_budget() -> None:
 
 @pytest.mark.nightly
 def test_the_third_gather_of_a_layer_takes_time(tmp_path: Path) -> None:
-    """Segments of three layers gather the first of them for that alone; the rate is that of the only link."""
+    """Segments of three layers gather their first layer a third time, at the rate of the only link."""
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 9})
     file = tmp_path / "own.json"
 
     def planned(link: float, **selected: Any) -> tuple[float, float]:
-        """The peak, and by how many per cent a step takes longer."""
+        """Returns the peak, and the increase of the step time in percent."""
         rates = {"name": "own", "memory": 2**36, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": link}
         file.write_text(json.dumps(rates))
         step = {"batch_size": 4, "seq_len": 256, "device": str(file), "compiler": "aot_eager", "fsdp": 8}
@@ -330,6 +330,6 @@ def test_the_advice_for_a_rank_is_the_plan_of_a_rank() -> None:
         assert remark in rank.table.header
         plan = next(one for one in steps.plans if one.name == name and not one.chunks_loss)
         assert steps.step(plan, 8, False).peak == pytest.approx(rank.peak_mib * MIB, rel=0.01)
-    # Gradients of all layers are whole until those of the last micro-batch.
+    # Gradients of all layers are unsharded until the last micro-batch.
     more = steps.step(plan, 8, True).peak - steps.step(plan, 8, False).peak
     assert more > 0.5 * 8 * rank.parts["gradients"] / 2

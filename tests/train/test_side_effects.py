@@ -1,4 +1,4 @@
-"""Forwards with effects beside their results: what they write to, compute where it is read, or check."""
+"""Forwards with side effects: writes to state, parameters that are computed when read, and checks."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ AUXILIARY: list[torch.Tensor] = []
 
 
 class Normalized(torch.nn.Module):
-    """Its weight is computed where it is read, by another step of a power iteration each time."""
+    """A layer whose weight is computed when it is read, each time with a step of a power iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Normalized(torch.nn.Module):
 
 
 class Quantized(torch.nn.Module):
-    """Its codebook follows in the forward; `one_hot` checks its numbers, which no gradient needs."""
+    """A layer that updates its codebook in the forward; `one_hot` checks its indices, which no gradient needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Quantized(torch.nn.Module):
 
 
 class Collecting(torch.nn.Module):
-    """It adds a loss to a list of the script."""
+    """A layer that appends a loss to a global list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def attached(model: torch.nn.Module, chosen: Selection) -> CompileEngine:
 
 
 def trained(model: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The losses of steps, one a batch, with gradients that add up; and the buffers afterwards among these."""
+    """Run a step per batch, accumulating gradients; returns the losses, and the final gradients and buffers."""
     losses = []
     for seed, batch in enumerate(batches):
         torch.manual_seed(seed)
@@ -124,7 +124,7 @@ def test_effects_are_those_of_plain_pytorch(kind: type[torch.nn.Module], layers:
 
 
 class Recorder:
-    """What a script keeps of its forwards: terms of a loss, numbers, tensors; it may be called as a hook itself."""
+    """A script's record of its forwards: loss terms, numbers, tensors; may itself be used as a hook."""
 
     def __init__(self) -> None:
         self.terms: dict[str, list[torch.Tensor]] = {"all": []}
@@ -142,7 +142,7 @@ class Recorder:
 
 
 class Noting(Stack):
-    """It notes its result with an object that it holds."""
+    """A model that records its loss in a recorder that it holds."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(Quantized, LAYERS)
@@ -155,7 +155,7 @@ class Noting(Stack):
 
 
 def noted(model: torch.nn.Module, recorder: Recorder, by: str, hook_from: int) -> list[Any]:
-    """What steps compute, with the terms of the recorder in their losses, and what is noted of each."""
+    """Run steps whose losses include the recorder's terms; returns the losses, the records and the gradients."""
     calls, found = 0, []
 
     def counting(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ def noted(model: torch.nn.Module, recorder: Recorder, by: str, hook_from: int) -
 def test_a_forward_that_runs_again_leaves_its_effects_once(
     by: str, hook_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget's first forward shows the graphs, and a hook that is put on a module asks for another plan."""
+    """A rerun forward, for a budget or after a new hook, has its side effects only once."""
     hold_still(monkeypatch)
     found = []
     for is_plain in (True, False):
@@ -202,7 +202,7 @@ def assert_equal(ours: list[Any], expected: list[Any]) -> None:
 
 
 class Initialized(Stack):
-    """The first forward sets a buffer, and a flag of Python that it is set."""
+    """A model whose first forward sets a buffer, and a Python flag that it is set."""
 
     def __init__(self) -> None:
         super().__init__(Quantized, LAYERS)
@@ -218,7 +218,7 @@ class Initialized(Stack):
 
 
 class Following(Stack):
-    """A frozen copy follows a weight in the forward, which also shrinks another weight that trains."""
+    """A model whose forward moves a frozen copy towards a weight, and shrinks a trained bias."""
 
     def __init__(self) -> None:
         super().__init__(Quantized, LAYERS)
@@ -233,7 +233,7 @@ class Following(Stack):
 
 
 class Normalizing(Stack):
-    """It normalizes its batch in place."""
+    """A model that scales its batch in place."""
 
     def __init__(self) -> None:
         super().__init__(Quantized, LAYERS)
@@ -242,14 +242,14 @@ class Normalizing(Stack):
         return super().forward(x.mul_(0.5))
 
 
-# A checkpoint runs a forward that writes to its batch or weights twice itself.
+# Only Initialized is checkpointed: a checkpoint reruns the forward, which would repeat writes to batch or weights.
 @pytest.mark.parametrize(
     ("kind", "is_checkpointed"), [(Initialized, False), (Initialized, True), (Following, False), (Normalizing, False)]
 )
 def test_a_forward_that_runs_again_begins_as_the_first(
     kind: type[torch.nn.Module], is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under a checkpoint of the script around the whole model, which counts what is saved."""
+    """A rerun forward starts from the same state, also under a user's checkpoint of the whole model."""
     hold_still(monkeypatch)
     monkeypatch.setattr(forward_patch, "_MOST_FROZEN", 0)
     model = kind()
@@ -276,7 +276,7 @@ def test_a_forward_that_runs_again_begins_as_the_first(
 
 
 class Positions(torch.nn.Module):
-    """It saves a buffer for its backward, and writes its results into the dict that it is given."""
+    """A model that saves a buffer for its backward, and writes its results into its input dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Positions(torch.nn.Module):
 
 
 def contrasted(model: torch.nn.Module, lengths: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Two forwards before each backward, the second one of another kind."""
+    """Run two forwards before each backward, the second with a different kind of batch."""
     losses = []
     for step in range(2):
         torch.manual_seed(step)
@@ -318,7 +318,7 @@ def contrasted(model: torch.nn.Module, lengths: Sequence[int]) -> tuple[torch.Te
 def test_planning_again_changes_nothing_that_an_earlier_forward_has_saved(
     lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second forward of a step is planned for apart, which runs it more than once; its results are no inputs."""
+    """Re-planning for a step's second forward, which reruns it, changes no saved tensor and ignores its results."""
     hold_still(monkeypatch)
     model = Positions()
     plain = copy.deepcopy(model)
@@ -332,7 +332,7 @@ def test_planning_again_changes_nothing_that_an_earlier_forward_has_saved(
 
 @pytest.mark.parametrize("step", nightly([0, 1, 2], but=[1]))
 def test_the_forward_of_a_layer_is_replaced_between_steps(step: int) -> None:
-    """As accelerate's hooks do, adapters, and patches by hand; and back again."""
+    """A layer's forward may be replaced and restored between steps, as by accelerate's hooks, adapters or patches."""
     model = Stack(Quantized, LAYERS)
     plain, batches = copy.deepcopy(model), torch.randn(4, 4, 6, WIDTH)
 

@@ -1,5 +1,5 @@
-"""State that a forward writes to, or that changes between a forward and its backward, at random: gradients and results
-are plain PyTorch's, whatever the plan recomputes from it."""
+"""Random cases of state that a forward writes, or that changes between a forward and its backward: gradients and
+results are plain PyTorch's, whatever the plan recomputes from the state."""
 
 import contextlib
 import copy
@@ -17,22 +17,29 @@ from tests.rotation import nightly
 
 WIDTH, ROWS, STEPS = 8, 4, 4
 CASES, IN_EACH_RUN = 200, 5
-# A hook writes to frozen weights while the forward runs twice; a buffer that is read behind the write, with inductor.
+# Earlier failures: a hook that writes to frozen weights while the forward runs twice; with inductor, a buffer that is
+# read after the write.
 ONCE_WRONG = (64, 174)
-_BANK = 9000  # More bytes than are copied without being known to move.
+_BANK = 9000  # Larger than state that is copied before it is known to change.
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one model does with its state, and how it is trained.
+    """How a model uses its state, and how it is trained.
 
     Attributes:
-        reads: how each layer computes with its state, of `READS`.
-        writes: what its forward does to it, of `WRITES`; empty: nothing.
-        moved: which state changes outside of the forward, of `STATE`; empty: none does.
-        how: of `MOVES`.
-        when: of `MOMENTS`.
-        since: the first step in which it does.
+        seed: the seed that the case is drawn from.
+        reads: how each layer computes with its state; keys of `READS`.
+        writes: how the forward writes to the state; a key of `WRITES`, empty for no write.
+        moved: the state that changes outside the forward; a key of `STATE`, empty for none.
+        how: how it changes; a key of `MOVES`.
+        when: when it changes; one of `MOMENTS`.
+        since: the first step in which it changes.
+        layers: number of layers.
+        compiler: the compiler.
+        unit: the compilation unit.
+        plan: a key of `PLANS`.
+        runs: the kind of training loop.
     """
 
     seed: int
@@ -61,7 +68,7 @@ class Case:
             how=draw.choice(sorted(MOVES)),
             when=draw.choice(MOMENTS),
             since=draw.choice([0, 0, 1]),
-            # Layers are compiled by themselves from four on.
+            # Four or more layers are compiled separately.
             layers=4 if (unit := draw.choice(["layer", "model"])) == "layer" else 2,
             compiler="inductor" if by_inductor else "aot_eager",
             unit=unit,
@@ -146,7 +153,7 @@ class Model(nn.Module):
 
 
 class Mover:
-    """Changes state at its moment of each step."""
+    """Changes state at the case's moment of each step."""
 
     def __init__(self, case: Case, model: Model) -> None:
         self.case, self.model, self.step = case, model, 0
@@ -163,7 +170,7 @@ class Mover:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Within it hooks of layers move state, where the case says so."""
+        """Register hooks on layers that change state, if the case requires them."""
         handles = []
         for layer in self.model.layers if self.case.moved else ():
             if self.case.when == "after the layer":
@@ -184,7 +191,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def train(model: Model, case: Case, moves: Mover) -> list[torch.Tensor]:
-    """Losses and gradients of each step of a loop."""
+    """Train in a loop, and return the losses and gradients of each step."""
     results = []
     with moves.hooked():
         for moves.step, batch in enumerate(batches()):
@@ -221,7 +228,7 @@ class MovingTrainer(Trainer):
 
 
 def trained(model: Model, moves: Mover, options: dict[str, object], folder: str) -> list[torch.Tensor]:
-    """The weights that a Trainer ends with; `options` attach the engine."""
+    """Train with a Trainer, with an engine if there are `options`, and return the weights."""
     data = [{name: each[row] for name, each in batch.items()} for batch in batches() for row in range(ROWS)]
     args = TrainingArguments(
         folder, per_device_train_batch_size=ROWS, num_train_epochs=1, use_cpu=True, report_to=[], save_strategy="no",
@@ -249,7 +256,7 @@ PLANS: dict[str, dict[str, object]] = {
 def test_gradients_are_of_what_the_forward_has_read(seed, tmp_path, request):
     case = Case.at_random(seed)
     if case.moved and (case.how, case.when, case.unit) == ("other data", "after the layer", "model"):
-        # torch traces the hook, and no graph in which a tensor is given other data.
+        # torch traces the hook, but cannot trace an assignment to `data`.
         request.applymarker(pytest.mark.falls_back)
     torch.manual_seed(seed)
     model = Model(case)

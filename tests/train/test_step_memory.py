@@ -1,4 +1,4 @@
-"""Predicted step memory against torch's allocator: every byte that a step allocates and frees."""
+"""Predicted step memory against torch's allocator, for every byte that a step allocates and frees."""
 
 import re
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ MODELS = {
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {"num_layers": 1, "num_decoder_layers": 1}),
 }
-# The first is traced, the others are predicted from the same graphs.
+# The first size is traced; the others are predicted from the same graphs.
 SIZES = ((8, 48), (5, 31), (11, 60))
 PLANS_BY_NAME = ("keep all", "recompute", "offload", "compress")
 PLANS = ("no plan", "no plan fp8", "level 1", "level 1 fp8", "level 2", *PLANS_BY_NAME)
 BY_DEFAULT = {("roberta", "level 1")}
 IN_TURN = {("roberta", "offload")}
-# 0.5%, or what is not worth counting: the loss, seeds, offsets.
+# Tolerance: 0.5%, or the bytes of the loss, seeds and offsets, which are not predicted.
 EXACT = {"rel": 5e-3, "abs": 64}
 
 
@@ -48,7 +48,7 @@ def cases() -> list[Any]:
 
 
 def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
-    """Bytes held between forward and backward, and the peak of both, as in Trainer: only the loss is kept."""
+    """Returns the bytes held between forward and backward, and the peak of both, if only the loss is kept."""
     model.zero_grad(set_to_none=True)
     forward, saved, loss = allocated(lambda: model(**batch).loss)
     backward, _, _ = allocated(loss.backward)
@@ -56,13 +56,13 @@ def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
 
 
 def sizes_of(batch: Batch, known: Any) -> dict[str, int]:
-    """Values of the plan table's symbols in a batch."""
+    """Returns the values of the plan table's symbols for a batch."""
     found = (re.fullmatch(r"inputs_(\w+)_dim(\d+)", name) for name in known)
     return {match[0]: batch[match[1]].shape[int(match[2])] for match in found}
 
 
 def asked(plan: str, table: PlanTable | None) -> str:
-    """A config of the largest rows; a level and no plan need no table."""
+    """Returns a config of the largest rows; levels and no plan need no table."""
     if plan.startswith(("no plan", "level")):
         return plan.removeprefix("no plan")
     first = [row.config.split(":")[0] for row in table.plans if row.config.endswith(":1:-1")][:4]
@@ -105,7 +105,7 @@ def predicted(name: str, compiler: str, **changes: Any) -> Predicted:
 
 @pytest.fixture(scope="module")
 def models() -> Iterator[dict[str, Predicted]]:
-    """Each once, with the table that plans are chosen from."""
+    """Yields a cache of the models, with the tables that plans are chosen from."""
     found: dict[str, Predicted] = {}
     yield found
     for model in found.values():
@@ -128,8 +128,8 @@ def test_saved_bytes_and_peak_are_the_allocators(models: dict[str, Predicted], n
     + [("gpt2", "level 1"), ("t5", "no plan")],
 )
 def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from one that inductor finds in its cache, for batches of any size."""
-    # In a single layer recompute gains nothing where inductor fuses.
+    """inductor's peak is read from its program for batches of any size, also from a cached program."""
+    # With a single layer, recompute gains nothing if inductor fuses.
     layers = {"num_hidden_layers": 2} if name == "roberta" else {}
     subject = predicted(name, "inductor", **layers)
     subject.train(plan)
@@ -140,7 +140,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     without_inductor.train(plan)
     assert ours != without_inductor.engine.predictor.activations(), "inductor changes nothing here"
     without_inductor.engine.detach()
-    # The last two batches are remembered.
+    # The predictor caches the last two batches.
     for more in (1, 2):
         assert predictor.activations({name: size + more for name, size in predictor.first.items()}) > ours
     with monkeypatch.context() as patched:
@@ -158,7 +158,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     again.engine.detach()
 
 
-# The step with its optimizer.
+# Steps with an optimizer.
 
 
 def adamw(model: torch.nn.Module, **how: Any) -> torch.optim.Optimizer:
@@ -195,7 +195,7 @@ def test_a_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how, size
         sizes_of(batch, predictor.first), optimizer, gradient_accumulation=micro_batches > 1
     )
     over = footprint.peak - footprint.constant - footprint.parameters - footprint.buffers - footprint.batch
-    # Left out: a step count for each parameter.
+    # The prediction leaves out a step count per parameter.
     assert over == pytest.approx(peak, rel=5e-3)
     assert footprint.parameters == sum(tensor.nbytes for tensor in model.parameters())
     assert footprint.batch == sum(tensor.nbytes for tensor in batch.values())
@@ -258,7 +258,7 @@ def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:
 
 
 def test_a_scalar_that_a_kernel_is_given_is_some_number() -> None:
-    """On CUDA a program reads DeBERTa's scale so, which fake tensors refuse."""
+    """A scalar that a kernel takes is replaced by some number; on CUDA, programs read DeBERTa's scale this way."""
     with dynamo.fake_tensors(), _StorageTracker(torch.device("cpu")) as tracker:
         assert torch.empty(()).item() == 1.0
         assert torch.empty((), dtype=torch.int64).item() == 1

@@ -1,4 +1,4 @@
-"""Steps that are predicted from one trace are those that `estimate` predicts for each batch and plan by itself."""
+"""Steps predicted from one trace are those that `estimate` predicts separately for each batch and plan."""
 
 import json
 import re
@@ -65,13 +65,13 @@ def test_there_is_a_row_for_each_plan_and_loss(steps):
 
 def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
     found = steps.step(plan(steps, "level 1", True), 24, False)
-    # Chunked, as `auto` decides for so many tokens.
+    # The loss is chunked, as `auto` decides for so many tokens.
     assert found.peak == pytest.approx(estimated(folder, 24, Selection(level=1)), rel=0.01)
     assert 0 < found.recomputing < 0.5 * sum(found.seconds.values())
 
 
 def test_without_a_plan_no_product_is_computed_twice(steps):
-    """As torch's own partition has it, which saves views."""
+    """Without a plan no matrix product is recomputed, as in torch's own partition, which saves views."""
     for graph in steps.graphs.values():
         problem, found = graph._batch(24, False, False).problem, graph._simulation("no plan", 24, False)
         assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
@@ -105,7 +105,7 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
     assert few.seconds[LAUNCHES] > 0.9 * sum(few.seconds.values())
     assert many.seconds.get(LAUNCHES, 0) < 0.9 * sum(many.seconds.values())
     assert COMPUTE in many.seconds
-    # Gradients of other micro-batches lie beside those of this one.
+    # Gradients of other micro-batches are held in addition to this one's.
     assert steps.step(free, 24, True).peak > more.peak
     assert steps.lowest(free, False) == few.peak
 
@@ -113,7 +113,8 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 @in_turn
 @pytest.mark.parametrize("micro_batches", nightly([1, 4], but=[1]))
 def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
-    """Of plain PyTorch and of the engine, by the same rates; a graph with symbols has some launches more."""
+    """The advice has the seconds of `plan`, for plain PyTorch and the engine; symbolic graphs have a few more
+    launches."""
     workload = Workload(folder, "text-generation", 24, LENGTH)
     spec = StepSpec("h100", "aot_eager", gradient_accumulation_steps=micro_batches, loss="plain")
     ways = (*plain_ways(workload, spec), *estimate(workload, Selection(), spec, with_ways=True).ways)
@@ -125,7 +126,8 @@ def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
 
 @pytest.mark.parametrize("copies", nightly([True, False]))
 def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies):
-    """Below level 1 what layers hand to one another waits on the host, or is computed again where no copy is known."""
+    """A budget's row has the seconds that its plan adds; below level 1 layer inputs are offloaded, or recomputed if
+    the device's copies are unknown."""
     device = tmp_path / "device.json"
     rates = {"memory": 2**36, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": 1e10}
     device.write_text(json.dumps({"name": "own", **rates}))
@@ -143,7 +145,7 @@ def test_the_row_of_a_budget_has_the_seconds_that_its_plan_adds(tmp_path, copies
     assert (without, level_1) == level.ways
     assert within.peak <= budget
     share = float(re.search(r"\+([0-9.]+)% time", header)[1]) / 100
-    # The optimizer's step is not in the share.
+    # The share does not include the optimizer's step.
     assert 0.85 * without.seconds < (within.seconds - without.seconds) / share < without.seconds
 
 
@@ -199,7 +201,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
     found = measured(within=4)
     assert asked == [sizes(1), sizes(4)]
     assert [sum(found(rows).seconds) for rows in (1, 4)] == pytest.approx([1.0, 2.0])
-    # A batch that is larger, or between these two, has the factor of the nearest or one between.
+    # A larger batch has the factor of the nearest measured one, and a batch between these two has one in between.
     monkeypatch.setattr(times, "replayed", lambda *given: None)
     alone = measured(within=4)
     factors = [sum(found(rows).seconds) / sum(alone(rows).seconds) for rows in (1, 2, 4, 64)]
@@ -218,7 +220,7 @@ def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     found = within.step(chosen, rows, False)
     assert found.peak <= floor - 2**20
     assert found.host_bytes >= 2**20
-    # The link moves that while other things are computed, or the step waits for it.
+    # The link copies during computation, or the step waits for it.
     assert found.seconds.get(COPIES, 0.0) < sum(found.seconds.values())
     assert not within.fits(plan(within, "level 1"), rows, False)
     assert not steps.within(floor // 4).fits(chosen, rows, False)
@@ -256,7 +258,7 @@ def by_unit(deep_folder, by_layer):
 @pytest.mark.parametrize("accumulates", nightly([False, True], but=[True]))
 @pytest.mark.parametrize("name", nightly(["no plan", "level 1"], but=["level 1"]))
 def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder, name, accumulates):
-    """With a batch of other rows than the traced ones."""
+    """Layers have the peak that their plan is predicted to have, for a batch with other rows than the traced one."""
     steps = by_layer
     assert len(steps.graphs[True]._forward.graphs) > 1
     spec = StepSpec("h100", "aot_eager", unit=LAYER, gradient_accumulation_steps=1 + accumulates)
@@ -268,7 +270,7 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
 
 @in_turn
 def test_plans_in_fp8_take_what_theirs_are_predicted_to_take(by_layer, deep_folder):
-    """Beside the exact ones, which stay what they are."""
+    """Plans in fp8 have the predicted peaks and times, and leave the exact plans unchanged."""
     spec = StepSpec("h100", "aot_eager", unit=LAYER)
     workload = Workload(deep_folder, "text-generation", seq_len=LENGTH)
     steps = of_workload(workload, parse_budget("1GiB"), spec, compresses=True)
@@ -284,7 +286,7 @@ def test_plans_in_fp8_take_what_theirs_are_predicted_to_take(by_layer, deep_fold
         assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
         assert found.total(1) == pytest.approx(expected.ways[-1].seconds, rel=0.005)
         without = steps.step(plan(steps, name, True), 24, False).total(1)
-        # Layers that are recomputed save their inputs alone, which stay exact.
+        # Recomputed layers save only their inputs, which stay exact.
         assert found.total(1) == without if level else found.total(1) > without
     budget = (steps.step(plan(steps, "level 1", True), 24, False).peak + 2**30) // 2
     within = steps.within(budget)
@@ -321,7 +323,7 @@ def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
     expected = estimate(workload, Selection(budget=Budget(f"{budget} bytes", budget)), spec)
     assert found[LAYER].peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
     assert found[LAYER].peak <= budget
-    # As good as that of the whole forward, but for what a layer's own graph cannot offload beside another's.
+    # As good as the whole forward's plan, except that a layer's graph cannot offload during another layer's.
     whole = found[MODEL]
     assert found[LAYER].recomputing - whole.recomputing <= 0.05 * (sum(whole.seconds.values()) + whole.recomputing)
 
@@ -342,5 +344,5 @@ def test_checkpointed_layers_recompute_as_much_by_themselves(by_unit):
             steps.step(plan(steps, f"Trainer's checkpointing, {name}"), 24, False).recomputing
             for steps in by_unit.values()
         )
-        # Each layer casts its own mask.
+        # The difference: each layer casts its own mask.
         assert layer == pytest.approx(model, rel=0.2)

@@ -1,4 +1,4 @@
-"""Random steps that run out of memory for real: with the first recommended flags they train under the same limit."""
+"""Random steps that really run out of memory train under the same limit with the first recommended flags."""
 
 import json
 import random
@@ -26,13 +26,13 @@ NAMES += ("distilbert-classification",)
 
 @dataclass(frozen=True)
 class Case:
-    """A step.
+    """A step that runs out of memory.
 
     Attributes:
-        name: of the model.
-        rows: of the batch.
-        share: of what the step takes, that there is.
-        is_plain: a stock Trainer with the callback alone, else the compile engine without a plan.
+        name: name of the model.
+        rows: rows of the batch.
+        share: available memory, as a share of the step's.
+        is_plain: whether a stock Trainer with only the callback trains, instead of the compile engine without a plan.
     """
 
     name: str
@@ -52,7 +52,7 @@ def random_case(seed: int) -> Case:
 
 
 def train(case: Case, folder: Path, flags: list[str], limit: int | None) -> None:
-    """One or two optimizer steps; exits with 3 where memory runs out, and writes down the most that was taken."""
+    """Run one or two optimizer steps; writes their peak to a file, or exits with 3 if memory runs out."""
     torch.set_num_threads(1)
     given = {
         "--per_device_train_batch_size": str(case.rows),
@@ -92,7 +92,7 @@ def watch(most: list[int], done: threading.Event) -> None:
 @pytest.mark.parametrize("case", nightly(map(random_case, range(20)), but=[random_case(0)]), ids=str)
 def test_the_first_recommended_flags_train(tmp_path, case):
     assert in_fresh_process(train, case, tmp_path, [], None) == 0
-    # With more than it needs the engine has malloc keep what steps free.
+    # With ample memory the engine lets malloc keep freed blocks, so the peak is measured under a limit.
     scarce = int(1.1 * int((tmp_path / "taken").read_text()))
     assert in_fresh_process(train, case, tmp_path, [], scarce) == 0
     limit = int(case.share * int((tmp_path / "taken").read_text()))

@@ -1,4 +1,4 @@
-"""Forwards in several graphs: what passes between them is held once, and predictions are the allocator's."""
+"""Forwards with several graphs: tensors passed between graphs are held once, and predictions are the allocator's."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "led": ("LEDForConditionalGeneration", "LEDConfig", {**_TEXT, **_LED}),
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SPEECH),
     "hubert": ("HubertForCTC", "HubertConfig", _SPEECH),
-    # Layers compiled by themselves, of whose results the head reads a view.
+    # Separately compiled layers; the head reads a view of their output.
     "pooled": ("RobertaForSequenceClassification", "RobertaConfig", {**_TEXT, "num_hidden_layers": 4}),
 }
 
@@ -76,7 +76,7 @@ def test_predictions_are_the_allocators(name: str, asked: str) -> None:
     engine.detach()
 
 
-# A graph that saves what it returns; the backward reads it and its gradient, and returns that of its input.
+# A graph that saves its output; its backward reads that and its gradient, and returns the input's gradient.
 LINK = GraphEvents(
     forward=(Event("exp", allocates=(Storage("exp", 10, SAVED),)),),
     backward=(
@@ -94,9 +94,9 @@ CHAIN = Tape((Call(0, {0: 1}, {0: 2}), Call(0, {0: 2}, {0: 3})), given=frozenset
 
 def test_what_passes_between_graphs_is_held_once() -> None:
     step = compose(CHAIN, [LINK, LINK])
-    # Both results, which are saved; the second one's input is the first one's result.
+    # Both outputs are saved; the second graph's input is the first one's output.
     assert step.saved_bytes == 20
-    # In the second backward its tangent and its gradient; in the first one the gradient is the tangent.
+    # The second graph's backward holds its tangent and its gradient; that gradient is the first graph's tangent.
     assert step.peak() == 20 + 10 + 10 + 3
     assert step.peak(gradients=5) == 20 + 10 + 10 + 3 + 5
 
@@ -131,7 +131,7 @@ def test_a_recorder_knows_storages_by_identity() -> None:
     assert recorder.tape(("second",)).calls[0].graph == 0
 
 
-# It saves what it is given alone, and each result is the argument of the next one.
+# A graph that saves only its input; each output is the input of the next run.
 SQUARE = GraphEvents(
     forward=(Event("square", allocates=(Storage("square", 10),), workspace=2),),
     backward=(Event("mul", allocates=(Storage("backward mul", 10),), frees=("x", "tangent")),),
@@ -145,7 +145,7 @@ SQUARE = GraphEvents(
 
 
 def squares(**plans: frozenset[int]) -> StepEvents:
-    """Five runs, of which some have these arguments offloaded or recomputed."""
+    """Compose five runs, some with offloaded or recomputed arguments."""
     calls = [Call(0, {0: n}, {0: n + 1}, frozenset({n} if n > 1 else ())) for n in range(1, 6)]
     for kind, runs in plans.items():
         calls = [replace(call, **{kind: frozenset({0} if n in runs else ())}) for n, call in enumerate(calls)]
@@ -156,7 +156,7 @@ def test_arguments_that_are_recomputed_are_not_held_in_between() -> None:
     assert (squares().saved_bytes, squares().peak()) == (40, 60)
     step = squares(recomputed={2, 3})
     assert step.saved_bytes == 20
-    # The first argument that is held, both results that are recomputed from it, a gradient, and that of the input.
+    # The first held argument, both outputs recomputed from it, a gradient, and the input's gradient.
     assert step.peak() == 10 + 20 + 10 + 10
     again = [event.allocates[0].name for event in step.events[step.dropped_at :] if event.operator == "square"]
     assert again == ["storage 3 for 2", "storage 4 for 3"]
@@ -165,7 +165,7 @@ def test_arguments_that_are_recomputed_are_not_held_in_between() -> None:
 def test_arguments_that_are_offloaded_are_reloaded_one_run_ahead() -> None:
     step = squares(offloaded={1, 2, 3})
     assert step.saved_bytes == 10
-    # Two reloads, a gradient, and that of the input.
+    # Two reloaded arguments, a gradient, and the input's gradient.
     assert step.peak() == 20 + 10 + 10
     reloads = [event.allocates[0].name for event in step.events if event.kind == "reload"]
     assert reloads == ["storage 4 for 3", "storage 3 for 2", "storage 2 for 1"]

@@ -1,4 +1,4 @@
-"""Predictions in several threads of a process are those of one thread."""
+"""Predictions in several threads of a process equal those in one thread."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.trainer_runs import CASES, build
 
 
 def together(calls):
-    """What each of these returns, or the exception that it raises, called at the same time in a thread of its own."""
+    """Run the calls at the same time in separate threads, and return each result or exception by name."""
     found, start = {}, threading.Barrier(len(calls))
 
     def run(name):

@@ -1,4 +1,4 @@
-"""Forwards that torch would split, or compile for minutes, are one graph, and nothing stays changed."""
+"""Forwards that torch would split, or compile for minutes, are one graph, and no patch stays applied."""
 
 import copy
 
@@ -88,7 +88,7 @@ def test_only_the_batch_size_of_images_is_a_symbol():
 
 
 class Products(torch.nn.Module):
-    """A norm that trains, and three products."""
+    """A trained norm, and three linear layers."""
 
     def __init__(self, kind: type[torch.nn.Linear] = torch.nn.Linear, **options):
         super().__init__()
@@ -104,7 +104,7 @@ class Products(torch.nn.Module):
 
 def in_4_bits():
     model = Products(bitsandbytes.nn.Linear4bit, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
-    # As transformers marks a model for PEFT.
+    # transformers marks a model for PEFT in this way.
     model.is_loaded_in_4bit = True
     return model
 
@@ -128,7 +128,7 @@ def test_dora_is_one_graph(quantized):
 
 
 class Experts(torch.nn.Module):
-    """Two products of each expert with tokens of its own, [experts, tokens, units]."""
+    """Two matrix products per expert, each expert with its own tokens; shape [experts, tokens, units]."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ class Mixture(torch.nn.Module):
 
 @in_turn
 def test_adapters_of_experts_are_one_graph():
-    """Of one adapter and of two at once, which PEFT adds to a weight in other ways; and without any."""
+    """Adapters of experts are one graph, with one adapter, with two (which PEFT adds differently), and without any."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["up", "down"], init_lora_weights=False)
     model = peft.get_peft_model(Mixture(), config)
@@ -164,7 +164,7 @@ def test_adapters_of_experts_are_one_graph():
     for adapters in (["default"], ["default", "other"], []):
         for one in (model, plain):
             one.base_model.set_adapter(adapters)
-            # Without an adapter this trains, too.
+            # The norm must train if there is no adapter.
             one.base_model.model.norm.requires_grad_(True)
         with log_lines() as lines:
             assert_bitwise_same_step(model, plain, *batches)
@@ -222,7 +222,8 @@ def test_what_reads_running_statistics_is_not_recomputed():
 @pytest.mark.nightly
 @pytest.mark.parametrize("heads_of_keys", [4, 2])
 def test_a_batch_without_padding_is_bitwise_but_for_grouped_queries(heads_of_keys):
-    """transformers gives attention no mask there, which a compiled forward cannot see."""
+    """Without padding a step is bitwise plain PyTorch's except for grouped queries: transformers drops the mask then,
+    which a compiled forward cannot detect."""
     config = LlamaConfig(**SIZES, num_hidden_layers=1, num_key_value_heads=heads_of_keys)
     model, plain = two_of(LlamaForCausalLM, config)
     optimize(model, **ENGINE, memory_opt_loss="plain")

@@ -1,4 +1,4 @@
-"""MemOptTrainer and attach beside the plain Trainer: the same weights, whatever the Trainer is told."""
+"""MemOptTrainer and attach train the same weights as a plain Trainer, with any arguments."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from tests.trainer_runs import CLOSE, build, collate, distance, log_lines, make,
 
 @pytest.fixture(scope="module")
 def plain_weights(tmp_path_factory):
-    """Final weights of the plain Trainer, each set-up run once."""
+    """Returns a function for the final weights of a plain Trainer; each setup runs once."""
     known = {}
 
     def final(name, **changes):
@@ -33,14 +33,14 @@ def plain_weights(tmp_path_factory):
 
 
 def engine_model(trainer):
-    """The model, if it is this trainer's engine that trained it, and has given it back."""
+    """Returns the model, and checks that the engine has trained it and is detached."""
     assert trainer.memopt.table.plans, "the engine has not trained this model"
     assert engine_of(trainer.model) is None and "forward" not in vars(trainer.model)
     return trainer.model
 
 
 def test_label_smoothing_of_an_encoder_decoder(tmp_path):
-    """The labels stay with the Trainer, so the model gets decoder inputs in their place, as from a collator for it."""
+    """Label smoothing trains an encoder-decoder: Trainer keeps the labels, so the collator adds decoder inputs."""
 
     def with_decoder_inputs(examples):
         batch = collate(examples)
@@ -54,7 +54,7 @@ def test_label_smoothing_of_an_encoder_decoder(tmp_path):
 
 
 def test_num_items_in_batch_reaches_the_model(tmp_path, plain_weights):
-    """Micro-batches of unequal token counts: a mean of means would be another gradient."""
+    """num_items_in_batch reaches the model; micro-batches have unequal token counts, so a mean of means is wrong."""
     seen = []
 
     class Spy(MemOptTrainer):
@@ -87,7 +87,7 @@ def test_a_detached_trainer_attaches_again_and_frees_its_model(tmp_path, plain_w
     assert alive() is None, "something global holds it: in a notebook the next model would find the memory taken"
 
 
-# Other ways to get an engine into a training.
+# Other ways to use an engine.
 
 
 def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
@@ -96,7 +96,7 @@ def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
     attachment = attach(trainer, memory_opt_engine=engine, memory_opt_config=config)
     assert type(trainer) is Trainer and type(trainer.args) is TrainingArguments
     assert attachment is trainer.memopt and attachment.table is None
-    with pytest.raises(MemOptError, match="this Trainer has an engine already"):
+    with pytest.raises(MemOptError, match="this Trainer already has an engine"):
         attach(trainer, memory_opt_level=1)
     trainer.train()
     engine_model(trainer)
@@ -107,7 +107,7 @@ def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
 
 
 class Overrides:
-    """Everything that a subclass usually overrides, with an effect on the weights."""
+    """Overrides the usual methods of a subclass, with an effect on the weights."""
 
     def __init__(self, *args, **kwargs):
         self.calls = {"create_optimizer": 0, "compute_loss": 0, "training_step": 0}
@@ -182,7 +182,7 @@ def test_the_trained_model_generates_and_copies(tmp_path, engine):
         assert model.generate(**asked).tolist() == plain.generate(**asked).tolist()
     assert engine_of(copied) is None
     assert trainer.model.train()(**ZOO["gpt2"].batch()).past_key_values is None, "nobody reads it in training"
-    # The copy trains by itself, by its own forward, and leaves the original alone.
+    # The copy trains independently with its own forward, and does not affect the original.
     before = weights(trainer.model)
     copied.train()(**ZOO["gpt2"].batch()).loss.backward()
     assert all(parameter.grad is not None for parameter in copied.parameters())

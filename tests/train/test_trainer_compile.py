@@ -84,8 +84,8 @@ def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch
     "name", nightly(["small", "roberta-classification", "deberta-v2-classification"], but=["small"])
 )
 def test_checkpoints_are_the_plain_trainers(tmp_path, name):
-    """To the bit, with dropout, also where a plain run is resumed under a plan. Both find out what problem they solve:
-    one writes it into its config, the other does not."""
+    """Checkpoints are bitwise the plain Trainer's, with dropout, also if a plain run is resumed under a plan. Both
+    models infer their problem type; only one writes it to its config."""
     saved = {}
     dropout = {"dropout": 0.1} if name == "small" else CASES[name].dropout
     for kind in ("plain", "ours"):
@@ -129,7 +129,7 @@ def test_a_recompile_says_its_reason_once():
     "name, own", nightly([("small", {"picks_labelled": True}), ("deberta-v2-classification", {})], but=["small"])
 )
 def test_a_forward_in_pieces_is_planned_together_and_says_why(name, own):
-    """DeBERTa with a row that has no label picks the others by an index."""
+    """A forward in several graphs is planned together and says why; DeBERTa selects rows with labels by an index."""
     model, plain, batch = build(name, **own), build(name, **own), CASES[name].batch()
     batch["labels"][1] = -1
     optimize(model, **ENGINE, memory_opt_level=1)
@@ -161,7 +161,7 @@ def test_a_model_that_torch_cannot_trace_says_so():
 
 
 class Collecting(torch.nn.Module):
-    """Puts a hook on its layer in its first forward, as transformers' models that collect hidden states."""
+    """Registers a hook on its layer in the first forward, like transformers' models that collect hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -197,14 +197,14 @@ def test_a_forward_that_hooks_its_modules_at_first_is_planned_with_the_hooks(ask
 
 
 class NoText:
-    """torch describes the keys of a dict that a forward reads."""
+    """A dict key without a repr, which torch needs when a forward reads the dict."""
 
     def __repr__(self):
         raise ZeroDivisionError("no text")
 
 
 class Halfway(torch.nn.Module):
-    """Cannot be traced behind a graph that has run."""
+    """A model that cannot be traced after a graph break."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,7 @@ def test_a_model_that_breaks_torchs_tracer_has_no_budget():
 
 @pytest.mark.parametrize("name, own", nightly([("small", {"repeats": True}), ("deberta-v2-mlm", {})], but=["small"]))
 def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
-    """For one row DeBERTa repeats nothing, so that a plan of the config is not there."""
+    """A last batch of one row trains with fewer plans: DeBERTa repeats nothing, so a row of the config is missing."""
     model, plain = build(name, **own), build(name, **own)
     engine = optimize(model, **ENGINE, memory_opt_config="Gelu+:1:-1,Tile+:1:-1")
     with log_lines() as lines:
@@ -264,9 +264,9 @@ def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
 
 def lora(name):
     torch.manual_seed(0)
-    # Usually one factor is zero at first, and with it the gradient of the other.
+    # By default one factor is initialized to zero, so that the other's gradient is zero.
     modules = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
-    # Of a single layer level 1 recomputes nothing: its peak is in that layer's own backward.
+    # With a single layer level 1 recomputes nothing, since the peak is in that layer's backward.
     return get_peft_model(build(name, num_hidden_layers=3), LoraConfig(r=4, init_lora_weights=False, **modules))
 
 
@@ -284,7 +284,7 @@ def test_lora(tmp_path):
     assert distance(weights(trainer.model), weights(lora(name))) > 1e-3
     table = trainer.memopt.table
     assert len(table.enabled) > 2
-    # Only the gradient of the weights behind it would read a Gelu, and those are frozen.
+    # Only the gradient of the following weights, which are frozen, would read a Gelu's output.
     assert "Gelu+:1:-1" not in {plan.config for plan in table.plans}
 
 
@@ -306,8 +306,8 @@ def test_the_plan_of_a_run_is_the_plan_of_the_next(tmp_path):
 
 @pytest.mark.nightly
 def test_generation_during_evaluation(tmp_path):
-    """A Seq2SeqTrainer generates with the model that is being trained. Under the plain loss, since the chunked one is
-    that of PyTorch to rounding only."""
+    """A Seq2SeqTrainer generates with the model in training as without an engine. The loss is plain, since the chunked
+    one equals PyTorch's only up to rounding."""
     predicted = {}
     for kind in ("plain", "ours"):
         steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}

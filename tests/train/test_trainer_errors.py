@@ -1,4 +1,4 @@
-"""Errors of one line before the optimizer's first step, and steps that ran dry and are tried again."""
+"""One-line errors before the optimizer's first step, and steps that are retried after running out of memory."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class OptimizerSteps(TrainerCallback):
 
 
 def refusal(folder, **changes):
-    """The message of the error that a training with these arguments ends in, before it changed anything."""
+    """Train with refused arguments, and return the error's message; checks that nothing was changed."""
     model, steps = build(NAME), OptimizerSteps()
     before = weights(model)
     with pytest.raises(MemOptError) as caught:
@@ -35,7 +35,7 @@ def refusal(folder, **changes):
 
 
 def test_a_good_run_does_step(tmp_path):
-    """So that no step means something above."""
+    """A valid run steps the optimizer, so that the absence of steps above is meaningful."""
     steps = OptimizerSteps()
     make(tmp_path, NAME, callbacks=[steps], max_steps=2).train()
     assert steps.count == 2
@@ -73,7 +73,7 @@ def options_of_optimize(**options):
 
 
 class CallsParts:
-    """A loss of its own, from what is below the classifier's head."""
+    """Computes its loss from the model's submodules, without the model's forward."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model.head(model.layer[0](model.embedding(inputs["input_ids"])).mean(1))
@@ -81,7 +81,7 @@ class CallsParts:
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-# `auto` has gone on with its second engine before anything is trained.
+# `auto` switches to its second engine before training.
 SWITCHED = {"memory_opt_engine": "auto", "ort_fallback": True, "bf16": True}
 
 
@@ -92,7 +92,7 @@ def test_a_model_of_which_training_calls_parts_is_refused_before_a_weight_has_ch
     kind = type("Parts", (CallsParts, MemOptTrainer), {})
     trainer = make(tmp_path, "small", trainer=kind, memory_opt_level=1, **chosen)
     before = weights(trainer.model)
-    with pytest.raises(MemOptError, match=f"parts of .*, and not its forward, which is what the {engine} engine runs"):
+    with pytest.raises(MemOptError, match=f"submodules of .*, so the {engine} engine does not run"):
         trainer.train()
     assert distance(weights(trainer.model), before) == 0
 
@@ -107,7 +107,7 @@ def test_without_a_plan_that_is_a_warning(tmp_path):
         with log_lines() as lines:
             trainer.train()
         found[plain] = weights(trainer.model)
-    assert sum("there is no plan table; give the part an engine of its own" in line for line in lines) == 1
+    assert sum("there is no plan table; attach an engine to the submodule" in line for line in lines) == 1
     assert distance(found[True], found[False]) == 0
 
 
@@ -115,7 +115,7 @@ def test_without_a_plan_that_is_a_warning(tmp_path):
 
 
 class RunsDry:
-    """Out of memory once, after a forward whose backward then never runs."""
+    """Runs out of memory once, after a forward whose backward then never runs."""
 
     dry = 1
 
@@ -128,10 +128,10 @@ class RunsDry:
 
 
 class MasksAgree(TrainerCallback):
-    """Compares the classifier's gradient with that of the dropout mask in the forward that made the logits.
+    """Checks that the classifier's gradient uses the dropout mask of the forward that computed the logits.
 
-    Of `logits = W dropout(x) + b` the sum of W times its gradient is the sum of (logits - b) times theirs, which is
-    known, unless the recomputed dropout drew another mask.
+    For `logits = W dropout(x) + b`, the sum of W times its gradient equals the sum of (logits - b) times the logits'
+    gradient, which is known, unless the recomputed dropout drew a different mask.
     """
 
     def __init__(self):
@@ -146,7 +146,8 @@ class MasksAgree(TrainerCallback):
 
 @pytest.mark.nightly
 def test_a_dropout_plan_is_still_exact_after_running_out_of_memory(tmp_path):
-    """A forward without its backward puts ONNX Runtime's recomputed masks out of step for good."""
+    """A dropout plan is exact after an out-of-memory error, although a forward without backward would desynchronize
+    ONNX Runtime's recomputed masks permanently."""
     masks = MasksAgree()
 
     class Watched(RunsDry):

@@ -1,4 +1,4 @@
-"""An engine has a Trainer's model for the time of `train()`: before and after it the model is plain."""
+"""An engine is attached to a Trainer's model only during `train()`; before and after it the model is plain."""
 
 import pickle
 
@@ -25,7 +25,7 @@ COMPILED = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 
 
 class Engines(TrainerCallback):
-    """The engine that has the model, at the end of each step."""
+    """Records the engine that is attached to the model at the end of each step."""
 
     def __init__(self):
         self.seen = []
@@ -49,14 +49,15 @@ def assert_plain(model, attention):
 
 
 def sdpa_with_dropout():
-    """Which ONNX Runtime trains with eager attention only."""
+    """Returns a model with sdpa and attention dropout, which ONNX Runtime trains only with eager attention."""
     model = build(ATTENTION, attention_probs_dropout_prob=0.0001)
     model.set_attn_implementation("sdpa")
     return model
 
 
 def test_trainers_take_turns_on_a_model(tmp_path, engine):
-    """Three Trainers, the second one plain; then the first one again, which has compiled for this model already."""
+    """Trainers may take turns on a model: with an engine, plain, with another engine, and the first again, already
+    compiled."""
     model, engines = build(NAME), Engines()
     first, second = (make(tmp_path, NAME, model=model, memory_opt_engine=engine, memory_opt_level=1) for _ in range(2))
     between = make(tmp_path, NAME, plain=True, model=model, callbacks=[engines])
@@ -73,7 +74,7 @@ def test_trainers_take_turns_on_a_model(tmp_path, engine):
 
 
 def weights_after_turns(folder, **changes):
-    """Three plain Trainers on a model in the order first, second, third, first; the weights after each turn."""
+    """Run three plain Trainers on a model in the order first, second, third, first; returns the weights after each."""
     model = build(NAME)
     first, second, third = (make(folder, NAME, plain=True, model=model, **changes) for _ in range(3))
     found = []
@@ -116,7 +117,7 @@ def test_the_model_is_plain_after_a_run_that_failed(tmp_path, engine):
 
 @in_turn
 def test_under_autocast_the_engine_comes_into_the_place_of_the_last_one(tmp_path):
-    """accelerate wraps the forward once, and what it wrapped stays under autocast."""
+    """Under autocast an engine replaces the previous one, since accelerate wraps the forward only once."""
     model = build(NAME)
     asked = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1, "bf16": True}
     first, second = (make(tmp_path, NAME, model=model, **asked) for _ in range(2))
@@ -135,7 +136,7 @@ def test_two_engines_at_a_time_are_refused_with_a_public_suggestion(tmp_path):
     model = build(NAME)
     engine = optimize(model, memory_opt_engine="compile")
     trainer = make(tmp_path, NAME, model=model, memory_opt_engine="compile")
-    with pytest.raises(MemOptError, match=r"detach\(\) of what optimize\(\) returned, or trainer.memopt.detach\(\)"):
+    with pytest.raises(MemOptError, match=r"that optimize\(\) returned, or with trainer.memopt.detach\(\)"):
         trainer.train()
     assert engine_of(model) is engine
     engine.detach()
@@ -158,16 +159,16 @@ def test_a_subclass_that_overrides_train(tmp_path):
 
 @in_turn
 def test_another_attach_after_detach(tmp_path):
-    """With other options, and callbacks of its own; the user's callbacks stay."""
+    """After detach another attach has its own options and callbacks; the user's callbacks stay."""
     given = MemoryPhasesCallback()
     trainer = make(tmp_path, NAME, plain=True, callbacks=[given], max_steps=1)
     kinds = []
     first = attach(trainer, memory_opt_level=1, log_input_density=True, **COMPILED)
-    with pytest.raises(MemOptError, match=r"call trainer.memopt.detach\(\) before, and not while it trains"):
+    with pytest.raises(MemOptError, match=r"first call trainer.memopt.detach\(\), but not during training"):
         attach(trainer, memory_opt_level=2)
     for changes in ({"memory_opt_level": 2}, {"memory_opt_config": "Gelu+:1:-1"}):
         trainer.train()
-        with pytest.raises(MemOptError, match="this Trainer has an engine already"):
+        with pytest.raises(MemOptError, match="this Trainer already has an engine"):
             attach(trainer, **changes, **COMPILED)
         trainer.memopt.detach()
         second = attach(trainer, **changes, **COMPILED)
@@ -180,14 +181,14 @@ def test_another_attach_after_detach(tmp_path):
 
 
 def test_detach_in_a_run_is_not_followed_by_attach(tmp_path):
-    """What `attach` puts on the Trainer in a run would have no effect in it."""
+    """Attaching during a run, after detach, is refused, since it would have no effect on the run."""
 
     class Detach(TrainerCallback):
         refused = None
 
         def on_step_end(self, args, state, control, **kwargs):
             trainer.memopt.detach()
-            with pytest.raises(MemOptError, match="not while it trains") as self.refused:
+            with pytest.raises(MemOptError, match="not during training") as self.refused:
                 attach(trainer, memory_opt_level=2)
 
     detach = Detach()
@@ -206,7 +207,7 @@ def test_an_optimizer_that_is_made_before_train(tmp_path):
     assert trainer.memopt.table.enabled
 
 
-# What attach is told.
+# Options of attach.
 
 
 def test_attach_overrides_single_options_of_the_arguments(tmp_path):

@@ -1,4 +1,4 @@
-"""Several plans within one budget: each batch runs the cheapest that fits, and gradients are plain PyTorch's."""
+"""Several plans within one budget: each batch runs under the cheapest that fits, and gradients are plain PyTorch's."""
 
 import copy
 import re
@@ -29,14 +29,14 @@ from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make, tables
 
 LONG, SHORT = tower_batch(64, 60), tower_batch(64, 24)
-# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+# Bytes that are allocated besides the graph's tensors: the loss, seeds, offsets.
 SLACK = 256
 HELD = 2**29
 
 
 @pytest.fixture(autouse=True)
 def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process itself grows and shrinks by more than a small model takes."""
+    """Fix the process's memory, which otherwise varies by more than a small model takes."""
     hold(monkeypatch, HELD)
     monkeypatch.setattr(footprint, "_GROWTH", 0)
     monkeypatch.setattr(footprint, "_GROWTH_SHARE", 0)
@@ -44,7 +44,7 @@ def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured ones decide how many plans pay, and a busy machine measures others."""
+    """Fix operator costs, which decide how many plans pay off and vary on a busy machine."""
     monkeypatch.setattr(planner, "costs_of", lambda graph, *others: by_bytes(graph))
 
 
@@ -54,7 +54,7 @@ def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
 
 
 class Attached:
-    """A model under a budget, in a run whose batches have these lengths."""
+    """A model under a budget, in a run whose batches have the given lengths."""
 
     def __init__(
         self, budget: int | None, variants: int = 1, lengths: tuple[int, ...] = (60, 24), unit: str = AUTO
@@ -78,7 +78,7 @@ class Attached:
 
 @pytest.fixture(scope="module")
 def free() -> Footprint:
-    """A step without a plan."""
+    """Returns the footprint of a step without a plan."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hold(monkeypatch, HELD)
         one = Attached(None)
@@ -114,7 +114,7 @@ def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
     assert len(splits) == 2
     dear, cheap = (split.graph.choice for split in splits)
     assert len(dear.recomputed) > len(cheap.recomputed)
-    # Neither compiles for the other's batches.
+    # Neither plan compiles again for the other's batches.
     with recorded() as splits, log_lines() as lines:
         peaks = {name: measured(one.model, batch) for name, batch in (("long", LONG), ("short", SHORT))}
     assert not splits and not lines
@@ -123,7 +123,7 @@ def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
         assert peaks[name][1] <= around.activations_within(budget) + SLACK
     single = attached(budget)
     single.step(LONG)
-    # The forward saves more for the backward of a short batch than under the plan of the long one.
+    # A short batch saves more for its backward than under the long batch's plan.
     assert measured(single.model, SHORT)[0] < peaks["short"][0]
     assert measured(single.model, LONG) == peaks["long"]
     assert single.engine.plan_file().graphs == one.engine.plan_file().graphs
@@ -132,7 +132,7 @@ def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
 @in_turn
 @pytest.mark.parametrize("unit", nightly([MODEL, LAYER], but=[MODEL]))
 def test_another_bucket_is_traced_by_none(attached, budget: int, unit: str) -> None:
-    """It is another choice for the graphs of the first one, whichever batch was traced."""
+    """Another length bucket is not retraced: it is another choice for the first one's graphs, whichever came first."""
     for first, second in ((LONG, SHORT), (SHORT, LONG)):
         one = attached(budget, 2, unit=unit)
         traces = counters["stats"]["unique_graphs"]
@@ -162,7 +162,7 @@ def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
         one.step(SHORT)
         first = one.engine.plans()
         one.step(SHORT)
-    # The first ran under the plan for the largest batch.
+    # The first batch ran under the plan for the largest batch.
     under_largest = one.engine.predictor.peak(None, False)
     assert under_largest < one.engine.predicted_peak_mib(None, False) * MIB <= budget
     assert "for batches up to 64 x 60" in first.header[0]
@@ -171,7 +171,7 @@ def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
         r"2 variants: \+([\d.]+)% time over the run's batches, \+([\d.]+)% with one", first.header[-1]
     ).groups()
     assert 0 < float(two) < float(single)
-    # The table that was shown stays.
+    # The table that was shown does not change.
     assert one.engine.plans() is first
     assert [line.split(" with ")[0] for line in lines if line.startswith("compiling ")] == [
         "compiling the training graph of Tower",
@@ -206,7 +206,7 @@ def test_a_larger_batch_gets_a_plan_and_the_former_one_stays(attached, budget: i
     assert sum("over the budget of" in line for line in lines) == 1
     assert not splits[0].graph.choice.recomputed and splits[1].graph.choice.recomputed
     assert one.header[-1] == "variant 2: batches up to inputs_input_ids_dim1=24: +0.0% time"
-    # No more room: the plan for the longest so far takes the place of the one before.
+    # The limit of variants is reached: the plan for the longest batch so far replaces the previous one.
     with recorded() as splits:
         for batch in (tower_batch(80, 60), LONG, SHORT):
             one.step(batch)
@@ -234,7 +234,7 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(attached, budget,
 
 @pytest.mark.nightly
 def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that takes more than the graph says, and more again for the second forward."""
+    """Each variant's compiled step is checked, with a compiler that exceeds the predicted memory more each time."""
     original = step_predictor.StepMemoryPredictor.activations
 
     def takes_more(size: int) -> None:
@@ -263,7 +263,7 @@ class InPieces(torch.nn.Module):
 
 
 def test_a_trainer_says_and_runs_what_its_batches_need(tmp_path: Path, budget: int) -> None:
-    """Long rows in every other batch; evaluation runs the model's own forward."""
+    """A Trainer with long rows in every other batch runs both variants; evaluation runs the model's own forward."""
     lengths = [60 if index // 64 % 2 else 20 for index in range(384)]
     examples = [{"input_ids": tower_batch(1, length)["input_ids"][0]} for length in lengths]
     data = {"train_dataset": examples, "eval_dataset": examples[:4], "data_collator": default_data_collator}

@@ -1,4 +1,4 @@
-"""ZeRO 3: a rank's step is predicted to the byte, and is within a budget; see `zero3_memory_runs.py`."""
+"""ZeRO 3: a rank's step is predicted to the byte, and stays within a budget; see `zero3_memory_runs.py`."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.fresh_process import run
 from tests.rotation import in_turn, nightly
 from tests.train.launchers.launching import needs_deepspeed
 
-# As of a model with more parameters than DeepSpeed leaves gathered.
+# As in a model with more parameters than DeepSpeed keeps gathered.
 RELEASED = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 300_000}
 AHEAD = "stage3_prefetch_bucket_size"
 CASES: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"level": 1, "micro_batches": 2, "zero": {"reduce_bucket_size": 500_000}},
     "distance": {"zero": {"stage3_max_reuse_distance": 100_000}},
 }
-# `segments`: bytes below what recompute inside of layers takes; an input of a layer has 512 KiB.
+# `segments`: bytes by which the budget is below the peak of recompute inside layers; a layer's input has 512 KiB.
 SEGMENTS = {"segments": 1, "budget": "2GiB", "config": {"num_hidden_layers": 9}, "lengths": [256], "zero": RELEASED}
 CASES |= {
     "segments": {**SEGMENTS, "segments": 600 * 2**10},
@@ -36,7 +36,7 @@ SETS = (
     "gathered ahead persistent half half-level accumulated distance",
     "segments segments-frozen segments-ahead",
 )
-# The loss itself, and numbers of an update.
+# Bytes of the loss, and of scalars in an update.
 FEW = 64
 
 
@@ -54,7 +54,7 @@ def steps(folder: Path, cases: dict[str, dict[str, Any]], group: str = "fake") -
 @pytest.mark.parametrize("names", nightly(SETS, but=["released frozen"]))
 def test_a_step_is_predicted_to_the_byte(tmp_path: Path, names: str) -> None:
     for name, found in steps(tmp_path, {name: CASES[name] for name in names.split()}).items():
-        # Gathered by the step before, and released for the update.
+        # Bytes that the previous step gathered, released for the update.
         stay = 4 * 9 * 128 if name == "persistent" else 0
         for length in CASES[name].get("lengths", [64]):
             held, predicted = found[f"at_{length}"]
@@ -69,7 +69,7 @@ def test_a_step_is_predicted_to_the_byte(tmp_path: Path, names: str) -> None:
 @needs_deepspeed
 @pytest.mark.nightly
 def test_real_ranks_are_predicted_to_the_byte(tmp_path: Path) -> None:
-    """But for what gloo and operators hold inside."""
+    """The steps of real ranks are predicted to the byte, without internal buffers of gloo and operators."""
     names = ("released", "gathered", "ahead", "accumulated")
     for name, found in steps(tmp_path, {name: CASES[name] for name in names}, "gloo").items():
         held, predicted = found["at_64"]
@@ -92,5 +92,5 @@ def test_a_step_is_within_its_budget_and_gathers_ahead_where_that_has_room(tmp_p
         assert found[name]["peak"] <= budget * 2**20
         assert "budget" in found[name]["table"][0] and "ZeRO 3 on 8 ranks" in found[name]["table"][0]
     assert found["tight"]["at_64"][0] < found["loose"]["at_64"][0]
-    # A layer has 147,712 elements, Trainer's own choice is 14,745.
+    # A layer has 147,712 elements; Trainer's own value is 14,745.
     assert (found["tight"]["ahead"], found["loose"]["ahead"]) == (14_745, 147_712)

@@ -1,4 +1,4 @@
-"""Layers whose activations are cheap to recompute, of any number of rows and any length; traced in a second."""
+"""A stack of layers whose activations are cheap to recompute, for any number of rows and any length; traces fast."""
 
 import torch
 from transformers.modeling_outputs import MaskedLMOutput

@@ -1,4 +1,4 @@
-"""Trains with an engine that lies in `optimum_memopt/engines/toy` and that no other file names."""
+"""Trains with an engine in `optimum_memopt/engines/toy` that no other file names."""
 
 import torch
 from transformers import HfArgumentParser, Trainer
@@ -34,5 +34,5 @@ assert engine.plans().header == ("3 forwards",)
 engine.detach()
 
 reports = [factory(name).environment_report() for name in engine_names()]
-takes = [line for line in advice(reports) if "auto takes toy" in line]
-print(f"toy trained {trainer.memopt.table.header[0]}; {'auto takes toy' if takes else 'not in auto'}")
+takes = [line for line in advice(reports) if "auto selects toy" in line]
+print(f"toy trained {trainer.memopt.table.header[0]}; {'auto selects toy' if takes else 'not in auto'}")

@@ -1,9 +1,9 @@
-"""Steps under ZeRO 3 on two ranks of gloo, or on one of 8 in torch's `fake` process group, which moves nothing and
-allocates nothing: what is measured in one process is what a rank itself allocates.
+"""Steps under ZeRO 3 on two gloo ranks, or on one of 8 ranks in torch's `fake` process group, which transfers and
+allocates nothing, so a single process measures exactly the allocations of a rank.
 
     zero3_memory_runs.py CASES.json FOUND.json fake|gloo
 
-For each case: bytes that the last of its steps held at most and the optimizer's step, and the predicted ones.
+Writes for each case the peaks of its last step and of the optimizer's step, measured and predicted.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tests.fresh_process import fork_ranks
 WIDTH = 128
 SIZES = {"vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 4}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-# What a Trainer fills in, but that nothing stays on all ranks.
+# The values that a Trainer fills in, except that no parameters are kept on all ranks.
 ZERO = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
@@ -41,7 +41,7 @@ AHEAD = "stage3_prefetch_bucket_size"
 
 
 def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, Any]:
-    """The last step of a case."""
+    """Run the steps of a case, and return the measurements and predictions of the last ones."""
     model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), **case.get("config", {})}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.get("trained", "") in name)
@@ -68,11 +68,11 @@ def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, An
     trainer = initialize(model=model, optimizer=optimizer, config=config)[0]
     found: dict[str, Any] = {}
     lengths = case.get("lengths", [64])
-    # The order of modules is known from the second step on.
+    # DeepSpeed knows the order of modules from the second step on.
     for turn, length in enumerate((*lengths, *(lengths[:1] * 4), *lengths)):
         held, update = measured(trainer, length, case.get("micro_batches", 1), allocated)
         if turn > len(lengths) + 2 and f"at_{length}" in found:
-            # A thread of gloo may hold what it has moved a while longer.
+            # gloo's threads may hold transferred tensors a while longer.
             held = min(held, found[f"at_{length}"][0])
         predictor = engine.predictor
         assert predictor is not None
@@ -95,7 +95,7 @@ def steps(case: dict[str, Any], initialize: Any, allocated: Any) -> dict[str, An
 
 
 def measured(trainer: Any, length: int, micro_batches: int, allocated: Any) -> tuple[int, int]:
-    """Bytes that a forward with its backward, and the optimizer's step, hold over what was there before."""
+    """Returns the peaks of a forward with its backward, and of the optimizer's step, over what was held before."""
     ids = torch.randint(3, 512, (4, length))
     mask = torch.ones_like(ids)
     mask[0, length - 14 :] = 0

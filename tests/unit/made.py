@@ -1,4 +1,4 @@
-"""A training step and what is known of it, made up."""
+"""A made-up training step with its table, timeline and measurements."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ TABLE = PlanTable(
 
 
 def timeline(layers: int = 4, per_layer: int = 3, always: int = 200 * MIB, other: int = 40 * MIB) -> StepTimeline:
-    """Each operator of the forward saves 10 MiB, each of the backward frees as much; then the optimizer."""
+    """Returns a step whose forward operators save 10 MiB each, whose backward frees as much, and an optimizer step."""
     count = layers * per_layer
     names = [f"model.layers.{index // per_layer}" for index in range(count)]
     saved = [10 * MIB * (index + 1) for index in range(count)]
@@ -56,7 +56,7 @@ FRONTIER = Frontier(
 )
 FULL = ReportData(
     title="Model<x> on cpu by aot_eager, level 1",
-    facts=(("engine", "compile (asked for)"), ("model", "<script>alert(1)</script>")),
+    facts=(("engine", "compile (requested)"), ("model", "<script>alert(1)</script>")),
     table=TABLE,
     timeline=timeline(),
     frontier=FRONTIER,

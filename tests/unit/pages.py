@@ -1,4 +1,4 @@
-"""Reads a page as a browser does, and checks that it stands alone."""
+"""Parses a page as a browser does and checks that it is self-contained."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ MOST = 400_000
 
 @dataclass
 class Element:
-    """With the texts in it."""
+    """An element with all text inside it."""
 
     tag: str
     attributes: dict[str, str]
@@ -24,7 +24,7 @@ class Element:
 
 
 class Parsed(HTMLParser):
-    """A page; an element that is not closed, or closed elsewhere, is an error."""
+    """A parsed page; raises if an element is not closed or is closed elsewhere."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Parsed(HTMLParser):
 
 
 def check_alone(text: str) -> Parsed:
-    """It loads nothing, runs nothing, and is small."""
+    """Check that a page loads nothing, runs nothing and is small; returns it parsed."""
     page = Parsed(text)
     assert len(text.encode()) < MOST
     assert not page.root.all("script") and not page.root.all("link") and not page.root.all("img")

@@ -1,4 +1,4 @@
-"""PEFT's adapter of a model that is planned."""
+"""A PEFT adapter on the planned model."""
 
 import json
 from collections import Counter
@@ -38,11 +38,11 @@ def test_a_file_or_its_folder(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("r=", "--peft r=: r= is no field; allowed are"),
-        ("lora", "--peft lora: No such file or directory; allowed are"),
+        ("r=", "--peft r=: r= is not a field; allowed:"),
+        ("lora", "--peft lora: No such file or directory; allowed:"),
         ("r=8,rank=2", "--peft rank: LoraConfig has no such field"),
-        ("type=lorra", "--peft peft_type=LORRA: allowed are .*LORA"),
-        ("target=nothing", "--peft: PEFT refuses it: "),
+        ("type=lorra", "--peft peft_type=LORRA: allowed: .*LORA"),
+        ("target=nothing", "--peft: PEFT rejects it: "),
     ],
 )
 def test_a_mistake_is_one_line(text, message):

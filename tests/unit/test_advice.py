@@ -27,15 +27,15 @@ GIB = 2**30
 NO_PLAN = Technique("no plan")
 LEVEL_1 = Technique("level 1", ("--memory_opt_level 1",))
 THEIRS = Technique("Trainer's checkpointing, every layer", is_own=False)
-# Bytes of a row, and seconds over those of no plan.
+# Bytes per row, and time relative to no plan.
 ROW = {NO_PLAN: 4 * GIB, LEVEL_1: GIB, THEIRS: GIB // 2}
 SLOWER = {NO_PLAN: 1.0, LEVEL_1: 1.3, THEIRS: 1.4}
 
 
 @dataclass
 class MadeUp:
-    """A device that computes a row in 10 ms, and less than four rows as long as four; from `slow` rows on each row
-    takes five times as long, as where an allocator runs out of blocks near the memory's end."""
+    """A device that computes a row in 10 ms, and fewer than four rows in the time of four; from `slow` rows on, a row
+    takes five times as long, like an allocator that runs out of blocks near the memory limit."""
 
     budget: int = 40 * GIB
     optimizer: float = 0.0
@@ -71,7 +71,7 @@ def test_the_smallest_micro_batch_that_is_as_good():
     assert (found.recommended.plan, found.recommended.rows) == (NO_PLAN, 4)
     assert found.recommended.samples == pytest.approx(100)
     assert found.recommended.bound == (COMPUTE, 1.0)
-    assert "do not pay: 8 rows fit too, for +0.0% samples a second" in found.pays
+    assert "do not pay: 8 rows also fit, for +0.0% samples per second" in found.pays
     assert {(row.plan, row.rows, row.largest) for row in found.rows} == {
         (NO_PLAN, 4, 8),
         (LEVEL_1, 4, 32),
@@ -84,7 +84,7 @@ def test_a_plan_pays_where_the_optimizer_is_shared_by_more_rows():
     assert found.recommended.plan is LEVEL_1
     assert found.recommended.rows == found.recommended.largest == 32
     assert not found.pays
-    # With a global batch the optimizer steps as often whatever the micro-batch is.
+    # With a global batch, the number of optimizer steps does not depend on the micro-batch.
     found = advise(MadeUp(optimizer=1.0), 256)
     assert (found.recommended.plan, found.recommended.rows, found.recommended.accumulation) == (NO_PLAN, 4, 64)
     assert advise(MadeUp(optimizer=10.0), 256).recommended.bound[0] == OPTIMIZER_PART
@@ -95,17 +95,17 @@ def test_the_largest_batch_is_not_chosen_where_it_is_the_slowest():
     assert found.recommended.rows == 16
     assert found.recommended.largest == 32
     assert found.recommended.samples_with_largest < 0.9 * found.recommended.samples
-    assert "32 rows fit too, for -" in found.pays
+    assert "32 rows also fit, for -" in found.pays
 
 
 def test_gradients_of_other_micro_batches_take_memory():
-    # All rows at once fit where half of them do not, beside the gradients of the other half.
+    # All rows at once fit, but half of them do not fit beside the gradients of the other half.
     assert [advise(MadeUp(budget=17 * GIB, plans=(NO_PLAN,)), rows).recommended.rows for rows in (2, 4)] == [2, 1]
     assert advise(MadeUp(budget=12 * GIB, plans=(NO_PLAN,)), 1).recommended.accumulation == 1
 
 
 def test_only_plans_of_the_package_are_recommended():
-    with pytest.raises(DoesNotFitError, match=r"one row takes at least 11.00 GiB, .*the budget is 10.60 GiB"):
+    with pytest.raises(DoesNotFitError, match=r"one row needs at least 11.00 GiB, .*the budget is 10.60 GiB"):
         advise(MadeUp(budget=int(10.6 * GIB)), 8)
 
 
@@ -113,7 +113,7 @@ def test_plain_pytorch_is_said_to_be_faster_where_it_is(monkeypatch):
     assert not advise(MadeUp()).faster_without
     monkeypatch.setitem(SLOWER, THEIRS, 0.8)
     predictor = MadeUp()
-    said = "Faster without this package: Trainer's checkpointing, every layer, 4 rows, +25.0% samples a second."
+    said = "Faster without this package: Trainer's checkpointing, every layer, 4 rows, +25.0% samples per second."
     assert said in to_text(advise(predictor), predictor).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""The programs of benchmarks/: labels of pictures, checks for a GPU, ratios, searches under a cap, and pages."""
+"""The programs of benchmarks/: picture labels, GPU checks, ratios, searches under a memory cap, and pages."""
 
 import math
 from argparse import ArgumentTypeError
@@ -38,7 +38,7 @@ def test_few_labels_are_never_over_one_another_or_a_point(points):
     boxes = places(points, [(50, 9)] * len(points), ROOM, DOT)
     dots = [Box(x - DOT / 2, y - DOT / 2, DOT, DOT) for x, y in points]
     for number, box in enumerate(boxes):
-        # Boxes that touch overlap by what their edges are rounded by.
+        # Boxes that touch may overlap by rounding errors.
         assert not any(box.overlap(other) > 1e-3 for other in boxes[:number])
         assert not any(box.overlap(dot) > 1e-3 for dot in dots)
         assert box.overlap(ROOM) == pytest.approx(box.width * box.height)
@@ -110,7 +110,7 @@ def advice(plan: str, rows: int, peak: int = 640) -> dict:
 
 @pytest.fixture
 def sweep(monkeypatch):
-    """Runs of a sweep, and steps in turns that take as long as in the sweep, twice as long in one round."""
+    """Patch in the runs of a sweep, and races that take as long, or twice as long in one of the rounds."""
 
     def race(folder, name, limit, runners):
         seconds = {one.runner: one.seconds for one in RAN}
@@ -354,7 +354,7 @@ def test_errors_of_gradients():
     expected = {"weight": torch.tensor([3.0, 4.0]), "bias": torch.tensor([0.0, 1e-9])}
     assert largest_error(expected, expected) == error_of_all(expected, expected) == 0
     ours = {"weight": torch.tensor([3.0, 4.5]), "bias": torch.tensor([1e-9, 0.0])}
-    # The bias is noise beside the weight.
+    # The bias is noise compared with the weight.
     assert largest_error(ours, expected) == pytest.approx(0.1)
     assert error_of_all(ours, expected) == pytest.approx(0.1)
     for wrong in ({"weight": expected["weight"]}, {**expected, "bias": torch.tensor([math.nan, 0.0])}):

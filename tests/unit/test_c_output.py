@@ -33,7 +33,7 @@ def test_the_output_is_there_again_after_two_threads(capfd):
     def second() -> None:
         within.wait()
         with without_c_output():
-            # Where it need not wait for the first, the first leaves before it.
+            # If it need not wait for the first thread, the first one leaves before it.
             left.set()
             other.join()
 

@@ -50,7 +50,7 @@ def test_processes_of_one_launch_share_a_host(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("text", ["0", "x", "1.5", "-2", "³", "9" * 5000])
 def test_what_is_no_number_of_processes_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(MemOptError, match=r"^LOCAL_WORLD_SIZE=\S+: allowed are whole numbers from 1 on") as refused:
+    with pytest.raises(MemOptError, match=r"^LOCAL_WORLD_SIZE=\S+: allowed: whole numbers from 1 up") as refused:
         capacity(CPU)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
@@ -72,7 +72,7 @@ def test_a_container_and_a_process_have_limits(tmp_path: Path, monkeypatch: pyte
     )
     assert host_available() == pytest.approx(2**28, abs=2**24)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
-    # The address space is the process's own.
+    # The address space limit is per process.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert capacity(CPU).total == 2**30
 
@@ -86,7 +86,7 @@ def test_what_others_of_a_group_hold_is_not_available(tmp_path: Path, monkeypatc
     run_in(tmp_path, V2, "0::/\n", {"": {"memory.max": limit, "memory.current": usage, "memory.stat": stat}})
     found = capacity(CPU)
     assert found.total == limit
-    # The kernel drops files where memory is needed. This process itself grows while tests run.
+    # The kernel drops file pages when memory is needed. This process itself grows while tests run.
     assert found.available == pytest.approx(limit - others, abs=2**25)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     of_two = capacity(CPU).available
@@ -103,7 +103,7 @@ def test_what_other_processes_hold_on_a_host_is_not_available(monkeypatch: pytes
 
 
 def test_what_another_process_holds_on_a_gpu_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM beside a Trainer, whose own cached blocks are its to use."""
+    """vLLM's memory is not available, while the process's own cached blocks are."""
     total, vllm, cached, context = (size * 2**30 for size in (80, 40, 6, 1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - vllm - cached - context, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: cached)
@@ -119,7 +119,7 @@ def test_what_another_process_holds_on_a_gpu_is_not_available(monkeypatch: pytes
 def test_a_process_takes_its_fraction_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, fraction: float, available: int
 ) -> None:
-    """`torch.cuda.set_per_process_memory_fraction`, on a GPU of which others hold half."""
+    """`torch.cuda.set_per_process_memory_fraction` limits the total; other processes hold half of the GPU."""
     total = 80 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total // 2, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
@@ -148,7 +148,7 @@ V1 = """24 23 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=1k,mode=755
 def run_in(
     root: Path, mounts: str, groups: str, files: Mapping[str, Mapping[str, object]], at: str = "sys/fs/cgroup"
 ) -> None:
-    """Write the files that a process in a group finds: `files` by group and name, below the mount `at`."""
+    """Write the /proc and cgroup files that a process sees: `files` by group and name, below the mount `at`."""
     texts = {"proc/self": {"mountinfo": mounts, "cgroup": groups}}
     texts |= {f"{at}/{group}": {name: f"{value}\n" for name, value in found.items()} for group, found in files.items()}
     for folder, named in texts.items():
@@ -197,7 +197,7 @@ def test_the_group_of_the_memory_controller_counts_in_version_1(tmp_path: Path) 
 
 @pytest.mark.parametrize("escaped", ["docker/12ab", r"system.slice/run\134x2d1\040b"])
 def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path, escaped: str) -> None:
-    """Without a namespace of groups its paths are the host's, which are not there."""
+    """A group is found although, without a cgroup namespace, its path is the host's and not in the container."""
     path = escaped.replace(r"\134", "\\").replace(r"\040", " ")
     mount = V1.replace("0:32 /", f"0:32 /{escaped}")
     files = {"": {"memory.limit_in_bytes": 3000}, "inner": {"memory.limit_in_bytes": 1200}}

@@ -1,4 +1,4 @@
-"""One rank computes for all, by a store; here of threads."""
+"""One rank computes for all through a store; here the ranks are threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def test_the_first_computes_and_the_others_wait_for_it():
         first = pool.submit(computed_once, store, "a graph", compute, WAIT)
         asked.wait(WAIT)
         others = [pool.submit(computed_once, store, "a graph", never, WAIT) for _ in range(2)]
-        # The operators of another graph wait for nobody.
+        # The operators of another graph do not wait.
         assert computed_once(store, "another graph", lambda: "its costs", WAIT) == "its costs"
         assert not any(one.done() for one in (first, *others))
         done.set()

@@ -1,4 +1,4 @@
-"""Workspaces of CPU operators against torch's allocator."""
+"""Predicted workspaces of CPU operators against torch's allocator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def held(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
     [(20, 50, 16), (48, 48, 16), (200, 100, 64), (520, 511, 80), (800, 600, 16), (1024, 1024, 128)],
 )
 def test_attention(queries: int, keys: int, head: int, of_tokens: bool, dtype: torch.dtype) -> None:
-    """Each thread has a block; of the sums of its rows, a kibibyte at most, the allocator may see those of one."""
+    """Each thread has a block; of the row sums, at most a kibibyte per thread, the allocator may see one thread's."""
     if onednn_multiplies(dtype) and torch.cpu._is_amx_tile_supported():
         pytest.skip("what oneDNN packs for AMX is not known")
     query, gradient = (torch.randn(2, 4, queries, head, dtype=dtype) for _ in range(2))
@@ -44,7 +44,7 @@ def test_attention(queries: int, keys: int, head: int, of_tokens: bool, dtype: t
 
 
 def _onednn_may_hold_less(keys: int, dtype: torch.dtype) -> int:
-    """Bytes, see `cpu_workspaces._onednn_buffers`."""
+    """Returns the bytes by which oneDNN may hold less (see `cpu_workspaces._onednn_buffers`)."""
     if not onednn_multiplies(dtype):
         return 0
     if not has_instructions_for(dtype):
@@ -53,7 +53,7 @@ def _onednn_may_hold_less(keys: int, dtype: torch.dtype) -> int:
 
 
 def operands(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Calls with float32 or int64 beside this dtype."""
+    """Returns operator calls that mix this dtype with float32 or int64."""
     own, other = torch.randn(8, 55, 48).to(dtype), torch.randn(8, 55, 48)
     index = torch.randint(0, 48, (1, 55, 48)).expand(8, 55, 48)
     aten = torch.ops.aten
@@ -78,7 +78,7 @@ def operands(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", list(operands(torch.float32)))
 def test_casts(name: str, dtype: torch.dtype) -> None:
-    """Some numbers, as one for each dimension, are not counted."""
+    """Casts are counted, but a few scalars, such as one for each dimension, are not."""
     operator, *arguments = operands(dtype)[name]
     found = operator_workspace(operator, arguments, operator(*arguments), None)
     assert int(found) == pytest.approx(held(operator, tuple(arguments)), rel=0, abs=128)
@@ -87,7 +87,7 @@ def test_casts(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("of_input", [False, True], ids=["input", "transposed input"])
 @pytest.mark.parametrize("of_gradient", [False, True], ids=["gradient", "transposed gradient"])
 def test_layer_norm(of_input: bool, of_gradient: bool) -> None:
-    """What is not contiguous is copied; sums over rows, a kibibyte a thread, are not counted."""
+    """Noncontiguous inputs are copied; row sums, a kibibyte per thread, are not counted."""
     given, gradient = (
         torch.randn(64, 96, 48) if not is_transposed else torch.randn(96, 64, 48).transpose(0, 1)
         for is_transposed in (of_input, of_gradient)

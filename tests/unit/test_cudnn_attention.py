@@ -1,4 +1,4 @@
-"""Which graphs run without cuDNN's attention. `tests/cuda` trains one."""
+"""Which graphs run without cuDNN attention. `tests/cuda` trains one."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def graph(
     device: str = "cuda",
     by_name: bool = True,
 ) -> fx.Graph:
-    """A call as dynamo traces it."""
+    """Returns a graph with one attention call as dynamo traces it."""
     made = fx.Graph()
     q, k, v, given = (made.placeholder(name) for name in ("q", "k", "v", "mask"))
     with fake_tensors():
@@ -44,7 +44,7 @@ def test_a_mask_and_a_length_that_fails(length, dtype):
 
 
 def test_a_symbolic_length_is_guarded_on():
-    """So that lengths that fail and others have a graph each."""
+    """Lengths that fail get a graph of their own."""
     found = []
 
     def backend(module, inputs):

@@ -1,4 +1,4 @@
-"""What is done by hand in each step, since torch's own functions take longer, does the same as these."""
+"""Fast replacements of torch functions that run in each step give the same results as torch's."""
 
 from collections import OrderedDict, namedtuple
 
@@ -40,7 +40,7 @@ def test_marks_are_those_of_torch(dims: tuple[int, ...]) -> None:
     traced_sizes.mark_static(others, dims)
     torch._dynamo.mark_static(theirs, list(dims))
     assert vars(ours) == vars(others) == vars(theirs)
-    # Each has its own.
+    # The tensors do not share their marks.
     traced_sizes.mark_static(ours, [0])
     torch._dynamo.mark_static(theirs, [0])
     assert vars(ours) == vars(theirs)

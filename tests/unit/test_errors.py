@@ -9,7 +9,7 @@ class Held:
 
 
 class Compilers(Exception):
-    """Keeps the frame that is of use to a reader, as errors of torch's compiler do."""
+    """Keeps the most useful frame, as errors of torch's compiler do."""
 
     def __init__(self) -> None:
         super().__init__("backend raised")
@@ -26,7 +26,7 @@ def test_no_frame_of_a_forgotten_error_holds_its_callers_variables():
             inner()
         except Compilers as error:
             kept = error
-            # In a circle with itself, as a frame that has its error among its variables.
+            # A reference cycle, like that of a frame with its error among its variables.
             kept.itself = kept
         forget_frames(kept)
         return weakref.ref(held)

@@ -1,4 +1,4 @@
-"""The commands that the pages show can be read, blocks of one command are of one run, and every flag has its row."""
+"""Commands in the docs can be parsed, blocks of one output are equal in all pages, and every flag has a row."""
 
 import importlib.util
 import re
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def commands() -> list[list[str]]:
-    """Those behind a `$` in a block, with their line breaks joined, each once."""
+    """Returns the commands after a `$` in a block, with continued lines joined, each once."""
     text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES)
     lines = dict.fromkeys(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
     return [shlex.split(line) for line in lines]
@@ -49,7 +49,7 @@ def commands() -> list[list[str]]:
 def test_blocks_of_one_output_are_the_same_in_all_pages():
     specification = importlib.util.spec_from_file_location("outputs", DOCS / "outputs.py")
     outputs = importlib.util.module_from_spec(specification)
-    sys.modules["outputs"] = outputs  # Where dataclasses look their module up.
+    sys.modules["outputs"] = outputs  # dataclasses looks the module up here.
     specification.loader.exec_module(outputs)
     assert outputs.check() == []
 
@@ -81,6 +81,6 @@ def test_a_command_can_be_read(words):
         {"plan": PlanCommand, "advise": AdviseCommand, "env": EnvCommand}[words[2]].parse_args(parser)
         parser.parse_args(words[3:])
     else:
-        # Files that the other commands take.
+        # Commands that write files for the other commands.
         assert words[:2] == ["python", "-c"] or words[0] == "echo"
     assert all((ROOT / word).is_file() for word in words if word.startswith("examples/"))

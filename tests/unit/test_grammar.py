@@ -1,4 +1,4 @@
-"""Configs: what is read and written, errors that point at a column, hostile text, and what a graph has of them."""
+"""Configs: reading and writing, errors with columns, hostile text, and matching with a graph's ids."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def test_on_and_off():
     assert on == {"A+:1:-1": True, "B+:2:3": True, "C+:0:-1": False, "D+:1:0": False}
 
 
-# How one place of a valid request is spoilt, and where in the request the error has to point (from 0).
+# Each spoiler breaks one part of a valid request; returns it and the offset of the error within it (from 0).
 def spoil_strategy(draw, request):
     bad = draw(st.sampled_from(["", "5", "9", "-1", "x", "1.0", " 1", "²", "①"]))
     return f"{request.cluster_id}:{bad}:{request.count}", len(request.cluster_id) + 1
@@ -72,7 +72,7 @@ def spoil_count(draw, request):
 
 
 def spoil_character(draw, request):
-    # Any operator name but its first letter may be followed by a character that no name may have.
+    # Any position after the first letter, to insert a character that is not allowed in names.
     at = draw(st.integers(1, len(request.cluster_id) - 1))
     bad = draw(st.sampled_from("-. /*é"))
     begin = request.cluster_id.rfind("+", 0, at) + 1
@@ -126,8 +126,8 @@ def test_an_error_points_at_its_column(tmp_path_factory, spoil, data, config):
         ("Gelu+:1:-2", "-1 (all), 0 (off) or a number of occurrences"),
         ("Gelu+", "has 1 field instead of 3; expected cluster_id:strategy:count"),
         ("Gelu+:1", "has 2 fields instead of 3"),
-        ("", "nothing here"),
-        ("Gelu+:1:-1,", "nothing here"),
+        ("", "empty item"),
+        ("Gelu+:1:-1,", "empty item"),
     ],
 )
 def test_an_error_says_what_is_allowed(text, hint):
@@ -170,7 +170,7 @@ def test_an_id_in_two_strings_of_a_file_names_both_places(tmp_path):
         *((text, "expected a JSON list of strings") for text in (b'["Gelu+:1:-1", null]', b'[["Gelu+:1:-1"]]')),
         *((text, "expected a JSON list of strings") for text in (b"[" * 100_000, b"[" * 400_000 + b"]" * 400_000)),
         (b"[" + b"1" * 5000 + b"]", "expected a JSON list of strings"),
-        (b'[""]', "string 1, column 1: nothing here"),
+        (b'[""]', "string 1, column 1: empty item"),
         (b'["' + b"[" * 2_000_000 + b'"]', "larger than 1 MiB"),
         (b'["\\ud800"]', r'"\ud800" has 1 field'),
         (b'["Gelu+:1:-1\\u0000"]', 'count "-1\\x00"'),
@@ -200,7 +200,7 @@ def test_files_that_are_none(tmp_path):
 GOOD = "Gelu+:1:-1,FusedMatMul+Add+:2:0,Softmax+:3:4"
 LONG = "N" * 300
 
-# Of all that is in an error's line no more than three things are quoted, of which two may have place and text.
+# An error line quotes at most three things, two of which may have a place and a text.
 LONGEST_LINE = 5 * QUOTED + 300
 
 
@@ -246,7 +246,7 @@ def test_long_names_are_cut_where_no_graph_has_them():
         assert 'no plan "NNN' in line(caught.value)
     with pytest.raises(ConfigError) as caught:
         match(parse(f"{LONG}+:2:-1"), [f"{LONG}+:1:-1"], here="engine").check()
-    assert line(caught.value).endswith("this plan has strategy 1 only")
+    assert line(caught.value).endswith("this plan supports only strategy 1")
 
 
 @pytest.mark.parametrize("around", [0, 79, 100, 150, 299])
@@ -283,7 +283,7 @@ VALUES = st.one_of(JSON, st.lists(TEXTS, max_size=3), st.dictionaries(TEXTS, LEA
 
 
 def read(source) -> None:
-    """Reads it, or ends in a `ConfigError`; what was read says the same again."""
+    """Read a config that round-trips, or end with a one-line `ConfigError`."""
     with contextlib.suppress(ConfigError):
         try:
             config = PlanConfig.load(source)
@@ -332,7 +332,7 @@ def test_the_forms_of_a_config(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source, message",
     [
-        (5, "memory-optimizer config 5: allowed are a string, a list of strings, a dict of "),
+        (5, "memory-optimizer config 5: allowed: a string, a list of strings, a dict of "),
         ([], "the list is empty"),
         ({}, "the dict is empty"),
         (["Gelu+:1:-1", 3], 'item 2: expected a string such as "Gelu+:1:-1", not 3'),

@@ -1,4 +1,4 @@
-"""Masks are read on the host. The device `meta` has no values: reading there is an error."""
+"""Attention masks are checked on the host. The `meta` device has no values: reading there raises."""
 
 from collections.abc import Iterator
 
@@ -69,5 +69,5 @@ def test_a_function_around_it_stays() -> None:
     host_masks.leave_masks()
     assert data_loader.send_to_device is not ours
     assert not hasattr(moved(torch.ones(2, 4)), host_masks._KNOWN)
-    # What is restored is the function that was there before the test.
+    # Restore the function from before the test.
     data_loader.send_to_device = stock

@@ -68,7 +68,7 @@ def tokenizer(pad, eos="[EOS]"):
 
 @pytest.fixture
 def train(trainer_of, tmp_path):
-    """Train and give back the records: {(step, input): record} of steps, {input: record} of the run."""
+    """Returns a function that trains and returns {(step, input): record} of steps and {input: record} of the run."""
 
     def run(model, data, *, log_steps=1, processing_class=None, prepare=lambda trainer: None, **arguments):
         path = tmp_path / "memopt.jsonl"
@@ -204,7 +204,7 @@ def test_gpt2_without_a_padding_token_is_read_from_its_mask(train, capsys):
     result = train(gpt2(), data, max_steps=2)
     assert result.steps[1, "input_ids"]["padding"] == "mask"
     assert result.steps[1, "input_ids"]["valid_tokens"] == 21
-    assert capsys.readouterr().err.count("is read from attention_mask: there is no padding index") == 1
+    assert capsys.readouterr().err.count("counting padding by attention_mask, since no padding index is known") == 1
 
 
 def test_t5_reports_encoder_decoder_and_labels(train):

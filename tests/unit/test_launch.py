@@ -1,4 +1,4 @@
-"""Which launches are told to be several processes in a world of one; with real launchers in test_launchers.py."""
+"""Which launches are refused as several processes in a world of one; test_launchers.py uses real launchers."""
 
 import re
 from dataclasses import replace
@@ -95,11 +95,11 @@ def test_one_process_of_accelerate_is_let_through(monkeypatch):
 def test_several_processes_of_accelerate_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "_parent_command", lambda: ["accelerate", "launch", "--num_processes", "2", "s.py"])
     suggestion = (
-        "write: accelerate launch --multi_gpu --num_processes 2 s.py …, and on a machine without a GPU --use_cpu"
+        "run: accelerate launch --multi_gpu --num_processes 2 s.py …, on a machine without a GPU with --use_cpu"
     )
     with pytest.raises(MemOptError, match=re.escape(suggestion)):
         launch.check_world(1, ONE_PROCESS_ONLY)
-    # Whoever is started by a script that was launched so is not meant.
+    # A process started by a script that was launched this way is not refused.
     launch.check_world(1, {})
     launch.check_world(2, ONE_PROCESS_ONLY)
 
@@ -140,7 +140,7 @@ def test_where_things_lie_and_what_is_shown_is_no_difference(tmp_path, monkeypat
 
 
 def test_each_difference_is_named_with_its_rank(monkeypatch):
-    start = "rank 2 does not train as rank 0 does: "
+    start = "rank 2 trains with a different setup than rank 0: "
     assert difference(facts("ort", replace(OPTIONS, memory_opt_config="Gelu+:0:-1"))) == (
         start + "--memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on rank 2"
     )
@@ -185,7 +185,7 @@ def test_fsdp_that_accelerate_leaves_out_is_named(trainer_of, monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with log_lines() as lines:
         attach(trainer_of([]), memory_opt_engine="compile", memory_opt_level=1)
-    assert [line for line in lines if line.startswith("NOT sharded: FSDP is asked for")]
+    assert [line for line in lines if line.startswith("NOT sharded: FSDP is requested")]
 
 
 def test_nothing_is_said_where_nobody_asks_for_fsdp(trainer_of):

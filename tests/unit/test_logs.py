@@ -105,7 +105,7 @@ def test_a_progress_bar_is_not_torn(monkeypatch):
         bar.update(1)
         get_logger().info("a line")
         bar.update(1)
-    # As a terminal shows it: what a carriage return leaves to be written over.
+    # The visible text on a terminal: a carriage return overwrites the line.
     shown = [line.split("\r")[-1].rstrip() for line in terminal.getvalue().split("\n")]
     assert "[memopt] a line" in shown
 

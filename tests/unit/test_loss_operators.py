@@ -1,4 +1,4 @@
-"""The chunked loss against torch's `linear` and `cross_entropy`, and what it holds meanwhile."""
+"""The chunked loss against torch's `linear` and `cross_entropy`, and its memory."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0, mean=True, smoot
 
 
 def gradients(loss, *tensors):
-    # A gradient of the loss that is not 1.
+    # The gradient of the loss is not 1.
     return torch.autograd.grad(
         3 * loss, [tensor for tensor in tensors if tensor is not None and tensor.requires_grad], retain_graph=True
     )
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_pytorch(dtype, softcap, mean, smoothing
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_an_adapter_on_the_projection(dtype):
-    """A LoRA on a frozen projection: no gradient of the projection is computed."""
+    """With LoRA on a frozen projection, no gradient of the projection is computed."""
     hidden, weight, bias, labels = inputs(dtype=dtype, labelled=0.6)
     weight.requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
@@ -94,7 +94,7 @@ def test_an_adapter_on_the_projection(dtype):
 def test_any_shape_and_any_ignored_label(rows, ignore_index):
     hidden, weight, bias, labels = inputs(rows, labelled=0.5)
     labels = labels.masked_fill(labels == -100, ignore_index)
-    # One that counts, so that the mean exists.
+    # At least one label counts, so that the mean exists.
     labels.view(-1)[0] = 3
     found = chunked(hidden, weight, bias, labels, ignore_index=ignore_index)
     expected = plain(hidden, weight, bias, labels, ignore_index=ignore_index)
@@ -110,7 +110,7 @@ def test_no_label_at_all_is_what_torch_gives(mean, rows):
     found, expected = chunked(hidden, weight, None, labels, mean=mean), plain(hidden, weight, None, labels, mean=mean)
     assert found.isnan() == expected.isnan() == mean and (mean or found == expected == 0)
     for share in (1.0, 1 / torch.zeros(())):
-        # Infinity: transformers divide a sum by the number of labels.
+        # Infinity: transformers divides a sum by the number of labels.
         pairs = zip(gradients(found * share, hidden, weight), gradients(expected * share, hidden, weight), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
@@ -175,7 +175,7 @@ def test_low_precision_is_no_worse_than_plain(dtype, parameters):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("classes", [300, 2000])
 def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softcap, classes):
-    """And nearly as much where all rows have a label: the bound is what a prediction adds to the outputs."""
+    """With labels in all rows, the tensors take nearly the bound, which a prediction adds to the outputs."""
     hidden, weight, _, labels = inputs((8, 100), torch.float32, classes=classes)
     hidden, weight = (tensor.detach().to(weight_dtype) for tensor in (hidden, weight))
     needs = [True, True, False, False, False]
@@ -186,7 +186,7 @@ def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softca
     for tensor in (hidden, weight, labels):
         tracker.add(tensor, object(), 0)
     with tracker:
-        # A mode sees what the operator calls only where the operator itself is not dispatched.
+        # A mode sees the operator's inner calls only if the operator itself is not dispatched.
         outputs = chunked_loss._init_fn(hidden, weight, None, None, None, labels, *settings)
     held: dict[object, int] = {}
     peak = 0
@@ -223,7 +223,7 @@ def test_chunks_add_up(monkeypatch):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Chunks are computed as on CUDA, by what inductor makes of them for a CPU."""
+    """Compute chunks as on CUDA, with inductor's code for a CPU."""
     monkeypatch.setattr(operator, "is_fused", lambda on_cuda: True)
 
 
@@ -251,7 +251,7 @@ def test_fused_chunks_are_no_worse_than_plain(fused, dtype, softcap, mean, smoot
 
 
 def test_fused_chunks_of_an_adapter(fused):
-    """As `test_an_adapter_on_the_projection`, with padded classes."""
+    """Like `test_an_adapter_on_the_projection`, with padded classes."""
     hidden, weight, _, labels = inputs(dtype=torch.bfloat16)
     down, up = (torch.randn(size, dtype=torch.bfloat16) for size in ((4, WIDTH), (CLASSES, 4)))
     adapter = (hidden.detach() @ down.t()).requires_grad_(), up.requires_grad_()
@@ -265,7 +265,7 @@ def test_fused_chunks_of_an_adapter(fused):
 
 
 def test_fused_chunks_are_compiled_once(fused):
-    """For any number of rows, and wherever the operator is called."""
+    """One compilation serves any number of rows, wherever the operator is called."""
     compiled = []
     for rows in (5, 2, 7, 1, 3):
         hidden, weight, _, labels = inputs((rows, 3), dtype=torch.float32, classes=101)

@@ -1,4 +1,4 @@
-"""Planned memory of optimizers against those that Trainer makes of the same name."""
+"""Predicted memory of optimizers against the optimizers that Trainer makes for the same names."""
 
 from types import SimpleNamespace
 
@@ -12,11 +12,11 @@ from optimum_memopt.engines.compile.memory.footprint import state_sizes, step_by
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of, planned_like, unknown
 
-# Matrices and what Trainer does not decay, in groups of their own.
+# Matrices, and parameters without decay, which Trainer puts into a group of their own.
 SHAPES = ((300, 64), (64, 48), (512, 32), (48, 3, 20))
 UNDECAYED = ((300,), (64,))
 NAMES = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-# Counts of steps and means of one number.
+# Step counts and scalar means.
 SMALL = 64 * (len(SHAPES) + len(UNDECAYED))
 
 
@@ -35,7 +35,7 @@ def optimizer_of(name: str, path, dtype: torch.dtype = torch.float32, **more: bo
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    # As they are in a model: what is not decayed is between the matrices.
+    # In model order: parameters without decay are between the matrices.
     first, second = (group["params"] for group in optimizer.param_groups)
     return [first[0], second[0], first[1], second[1], *first[2:]]
 
@@ -64,7 +64,7 @@ def test_an_optimizer_before_its_first_step_is_planned_by_its_class(name: str, t
     parameters = parameters_in(optimizer)
     expected = sum(planned.state_sizes(parameters))
     assert sum(state_sizes(optimizer, parameters)) == expected
-    # As accelerate wraps it.
+    # Wrapped as by accelerate.
     assert planned_like(SimpleNamespace(optimizer=optimizer)).name == planned.name
     optimizer.step()
     assert sum(state_sizes(optimizer, parameters)) == expected
@@ -86,7 +86,7 @@ def test_options_that_add_states_are_planned_as_adamw() -> None:
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adagrad", "rmsprop", "sgd"])
 def test_the_step_on_cuda_takes_all_parameters_at_once(name: str, tmp_path) -> None:
-    """torch's default there, which works on a CPU too."""
+    """The step is predicted with `foreach`, torch's default on CUDA, which also works on a CPU."""
     optimizer = optimizer_of(name, tmp_path, foreach=True)
     optimizer.step()
     peak, _, _ = allocated(optimizer.step)
@@ -115,7 +115,7 @@ BNB = (
 @pytest.mark.parametrize("name", BNB)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_states_of_bitsandbytes_are_those_that_it_makes(name: str, tmp_path) -> None:
-    """But for the two tables of its 8 bits, which all parameters share."""
+    """States equal those of bitsandbytes, without the two 8-bit tables shared by all parameters."""
     pytest.importorskip("bitsandbytes")
     optimizer = optimizer_of(name, tmp_path)
     for number, group in enumerate(optimizer.param_groups):
@@ -138,7 +138,7 @@ def test_all_known_optimizers_are_compared() -> None:
         planned = PlannedOptimizer(found.name)
         assert found.states == sum(planned.state_sizes(parameters))
         assert found.temporaries == planned.step_bytes(parameters)
-        # All but AdamW in float32 train differently.
+        # All optimizers except AdamW in float32 train differently.
         assert bool(found.remarks) != found.name.startswith("adamw_torch")
     assert "galore_adamw" in unknown() and not {found.name for found in others}.intersection(unknown())
 
@@ -146,9 +146,9 @@ def test_all_known_optimizers_are_compared() -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("adamw_torchfused", "--optim adamw_torchfused: did you mean adamw_torch_fused? predicted are "),
+        ("adamw_torchfused", "--optim adamw_torchfused: did you mean adamw_torch_fused? supported are "),
         ("paged_adamw_8bit", "--optim paged_adamw_8bit: its states move between host and device "),
-        ("galore_adamw", "--optim galore_adamw: its memory is not known; predicted are adamw_torch_fused, "),
+        ("galore_adamw", "--optim galore_adamw: its memory is unknown; supported are adamw_torch_fused, "),
     ],
 )
 def test_what_is_not_known_is_refused(name: str, line: str) -> None:
@@ -163,4 +163,4 @@ def test_every_name_is_trainers() -> None:
     known = {name.value for name in OptimizerNames}
     with pytest.raises(MemOptError) as caught:
         check("none")
-    assert set(str(caught.value).partition("predicted are ")[2].split(", ")) <= known
+    assert set(str(caught.value).partition("supported are ")[2].split(", ")) <= known

@@ -1,4 +1,4 @@
-"""Options, as flags and from Python: what is wrong is one line that names the option and what is allowed."""
+"""Options as flags and from Python: an error is one line with the option and its allowed values."""
 
 import copy
 import json
@@ -36,12 +36,12 @@ def arguments(folder, **options):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"memory_opt_level": 5}, "--memory_opt_level 5: allowed are 0 (the config), 1 "),
+        ({"memory_opt_level": 5}, "--memory_opt_level 5: allowed: 0 (the config), 1 "),
         ({"memory_opt_level": 1, "memory_opt_config": "Gelu+:1:-1"}, "--memory_opt_level 1 together with"),
-        # With a level ORT ignores the config, even a file that is missing.
+        # With a level, ORT ignores the config, even if its file is missing.
         ({"memory_opt_level": 2, "memory_opt_config": "missing.json"}, "--memory_opt_level 2 together with"),
-        ({"memory_opt_budget": "24"}, "--memory_opt_budget 24: a number needs a unit, as 24GiB or 24%"),
-        ({"memory_opt_budget": 24}, "--memory_opt_budget 24: allowed are strings"),
+        ({"memory_opt_budget": "24"}, "--memory_opt_budget 24: a number needs a unit, such as 24GiB or 24%"),
+        ({"memory_opt_budget": 24}, "--memory_opt_budget 24: allowed: strings"),
         ({"memory_opt_budget": "24GiB", "memory_opt_level": 1}, "24GiB together with --memory_opt_level 1: a"),
         ({"memory_opt_budget": "auto", "memory_opt_config": "Gelu+:1:-1"}, "with --memory_opt_config: a budget"),
         ({"memory_opt_plan": "missing.json"}, "plan file missing.json: No such file"),
@@ -50,9 +50,9 @@ def arguments(folder, **options):
             "--memory_opt_plan together with --memory_opt_level 1: a plan",
         ),
         ({"memory_opt_budget": "90%", "memory_opt_engine": "ort"}, "--memory_opt_budget 90% with the ort engine:"),
-        ({"memory_opt_variants": 4}, "--memory_opt_variants 4: allowed are whole numbers from 1 to 3"),
-        ({"memory_opt_variants": 0, "memory_opt_budget": "auto"}, "--memory_opt_variants 0: allowed are whole"),
-        ({"memory_opt_batch": "8", "memory_opt_budget": "auto"}, "--memory_opt_batch 8: allowed are auto"),
+        ({"memory_opt_variants": 4}, "--memory_opt_variants 4: allowed: whole numbers from 1 to 3"),
+        ({"memory_opt_variants": 0, "memory_opt_budget": "auto"}, "--memory_opt_variants 0: allowed: whole"),
+        ({"memory_opt_batch": "8", "memory_opt_budget": "auto"}, "--memory_opt_batch 8: allowed: auto"),
         ({"memory_opt_batch": "auto"}, "--memory_opt_batch auto without --memory_opt_budget: "),
         ({"memory_opt_variants": 2, "memory_opt_level": 1}, "--memory_opt_variants 2 without --memory_opt_budget: "),
         ({"memory_opt_variants": 2, "memory_opt_engine": "ort"}, "--memory_opt_variants 2 with the ort engine: only"),
@@ -63,13 +63,13 @@ def arguments(folder, **options):
         ({"memory_opt_config": "Gelu+:3:-1", "memory_opt_engine": "ort"}, "strategy 3 (offload) is not available"),
         ({"memory_opt_config": "Gelu+:4:-1", "memory_opt_engine": "ort"}, "strategy 4 (compress) is not available"),
         ({"memory_opt_compress": "fp8", "memory_opt_engine": "ort"}, "--memory_opt_compress fp8 with the ort engine"),
-        ({"memory_opt_compress": "int8"}, "--memory_opt_compress int8: allowed are fp8"),
-        ({"memory_opt_report": "no/page.html"}, "--memory_opt_report no/page.html: no such folder; make it first"),
-        ({"memory_opt_report": "."}, "--memory_opt_report .: is a folder; name a file in it"),
-        ({"memory_opt_report": 3}, "--memory_opt_report 3: allowed are paths and strings"),
-        ({"memory_opt_log_steps": -1}, "--memory_opt_log_steps -1: allowed are whole numbers from 0 on"),
-        ({"memory_opt_engine": "tvm"}, "--memory_opt_engine tvm: allowed are auto, ort"),
-        ({"memory_opt_log_level": "debug"}, "--memory_opt_log_level debug: allowed are warning, info, devinfo,"),
+        ({"memory_opt_compress": "int8"}, "--memory_opt_compress int8: allowed: fp8"),
+        ({"memory_opt_report": "no/page.html"}, "--memory_opt_report no/page.html: no such folder; create it first"),
+        ({"memory_opt_report": "."}, "--memory_opt_report .: is a folder; give a file in it"),
+        ({"memory_opt_report": 3}, "--memory_opt_report 3: allowed: paths and strings"),
+        ({"memory_opt_log_steps": -1}, "--memory_opt_log_steps -1: allowed: whole numbers from 0 up"),
+        ({"memory_opt_engine": "tvm"}, "--memory_opt_engine tvm: allowed: auto, ort"),
+        ({"memory_opt_log_level": "debug"}, "--memory_opt_log_level debug: allowed: warning, info, devinfo,"),
         ({"memory_opt_engine": "compile", "ort_arena": True}, "--ort_arena with the compile engine: only the ort"),
         ({"memory_opt_engine": "compile", "ort_opset": 15, "ort_fallback": False}, "--ort_fallback False, --ort_"),
         (
@@ -111,7 +111,7 @@ def test_a_folder_or_a_bad_file_as_config(tmp_path):
         {"memory_opt_config": "Gelu+:1:-1"},
         {"memory_opt_config": "Gelu+:1:0", "memory_opt_engine": "ort"},
         {"memory_opt_config": "Gelu+:1:1,Add+:3:-1", "memory_opt_engine": "compile"},
-        # Another engine than ort may take these, so `auto` cannot refuse them yet.
+        # An engine other than ort may support these, so `auto` cannot refuse them yet.
         {"memory_opt_config": "Gelu+:1:3,Add+:3:-1"},
         {"ort_opset": 17, "memory_opt_log_steps": 100},
     ],
@@ -156,7 +156,7 @@ def test_help_explains_every_flag():
 @pytest.mark.parametrize("config", [None, "Gelu+:1:-1"])
 def test_arguments_survive_json_pickle_and_copies(tmp_path, config):
     args = arguments(tmp_path, memory_opt_config=config, log_memory_phases=True)
-    # What a Trainer writes beside a checkpoint (training_args.bin) and gives to trackers.
+    # What a Trainer saves with a checkpoint (training_args.bin) and reports to trackers.
     assert args.plan_config is None or str(args.plan_config) == config
     for again in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
         assert type(again) is MemOptTrainingArguments
@@ -197,7 +197,7 @@ def test_options_are_resolved_once_and_say_so_when_asked(monkeypatch, capsys):
     monkeypatch.setattr(installation, "missing", lambda: "")
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_ONNX_OPSET_VERSION": "15"}
     resolved = resolve(options, environ)
-    assert (resolved.engine, resolved.reason, resolved.then) == ("ort", "asked for", None)
+    assert (resolved.engine, resolved.reason, resolved.then) == ("ort", "requested", None)
     assert (resolved.options.memory_opt_level, resolved.options.ort_opset) == (1, 15)
     assert (options.memory_opt_level, options.ort_opset) == (0, 16)
     assert (resolved.selection.config, resolved.selection.level) == (None, 1)
@@ -233,25 +233,25 @@ def test_help_has_our_flags_first_and_those_of_an_engine_last():
 @pytest.mark.parametrize(
     "name, value, allowed",
     [
-        ("memory_opt_log_steps", "3", "'3': allowed are whole numbers from 0 on"),
-        ("memory_opt_log_steps", 2.0, "2.0: allowed are whole numbers from 0 on"),
-        ("memory_opt_log_steps", True, "True: allowed are whole numbers from 0 on"),
-        ("memory_opt_log_steps", 10**5000, "of type int: allowed are whole numbers from 0 on"),
-        ("ort_opset", "17", "'17': allowed are 12 to 20, the opsets that ONNX Runtime 1.19 trains"),
-        ("ort_tuning_duration_ms", 0, "0: allowed are whole numbers from 1 on"),
-        ("memory_opt_level", "1", "'1': allowed are 0 (the config), 1 (recompute in each layer) and 2 (also "),
-        ("memory_opt_strict", "false", "'false': allowed are true and false"),
-        ("log_memory_phases", 1, "1: allowed are true and false"),
-        ("ort_custom_autograd", "no", "'no': allowed are true and false"),
-        ("memory_opt_engine", None, "None: allowed are auto, ort, compile"),
-        ("memory_opt_engine", ["ort"], "['ort']: allowed are auto, ort, compile"),
-        ("memory_opt_compiler", torch.nn.ReLU(), "ReLU(): allowed are inductor, aot_eager"),
+        ("memory_opt_log_steps", "3", "'3': allowed: whole numbers from 0 up"),
+        ("memory_opt_log_steps", 2.0, "2.0: allowed: whole numbers from 0 up"),
+        ("memory_opt_log_steps", True, "True: allowed: whole numbers from 0 up"),
+        ("memory_opt_log_steps", 10**5000, "of type int: allowed: whole numbers from 0 up"),
+        ("ort_opset", "17", "'17': allowed: 12 to 20, the opsets that ONNX Runtime 1.19 trains"),
+        ("ort_tuning_duration_ms", 0, "0: allowed: whole numbers from 1 up"),
+        ("memory_opt_level", "1", "'1': allowed: 0 (the config), 1 (recompute in each layer) and 2 (also "),
+        ("memory_opt_strict", "false", "'false': allowed: true and false"),
+        ("log_memory_phases", 1, "1: allowed: true and false"),
+        ("ort_custom_autograd", "no", "'no': allowed: true and false"),
+        ("memory_opt_engine", None, "None: allowed: auto, ort, compile"),
+        ("memory_opt_engine", ["ort"], "['ort']: allowed: auto, ort, compile"),
+        ("memory_opt_compiler", torch.nn.ReLU(), "ReLU(): allowed: inductor, aot_eager"),
         ("memory_opt_optim", "adam" * 50, "adamadam"),
-        ("memory_opt_log_file", "", "'': allowed are paths and strings"),
-        ("ort_cache_dir", "a\0b", r"a\x00b: allowed are paths and strings"),
+        ("memory_opt_log_file", "", "'': allowed: paths and strings"),
+        ("ort_cache_dir", "a\0b", r"a\x00b: allowed: paths and strings"),
         ("ort_save_onnx", "x" * 300, "xxx"),
-        ("memory_opt_config", 5, "5: allowed are PlanConfig, dicts, lists, paths, strings and tuples"),
-        ("memory_opt_config", np.zeros(3), "array([0., 0., 0.]): allowed are PlanConfig, dicts, "),
+        ("memory_opt_config", 5, "5: allowed: PlanConfig, dicts, lists, paths, strings and tuples"),
+        ("memory_opt_config", np.zeros(3), "array([0., 0., 0.]): allowed: PlanConfig, dicts, "),
     ],
     ids=lambda value: excerpt(value)[:30],
 )
@@ -285,7 +285,7 @@ def test_a_subclass_s_own_fields_are_its_own_business(tmp_path):
 def test_arguments_with_any_form_of_a_config_stay_serialisable(tmp_path, monkeypatch, config, text):
     monkeypatch.chdir(tmp_path)
     Path("plans.json").write_text('["Gelu+:1:-1"]')
-    # A file that is there only when the config is read is a file all the same.
+    # A file that exists only when the config is read still counts as a file.
     Path("plans").write_text('["Gelu+:1:-1"]')
     arguments = MemOptTrainingArguments(
         "out", report_to="none", use_cpu=True, memory_opt_config=config, memory_opt_log_file=Path("found.jsonl")

@@ -1,4 +1,4 @@
-"""The substitutions, on the sources of the wheel that is installed."""
+"""Source substitutions, applied to the sources of the installed wheel."""
 
 import ctypes
 import re

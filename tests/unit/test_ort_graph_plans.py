@@ -63,7 +63,7 @@ def test_every_cell_of_the_text_is_read(model):
 
 @both
 def test_the_rows_hold_every_stashed_byte_once(model):
-    # Cells between the lines that divide the rows, with Python's own arithmetic.
+    # Sums the cells between the dividing lines of the rows, with Python's arithmetic.
     stashed = 0
     for cell in re.split(r"\n\|_ _ .*\n", read(model)):
         frequency = re.match(r"\|(\d+) ", cell)
@@ -81,10 +81,10 @@ def test_roberta_s_rows_are_what_its_layers_stash():
     assert saving["FusedMatMul+Add+Dropout+:1:-1"] == 2 * LAYERS * TOKENS * WIDTH * MASK
     # query, key, value
     assert saving["FusedMatMul+Add+Reshape+Transpose+:1:-1"] == 3 * LAYERS * TOKENS * WIDTH * FLOAT
-    # attention probabilities, embeddings and the head's two on one token a row: value and mask each
+    # attention probabilities, embeddings, and the head's two on one token per row: value and mask each
     probabilities = LAYERS * BATCH * HEADS * LENGTH * LENGTH
     assert saving["Dropout+:1:-1"] == (probabilities + TOKENS * WIDTH + BATCH * WIDTH) * (FLOAT + MASK)
-    # mean and deviation of all five; the output itself of three only
+    # mean and deviation of all five; the output of only three
     assert saving["LayerNormalization+:1:-1"] == (5 * 2 * TOKENS + 3 * TOKENS * WIDTH) * FLOAT
     # int64, half of it saved
     assert saving["Cast+Add+:2:-1"] == TOKENS * 8 // 2
@@ -172,7 +172,7 @@ def graph(*nodes):
 
 
 def post_norm(operator="LayerNormalization", layers=2):
-    """BERT: x = Norm(x + Layer(x))."""
+    """Returns the nodes of BERT's pattern: x = Norm(x + Layer(x))."""
     nodes, stream = [], "x0"
     for number in range(1, layers + 1):
         nodes += [
@@ -185,7 +185,7 @@ def post_norm(operator="LayerNormalization", layers=2):
 
 
 def pre_norm(operator="LayerNormalization", layers=2):
-    """GPT-2: x = x + Layer(Norm(x)), and a last Norm."""
+    """Returns the nodes of GPT-2's pattern: x = x + Layer(Norm(x)), and a final Norm."""
     nodes, stream = [], "x0"
     for number in range(1, layers + 1):
         nodes += [
@@ -283,7 +283,7 @@ def test_an_id_like_nothing_lists_what_exists():
 
 
 def test_a_strategy_that_the_plan_does_not_have():
-    with pytest.raises(ConfigError, match=r"^Cast\+Add\+:1:-1: this plan has strategy 2 only"):
+    with pytest.raises(ConfigError, match=r"^Cast\+Add\+:1:-1: this plan supports only strategy 2"):
         chosen("Cast+Add+:1:-1")
     assert chosen("Softmax+:1:-1").configs == ("Softmax+:1:-1",)
 
@@ -299,7 +299,7 @@ def test_without_strict_unknown_ids_are_remarks_and_the_rest_is_applied():
 def test_fused_names_are_understood_with_one_remark_and_a_note_in_the_table():
     choice = chosen("BiasGelu+:1:-1")
     assert choice.configs == ("Gelu+:1:-1",)
-    assert choice.notes == {"Gelu+:1:-1": "asked for as BiasGelu+"}
+    assert choice.notes == {"Gelu+:1:-1": "requested as BiasGelu+"}
     (remark,) = choice.remarks
     assert remark.startswith("BiasGelu+:1:-1 is Gelu+:1:-1 on this provider")
     assert chosen("BiasGelu+:1:-1,Gelu+:1:-1").configs == ("Gelu+:1:-1",), "two spellings, applied once"
@@ -308,10 +308,10 @@ def test_fused_names_are_understood_with_one_remark_and_a_note_in_the_table():
 def test_a_fused_name_without_counterpart_is_left_out_of_a_longer_recipe_only():
     choice = chosen("BiasSoftmaxDropout+BiasGelu+:1:-1,Gelu+:1:-1")
     assert choice.configs == ("Gelu+:1:-1",)
-    assert "no plan for that activation" in choice.remarks[0]
+    assert "no plan for this activation" in choice.remarks[0]
     with pytest.raises(ConfigError, match="no plan"):
         chosen("BiasSoftmaxDropout+BiasGelu+:1:-1")
-    with pytest.raises(ConfigError, match="nothing of it applies"):
+    with pytest.raises(ConfigError, match="no plan in it applies"):
         chosen("BiasSoftmaxDropout+BiasGelu+:1:-1,BiasGelu+BiasGelu+:1:-1")
 
 

@@ -1,4 +1,4 @@
-"""Copies beside the computation: what is found is replayed with a clock."""
+"""Copies that overlap computation: each schedule is replayed with a clock."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ times = st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=OPERATORS, max_size=
 
 
 def replay(seconds: list[float], asked: list[Copy], found: Overlap, bandwidth: float) -> float:
-    """Seconds of the whole, where the device waits as it was found."""
+    """Returns the total seconds if the device waits as scheduled."""
     now = link_free = 0.0
     ends: dict[int, float] = {}
     for operator in range(OPERATORS + 1):
@@ -49,7 +49,7 @@ def test_a_clock_agrees(held: list[int], seconds: list[float], asked: list[Copy]
         for operator in range(OPERATORS)
     ]
     assert max(map(sum, zip(held, in_flight, strict=True))) <= limit
-    # Never longer than one after the other, and never longer with more room.
+    # Never longer than without overlap, and never longer with more room.
     assert found.stall <= sum(copy.bytes for copy in asked) / bandwidth + 1e-9
     assert overlap(held, seconds, asked, limit + 1000, bandwidth).stall <= found.stall + 1e-9
 
@@ -57,8 +57,8 @@ def test_a_clock_agrees(held: list[int], seconds: list[float], asked: list[Copy]
 def test_a_copy_is_waited_for_when_it_is_complete() -> None:
     held, seconds = [10] * 6, [1.0] * 6
     found = overlap(held, seconds, [Copy(0, 20), Copy(1, 10)], limit=100, bandwidth=10)
-    # Begun at 1, complete at 3 and at 4: before the operators that begin then.
+    # Started at 1, complete at 3 and at 4: before the operators that start then.
     assert found == Overlap((3, 4), 0.0)
-    # Of a link as slow as that the rest is waited for at the end, and before where there is no room.
+    # On such a slow link, the rest is waited for at the end, or earlier if there is no room.
     assert overlap(held, seconds, [Copy(0, 20)], limit=100, bandwidth=2) == Overlap((6,), 5.0)
     assert overlap([10, 10, 10, 25, 10, 10], seconds, [Copy(0, 20)], limit=40, bandwidth=2) == Overlap((3,), 8.0)

@@ -1,4 +1,4 @@
-"""Attention within parts of a row: as transformers computes it part by part."""
+"""Attention within parts of a packed row, against transformers' attention of each part."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HEADS, WIDTH, SCALE = 2, 8, 8**-0.5
 
 
 def given(tokens: int = 15, seed: int = 0) -> list[torch.Tensor]:
-    """Views, as queries, keys and values are of one projection."""
+    """Returns views, as queries, keys and values of one projection are."""
     made = torch.Generator().manual_seed(seed)
     tensors = torch.randn(3, tokens, HEADS, WIDTH, generator=made)
     return [tensor.transpose(0, 1)[None].requires_grad_() for tensor in tensors.unbind()]

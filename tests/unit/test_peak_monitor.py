@@ -16,8 +16,8 @@ from optimum_memopt.memory.peak_monitor import (
     peak,
 )
 
-SPIKE = 256  # MiB; above glibc's largest mmap threshold, so that freeing it gives it back to the system
-SLACK = 48  # MiB of anything else that the process does meanwhile
+SPIKE = 256  # MiB; above glibc's largest mmap threshold, so that freeing it returns it to the system
+SLACK = 48  # MiB for other allocations of the process meanwhile
 
 exact_only = pytest.mark.skipif(not peak_monitor.can_reset_resident_peak(), reason="VmHWM cannot be reset here")
 
@@ -28,7 +28,7 @@ def _nothing_left_to_free():
 
 
 def spike(until=lambda: True):
-    """Take memory, and free it when it was noticed."""
+    """Allocate memory, and free it once it has been noticed."""
     block = torch.ones(int(SPIKE * MIB) // 4)
     latest = time.monotonic() + 60
     while not until() and time.monotonic() < latest:
@@ -125,7 +125,7 @@ def test_a_system_that_cannot_reset_the_mark_is_sampled(system, tmp_path, monkey
     monitor.start_run()
     before = monitor.read().resident
     monitor.start_phase()
-    # The thread's own samples: a reading of the monitor would be one more.
+    # The thread's own samples count: a reading of the monitor would add one.
     spike(until=lambda: monitor._gauge._peak - before > SPIKE - SLACK)
     assert monitor.read().peak_resident - before == pytest.approx(SPIKE, abs=SLACK)
     monitor.start_phase()

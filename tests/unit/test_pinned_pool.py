@@ -10,10 +10,10 @@ PAGE = mmap.PAGESIZE
 
 
 class Host:
-    """A pool, and the ranges that are pinned for it, with their bytes.
+    """A pool with a fake host that records pinned ranges.
 
     Attributes:
-        finished: how often the pool waited for the copies.
+        finished: number of times that the pool waited for the copies.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Host:
         self.finished += 1
 
     def step(self, sizes: list[int]) -> list[int]:
-        """Addresses of tensors that are alive at the same time."""
+        """Returns the addresses of tensors that are alive at the same time."""
         tensors = [self.pool.take(size) for size in sizes]
         assert [tensor.nbytes for tensor in tensors] == sizes
         return [tensor.data_ptr() for tensor in tensors]
@@ -51,7 +51,7 @@ def test_a_tensor_takes_its_pages(host):
 def test_the_next_step_has_the_same_memory(host):
     sizes = [5 * PAGE, PAGE, 3 * PAGE]
     assert host.step(sizes) == host.step(sizes) and len(host.pinned) == 3
-    # Two forwards before their backwards have memory of their own.
+    # Two forwards before their backwards have separate memory.
     first = [host.pool.take(size) for size in sizes]
     second = [host.pool.take(size) for size in sizes]
     assert len({tensor.data_ptr() for tensor in first + second}) == 6 == len(host.pinned)

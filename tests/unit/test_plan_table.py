@@ -86,7 +86,7 @@ def test_printed_it_is_the_text(table):
 
 
 class Cells(HTMLParser):
-    """The text of each table row's cells, and of what stands around the table."""
+    """Parses the cell texts of each table row, and the text around the table."""
 
     def __init__(self, page):
         super().__init__()
@@ -176,7 +176,7 @@ def test_names_are_stable_when_they_go_in_again_and_others_are_left_out():
     assert canonical_symbols({"Gather_12_o0__d1": 4}) == {}
 
 
-# Formulas as an exporter writes them: products of dimensions, numbers, and the part that is saved.
+# Formulas as an exporter writes them: products of dimensions, numbers, and the saved fraction.
 FACTOR = st.sampled_from(["input_ids_dim0", "attention_mask_dim1", "input_ids_dim1", "768", "4", "0.5", "1.0"])
 TERM = st.lists(FACTOR, min_size=1, max_size=4).map("*".join)
 FORMULA = st.lists(TERM.map("({})".format), min_size=1, max_size=4).map(" + ".join)
@@ -190,7 +190,7 @@ def test_simplified_formulas_give_what_the_original_gives(formula, batch, length
     result = simplified(formula, names)
     assert evaluated(result, shown) == pytest.approx(eval(formula, {}, values), abs=0.5)
     assert {symbol.name for symbol in result.free_symbols} <= set(shown)
-    # What the table shows is a formula again.
+    # The text in the table is a formula, too.
     assert eval(str(result), {}, shown) == pytest.approx(eval(formula, {}, values))
 
 

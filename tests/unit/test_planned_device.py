@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: `tests/cuda/test_plan_device.py` compares what is predicted for it."""
+"""Planning for a CUDA device that is not present; `tests/cuda/test_plan_device.py` checks the predictions."""
 
 import functools
 import itertools
@@ -77,7 +77,7 @@ def test_attention_has_the_shape_of_torchs(mask, dropout):
 
 
 def strided(shape: tuple[int, ...]) -> torch.Tensor:
-    """A mask by heads, whose rows have gaps."""
+    """Returns a mask laid out by heads, with gaps between its elements."""
     rows, heads, queries, keys = shape
     return torch.zeros(rows, queries, keys, heads, device="meta").permute(0, 3, 1, 2)
 

@@ -1,4 +1,4 @@
-"""Patches of other packages say what they need, and what is lost without it."""
+"""Patches of other packages state their requirements and what is lost without them."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def test_a_name_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_earlier_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.18 asks `is_torchdynamo_exporting`, where earlier releases ask `is_tracing`."""
+    """Either name suffices: transformers 5.18 calls `is_torchdynamo_exporting`, earlier releases call `is_tracing`."""
     monkeypatch.delattr(masking_utils, "is_torchdynamo_exporting")
     assert MASKS.problem() == ""
     monkeypatch.delattr(masking_utils, "is_tracing")
@@ -50,7 +50,7 @@ def test_the_environment_report_has_every_patch(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_that_share_parameters_are_refused_where_their_code_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     class FSDPParamGroup:
-        """Of a release that names everything anew."""
+        """A class of a release that renames everything."""
 
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(fully_shard, "is_sharded", lambda each: each is model)

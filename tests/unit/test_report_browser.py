@@ -1,4 +1,4 @@
-"""The page in a browser, where there is one: no text overlaps another, or is cut; a screenshot of each stays."""
+"""The page in a browser, if one is installed: no text overlaps or is cut off; a screenshot of each page is kept."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.unit.made import FULL, MIB, timeline
 
 pytestmark = pytest.mark.skipif(find() is None, reason="needs Chromium or Chrome: python tests/browser.py")
 
-# Boxes of the texts of each picture, and of the picture; by how much the page is wider than the window.
+# Returns the boxes of each picture and its texts, and how much wider the page is than the window.
 MEASURE = """
 (() => {
   const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
@@ -29,7 +29,7 @@ MEASURE = """
   return {pictures, wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
 })()
 """
-# Pixels; a text's box has room above its letters and below them.
+# Pixels; a text's box has room above and below its letters.
 ROOM = 3
 
 CASES = {

@@ -1,4 +1,4 @@
-"""The page: loads nothing, is small, is valid HTML, and has the numbers of what it shows."""
+"""The page loads nothing, is small and valid HTML, and shows the right numbers."""
 
 import pickle
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def test_numbers_in_pictures_are_whole():
     larger = timeline(other=4096 * MIB)
     page = check_alone(render(without(timeline=larger)).html)
     assert f"peak {gib_text(larger.peak)} with the process" in page.by_id("timeline").text
-    assert "Left out of the picture: 4.00 GiB that the process" in page.by_id("timeline").text
+    assert "Not shown: 4.00 GiB that the process" in page.by_id("timeline").text
 
 
 def test_the_pictures_name_the_peak_and_the_plan():
@@ -150,8 +150,8 @@ def test_a_paragraph_in_words():
     assert f"is predicted to peak at {gib_text(peak)}, in the forward, at op_11 of model.layers.3." in text
     assert f"Measured: 345.0 MiB resident, {345 * MIB / peak:.1%} of the prediction." in text
     assert "1 of 3 plans are on and free 62.4 MiB of saved activations" in text
-    assert "The largest that is off, A<b>&c+:1:-1, would free 1.2 MiB." in text
-    assert "The plan takes +10.0% time (measured costs)." in text
+    assert "The largest plan that is off, A<b>&c+:1:-1, would free 1.2 MiB." in text
+    assert "The plan adds +10.0% time (measured costs)." in text
     failed = paragraph(ReportData("Model", failure="KeyboardInterrupt"))
     assert failed == "Training stopped with KeyboardInterrupt. No training step has run, so there is no plan table."
 
@@ -198,7 +198,7 @@ LARGE = timeline(layers=8, per_layer=20)
 
 
 def replayed(snapshot: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Index of the operator and bytes after each event; addresses do not overlap."""
+    """Yields the operator index and the allocated bytes after each event; checks that addresses do not overlap."""
     alive: dict[int, int] = {}
     for event in snapshot["device_traces"][0]:
         address, size = event["addr"], event["size"]

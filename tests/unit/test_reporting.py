@@ -21,7 +21,7 @@ from tests.trainer_runs import log_lines
 
 
 class Worker(Trainer):
-    """A Trainer that believes to be another rank than 0."""
+    """A Trainer that reports a rank other than 0."""
 
     def is_world_process_zero(self):
         return False
@@ -82,7 +82,7 @@ def test_the_last_logs_are_known():
 
 
 def test_a_run_that_counts_its_tokens_is_not_over_at_its_first_log(trainer_of):
-    """Trainer then puts `train_runtime` into every entry."""
+    """Callbacks finish only at the end, although Trainer then adds `train_runtime` to every log entry."""
     tracker = Tracker()
     callbacks = [tracker, MemoryPhasesCallback(), InputDensityCallback()]
     trainer_of(callbacks, logging_steps=1, include_num_input_tokens_seen="all").train()
@@ -197,7 +197,7 @@ def test_other_ranks_neither_create_nor_check_it(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_leaves_no_half_line(tmp_path):
-    """Else the first record of a run that is resumed would be lost with it."""
+    """A full disk leaves no partial line, which would also lose the first record of a resumed run."""
     file, limits = JsonLines(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     file.append([{"step": 1}])
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
@@ -219,7 +219,7 @@ def test_a_full_disk_costs_the_log_and_says_so_once(trainer_of):
         trainer.train()
     assert trainer.state.global_step == 3
     assert [line for line in lines if "log file" in line] == [
-        "stopped writing the log file /dev/full (No space left on device); training goes on"
+        "stopped writing the log file /dev/full (No space left on device); training continues"
     ]
 
 
@@ -289,7 +289,7 @@ def test_metrics_reach_subclasses_of_integrations_and_those_that_others_register
 
 
 def _event_arguments(trainer):
-    """The arguments that Trainer itself gives a callback with an event."""
+    """Returns the arguments that Trainer itself passes to a callback with an event."""
     seen = {}
     handler = CallbackHandler([], trainer.model, trainer.processing_class, None, None)
     handler.add_callback(type("Spy", (TrainerCallback,), {"on_save": lambda *_, **kwargs: seen.update(kwargs)}))
@@ -315,7 +315,7 @@ def test_metrics_reach_tensorboard(trainer_of, tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_counts_its_own_steps_keeps_them(trainer_of):
-    """DVCLive is not installed: its place is held by what the integration does with it."""
+    """DVCLive's steps stay its own; a stand-in does what its integration does, as it is not installed."""
 
     class Live(DVCLiveCallback):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Which tests a commit, and a shard of the nightly run, takes."""
+"""Which tests a commit or a nightly shard runs."""
 
 from dataclasses import dataclass
 from typing import Any

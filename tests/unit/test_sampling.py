@@ -1,4 +1,4 @@
-"""Every rank gets as much to do as the others: the order itself, through accelerate's own sharding, and in runs."""
+"""Every rank gets equal work: the order itself, with accelerate's own sharding, and in runs."""
 
 from itertools import chain
 
@@ -15,12 +15,12 @@ from tests.trainer_runs import build, collate, make, rows
 
 
 def lengths(count, seed=0):
-    """Skewed, as those of real text are."""
+    """Returns skewed lengths, like those of real text."""
     return 5 + (60 * np.random.default_rng(seed).beta(1.5, 5, count)).astype(int)
 
 
 def shards(sampler, world, size, drop_last, epoch=0):
-    """The batches of each rank, as Trainer and accelerate make them."""
+    """Returns the batches of each rank as Trainer and accelerate make them."""
     sampler.set_epoch(epoch)
     if world == 1:
         return [list(BatchSampler(sampler, size, drop_last))]
@@ -36,7 +36,7 @@ def test_ranks_share_all_samples_in_as_many_batches(world, size, count, drop_las
     used = [index for batches in ranks for batch in batches for index in batch]
     step = world * size
     assert len({len(batches) for batches in ranks}) == 1
-    # What a Trainer computes its steps from.
+    # Trainer computes its number of steps from this.
     batches = BatchSampler(sampler, size, drop_last)
     assert len(ranks[0]) == len(BatchSamplerShard(batches, world, 0) if world > 1 else batches)
     assert len(list(sampler)) == len(sampler)
@@ -44,7 +44,7 @@ def test_ranks_share_all_samples_in_as_many_batches(world, size, count, drop_las
         assert len(used) == len(set(used)) == count - count % (step if world > 1 else size)
     else:
         assert set(used) == set(range(count))
-        # Nothing is repeated but to complete the last step of several ranks.
+        # Samples repeat only to complete the last step of several ranks.
         assert len(used) == (-(-count // step) * step if world > 1 else count)
 
 
@@ -100,11 +100,11 @@ def test_the_longest_sample_comes_first_and_drop_last_loses_others_in_every_epoc
     assert all(len(each) == 3 for each in lost) and len(set(lost)) == 4
 
 
-# Where the lengths come from.
+# The source of the lengths.
 
 
 class Items(torch.utils.data.Dataset):
-    """A data set that knows no end but its length."""
+    """A data set that ends only by its length: larger indices wrap around."""
 
     def __init__(self, items):
         self.items = items
@@ -153,7 +153,7 @@ def test_data_without_lengths_are_refused():
         complexities([{"pixel_values": torch.zeros(3)}])
     with pytest.raises(MemOptError, match="only tuple; add a column length"):
         complexities([(1, 2)])
-    with pytest.raises(MemOptError, match="with a Stream: samples that come as a stream"):
+    with pytest.raises(MemOptError, match="with a Stream: samples of a stream"):
         complexities(Stream())
 
 

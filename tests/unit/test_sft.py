@@ -26,7 +26,7 @@ def test_a_tokenizer_learns_from_all_columns_of_text(tokenizer):
 
 
 def test_a_prompt_is_the_beginning_of_prompt_and_completion(tokenizer):
-    """As TRL needs it to know where the completion begins; only TRL ends a text."""
+    """A prompt's ids begin its row's ids, so that TRL finds the completion; only TRL appends the end token."""
     row = ROWS[0]
     prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
     assert whole[: len(prompt)] == prompt and prompt[0] == tokenizer.bos_token_id

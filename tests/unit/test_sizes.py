@@ -25,15 +25,15 @@ def test_shares_and_auto_depend_on_the_device():
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("24", "a number needs a unit, as 24GiB or 24%"),
-        ("1.5", "a number needs a unit, as 1.5GiB or 1.5%"),
-        ("lots", "a share of the device's memory as 90%, and auto"),
+        ("24", "a number needs a unit, such as 24GiB or 24%"),
+        ("1.5", "a number needs a unit, such as 1.5GiB or 1.5%"),
+        ("lots", "shares of the device's memory such as 90%, and auto"),
         *(
-            (text, "allowed are sizes as 24GiB")
+            (text, "allowed: sizes such as 24GiB")
             for text in ("24G", "24Gbit", "0GiB", "0%", "101%", "-1GiB", "", "²GiB")
         ),
-        *((f"{number}GiB", "allowed are sizes") for number in ("9" * 400, "9" * 5000, "0." + "9" * 5000)),
-        *((text, "allowed are sizes") for text in ("9" * 5000 + "%", "9" * 5000, "2000000TiB")),
+        *((f"{number}GiB", "allowed: sizes") for number in ("9" * 400, "9" * 5000, "0." + "9" * 5000)),
+        *((text, "allowed: sizes") for text in ("9" * 5000 + "%", "9" * 5000, "2000000TiB")),
     ],
 )
 def test_what_is_no_size_is_refused_in_one_line(text, why):

@@ -1,4 +1,4 @@
-"""A setting of a planned step is declared once: flags, keywords and the page's table have it, and nothing else."""
+"""A setting of a planned step is declared once; flags, keywords and the docs table have exactly these."""
 
 import inspect
 from argparse import ArgumentParser
@@ -42,7 +42,7 @@ def test_keywords_are_the_settings_with_their_defaults() -> None:
     names = {field.name: KEYWORDS.get(field.name, field.name) for field in SETTINGS.values()}
     assert set(parameters) == set(names.values())
     for name, field in ((names[field.name], field) for field in SETTINGS.values()):
-        # None: a module has a batch of its own.
+        # None: a module brings its own batch.
         assert parameters[name].default in (field.default, None) or field.default is MISSING, name
         assert field.metadata["help"] % () in (optimum_memopt.plan.__doc__ or ""), name
 

@@ -1,4 +1,4 @@
-"""`memopt plan --measure` with made-up measurements: which processes are started, what is shown, which run wins."""
+"""`memopt plan --measure` with made-up measurements: which processes start, what is shown, which run wins."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_engine": "ort"})
 
 
 class Machine:
-    """Measures a case by arithmetic; `broken` plans raise an error, `layered` MiB are what only a level can save."""
+    """Measures a case by arithmetic; `broken` plans raise, and only a level saves `layered` MiB more."""
 
     def __init__(self, broken=(), layered=0.0):
         self.broken, self.layered, self.cases = broken, layered, []
@@ -60,7 +60,7 @@ def test_each_row_alone_the_levels_and_the_lowest():
     assert found.complete
     assert found.winner.options == {"memory_opt_config": "A+:1:-1,B+:1:-1,C+:1:-1,D+:1:-1"}
     measured = {plan.config: plan.measured_saving_bytes for plan in found.table.plans}
-    # A row that claims less than the noise of a peak is not worth a process.
+    # A row whose claim is below the noise of a peak is not worth a process.
     assert measured == {row: None if row == "Tiny+:1:-1" else saving * MIB for row, saving in SAVINGS.items()}
     text = found.to_text()
     assert "Measured(Bytes)" in text and f"{-80 * MIB:,}" in text
@@ -101,7 +101,7 @@ def test_a_level_that_goes_lower_than_any_config_wins():
 def test_the_users_config_is_measured_too():
     found = sweep(CASE, "A+:1:-1", measure=Machine())
     assert [run.name for run in found.runs[:2]] == ["no plan", "config"]
-    # Not once more as a row.
+    # It is not repeated as a row.
     assert "A+:1:-1" not in [run.name for run in found.runs]
     assert next(plan for plan in found.table.plans if plan.config == "A+:1:-1").measured_saving_bytes == 100 * MIB
 
@@ -132,7 +132,7 @@ ALL = NOTHING.union(*SINGLES)
 
 
 class Peaks:
-    """Peaks by a formula, and every set that was asked for."""
+    """Returns peaks by a formula, and records every requested set."""
 
     def __init__(self, peak, noise=0.0, seed=0):
         self.peak, self.noise, self.asked = peak, noise, []
@@ -161,7 +161,7 @@ def test_savings_that_add_up_the_best_set_is_found(values):
     peak = additive(savings)
     _, found = run(Peaks(peak), SINGLES, [ALL])
     assert peak(found) <= (BASE - sum(value for value in values if value > 0)) * (1 + PEAK_TOLERANCE)
-    # What saves nothing costs time all the same.
+    # A row that saves nothing still costs time.
     assert not any(savings[single] <= 0 for single in SINGLES if single <= found)
 
 

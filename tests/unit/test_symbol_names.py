@@ -16,14 +16,14 @@ SYMBOL = sympy.Symbol("s0")
         ("L['kwargs']['labels'].size()[1]", 32, "labels_dim1"),
         ("L['___stack0'].size()[1]", 32, "input_ids_dim1"),
         ("L['___stack0'][0].size()[0]", 8, "input_ids_dim0"),
-        # Of another dimension, where none of the same one is equal.
+        # Equal to a size of another dimension, as no size of the same dimension is equal.
         ("L['hidden'].size()[2]", 32, "input_ids_dim1"),
         ("L['hidden'].size()[1]", 256, None),
         ("L['window']", 32, None),
-        # A module in the model has an argument of this name and another shape.
+        # A submodule has an argument of this name with another shape.
         ("L['labels'].size()[1]", 8, "labels_dim0"),
         ("L['labels'].size()[1]", 5, None),
-        # As a layer's mask, of four dimensions.
+        # A layer's four-dimensional mask.
         ("L['attention_mask'].size()[3]", 32, "input_ids_dim1"),
     ],
 )

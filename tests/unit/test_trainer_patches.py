@@ -13,7 +13,7 @@ STEP_PATCHES = [patch for patch in Patch if patch.method == Patch.FALLBACK.metho
 
 class Stepping:
     def training_step(self) -> list[Patch | str]:
-        """The wrappers that are passed on the way, the innermost first."""
+        """Returns the wrappers that the call passes, innermost first."""
         return ["own"]
 
 

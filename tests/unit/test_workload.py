@@ -30,7 +30,7 @@ def test_every_task_has_a_loss_with_gradients(task, has_padding, tmp_path):
     assert all(tensor.shape[0] == 3 for tensor in batch.values())
     if "input_ids" in batch:
         assert batch["input_ids"].shape == (3, 11)
-        # As a prediction takes it: attention without a mask is another one.
+        # As in a prediction: attention without a mask is a different kernel.
         assert batch["attention_mask"].all() != has_padding
         assert model.config.pad_token_id not in batch["input_ids"].tolist()[0]
 
@@ -48,11 +48,11 @@ _SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "
 @pytest.mark.parametrize(
     ("config", "task"),
     [
-        # Any length.
+        # No limit on the length.
         (XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=24), "text-classification"),
-        # Characters, and no vocabulary.
+        # Characters instead of a vocabulary.
         (CanineConfig(**_SMALL, num_hash_buckets=128, local_transformer_stride=8), "token-classification"),
-        # Images whose size is in a config of their own.
+        # The image size is in a nested config.
         (
             CLIPConfig(
                 text_config={**_SMALL, "vocab_size": 50}, vision_config={**_SMALL, "image_size": 16, "patch_size": 8}
@@ -86,8 +86,8 @@ def test_a_config_file_and_the_same_numbers_each_time(tmp_path):
     "changes, message",
     [
         ({"task": "text-clasification"}, "--task text-clasification: did you mean text-classification?"),
-        ({"task": "nonsense"}, "--task nonsense: Allowed are text-classification, "),
-        ({"batch_size": 0}, "--batch_size 0: allowed are numbers from 1 on"),
+        ({"task": "nonsense"}, "--task nonsense: Allowed: text-classification, "),
+        ({"batch_size": 0}, "--batch_size 0: allowed: numbers from 1 up"),
         ({"seq_len": -1}, "--seq_len -1: allowed"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
         ({"model": "/nowhere"}, "--model /nowhere: no such folder or config file"),

@@ -1,7 +1,7 @@
-"""The features of the package with the installed releases, in three minutes on two processors.
+"""Checks the package's features with the installed releases, in three minutes on two processors.
 
-Needs no test extra: torch, transformers, accelerate, PEFT, and DeepSpeed where there is one. `make test-versions` runs
-it in an environment for each file beside this one.
+Needs no test extra: torch, transformers, accelerate, PEFT, and DeepSpeed if it is installed. `make test-versions`
+runs it in an environment for each file in this folder.
 
     python -m tests.versions.check [--output cells.json]
 """
@@ -49,7 +49,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 LAYERS = 4
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
-# Of what is measured: predictions are exact but for the loss itself.
+# Share of the measured bytes: predictions are exact except for the loss itself.
 EXACT = 1e-3
 SLACK = 256
 
@@ -69,12 +69,12 @@ TASKS = {
 }  # fmt: skip
 
 
-# Before 2.10 graphs round SiLU otherwise than its kernel, as those of `torch.compile(model)` do.
+# Before 2.10, graphs round SiLU differently than its kernel, as with `torch.compile(model)`.
 ROUNDS_SILU = Version(torch.__version__) < Version("2.10")
 
 
 def assert_equal_step(name: str, model: torch.nn.Module, plain: torch.nn.Module, *batches: Any) -> None:
-    """To the last bit; but T5 adds up gradients of its biases in another order."""
+    """Assert bitwise equal steps; equal up to rounding if T5 sums bias gradients in another order, or SiLU rounds."""
     if name == "t5" or (name == "llama" and ROUNDS_SILU):
         assert_same_step(model, plain, *batches)
     else:
@@ -86,7 +86,7 @@ def optimized(model: torch.nn.Module, **options: Any) -> Any:
 
 
 def pairs(*names: str) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module, dict[str, torch.Tensor]]]:
-    """These models, or all, each with its copy and a batch."""
+    """Yields these models, or all, each with its copy and a batch."""
     for name in names or MODELS:
         model = MODELS[name]().train()
         yield name, model, copy.deepcopy(model), ZOO[name].batch(4, 20)
@@ -94,7 +94,7 @@ def pairs(*names: str) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module, 
 
 def assert_predicted(name: str, memopt: Any, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     for _ in range(3):
-        # Until values of frozen weights are no longer compared.
+        # After these steps, values of frozen weights are no longer compared.
         model.zero_grad(set_to_none=True)
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
@@ -107,7 +107,7 @@ def assert_predicted(name: str, memopt: Any, model: torch.nn.Module, batch: dict
 
 
 def modules() -> None:
-    """Every module of the package is imported: all private names are there."""
+    """Every module of the package can be imported: all private names exist."""
     left_out = ("optimum_memopt.engines.ort",)
     for module in pkgutil.walk_packages(optimum_memopt.__path__, "optimum_memopt."):
         if not module.name.startswith(left_out):
@@ -120,7 +120,7 @@ def patches() -> None:
 
 
 def levels() -> None:
-    """No plan and level 1: compiled by layers, gradients, and predicted activations as the allocator counts them."""
+    """No plan and level 1 compile by layer, keep gradients, and predict activations as the allocator counts them."""
     for options in ({}, {"memory_opt_level": 1}):
         for name, model, plain, batch in pairs():
             memopt = optimized(model, **options)
@@ -132,7 +132,7 @@ def levels() -> None:
 
 
 def budget() -> None:
-    """Three quarters of the activations."""
+    """A budget of three quarters of the activations holds."""
     for name, model, plain, batch in pairs("llama"):
         with pytest.MonkeyPatch.context() as patch:
             # A process grows by more than these models take.
@@ -152,7 +152,7 @@ def budget() -> None:
 
 
 def configs() -> None:
-    """A row by its name, recomputed, and offloaded."""
+    """A row is recomputed, and offloaded, by its name."""
     for name, model, plain, batch in pairs("roberta-mlm", "deberta-v2-mlm"):
         memopt = optimized(model)
         model(**batch)
@@ -166,7 +166,7 @@ def configs() -> None:
 
 
 def chunked() -> None:
-    """The loss in chunks."""
+    """The loss is computed in chunks."""
     for name, model, plain, batch in pairs("llama", "t5"):
         memopt = optimized(model, memory_opt_loss="chunked")
         assert_same_step(model, plain, batch)
@@ -174,21 +174,21 @@ def chunked() -> None:
 
 
 def masks() -> None:
-    """Batches without padding run without masks, also where fewer heads of keys are shared."""
+    """Batches without padding run without masks, also with shared key heads."""
     model, batch = llama().train(), ZOO["llama"].batch(4, 20)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     plain = copy.deepcopy(model)
     memopt = optimized(model, memory_opt_level=1)
     assert_equal_step("llama", model, plain, batch)
     memopt.detach()
-    # On CUDA flash attention takes no mask.
+    # On CUDA, flash attention takes no mask.
     shape = {"batch_size": 4, "seq_len": 20, "padding": False}
     plan = optimum_memopt.plan(model.config, TASKS["llama"], device="a100", dtype="bfloat16", level=1, **shape)
     assert plan.table.header[0].endswith("attention: flash"), plan.table.header[0]
 
 
 def simulated() -> None:
-    """Plain PyTorch on tensors without data, in both types."""
+    """Plain PyTorch runs on tensors without data, here and for a planned device."""
     for name, model, _, batch in pairs():
         for device in (None, "t4"):
 
@@ -200,7 +200,7 @@ def simulated() -> None:
 
 
 def planned() -> None:
-    """`plan` for a GPU that is not there: grouped queries in half precision and in float32, without padding."""
+    """`plan` works for an absent GPU: grouped queries in half precision and in float32, without padding."""
     for name in ("llama", "deberta-v2-mlm"):
         for dtype in ("float32", "bfloat16"):
             shape = {"batch_size": 4, "seq_len": 20, "padding": False}
@@ -209,7 +209,7 @@ def planned() -> None:
 
 
 def trainer() -> None:
-    """Accumulation, a checkpoint, and a run that goes on from it."""
+    """Accumulation, a checkpoint, and a run resumed from it give the stock Trainer's weights."""
     rows = [{key: value[0] for key, value in ZOO["roberta-mlm"].batch(1, 12, seed=seed).items()} for seed in range(16)]
     with tempfile.TemporaryDirectory() as folder:
 
@@ -223,7 +223,7 @@ def trainer() -> None:
             if options:
                 optimum_memopt.attach(trainer, **{**ENGINE, "memory_opt_loss": "plain", **options})
             trainer.train(resume_from_checkpoint=resume)
-            # Else plain PyTorch has trained it.
+            # Otherwise plain PyTorch has trained it.
             assert not options or trainer.memopt.table.enabled
             return trainer.model.state_dict()
 
@@ -254,13 +254,13 @@ def _sharded_rank(rank: int, store: str) -> None:
 
 
 def fsdp2() -> None:
-    """Two ranks with gloo."""
+    """Level 1 trains under FSDP2 on two ranks with gloo."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sharded_rank, (f"{folder}/store",), nprocs=2)
 
 
 class _Linear(torch.autograd.Function):
-    """Writes to its result, as DeepSpeed's linear layer does."""
+    """A linear function that writes to its result, like DeepSpeed's linear layer."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ class _WithFunctions(torch.nn.Module):
 
 
 def functions() -> None:
-    """An `autograd.Function` of the model's own."""
+    """A model with its own `autograd.Function` trains."""
     for options in ({}, {"memory_opt_level": 1}):
         model = _WithFunctions()
         plain = copy.deepcopy(model)
@@ -296,13 +296,13 @@ def functions() -> None:
 
 
 def zero3() -> None:
-    """Two ranks with gloo, launched by torchrun."""
+    """ZeRO 3 trains on two ranks with gloo, launched by torchrun."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("no DeepSpeed")
     from tests.train.launchers.test_zero3 import compare
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        # With it accelerate leaves DeepSpeed out.
+        # With this variable, accelerate disables DeepSpeed.
         patch.delenv("ACCELERATE_USE_CPU", raising=False)
         compare("torchrun", Path(folder), "config")
 
@@ -326,7 +326,7 @@ CHECKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The result of a check: `ok`, or why it failed."""
+    """The result of a check: `ok`, or the reason why it failed."""
 
     check: str
     result: str
@@ -361,7 +361,7 @@ def main() -> None:
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if not asked.checks or check.__name__ in asked.checks]
     cells = []
-    # Forked: imports take as long as a check.
+    # Forked, because imports take as long as a check.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), get_context("fork")) as pool:
         for cell in pool.map(run, checks):
             cells.append(cell)

@@ -175,7 +175,7 @@ class StepTimeline:
         Args:
             peak: on CUDA the peak of the allocator's blocks, elsewhere `self.peak`.
         """
-        rest = Group(OTHER, "blocks of the allocator beyond their tensors", 0, peak - self.peak)
+        rest = Group(OTHER, "allocator overhead (blocks beyond their tensors)", 0, peak - self.peak)
         return tuple(sorted((*self.alive, *([rest] if rest.bytes else [])), key=lambda group: -group.bytes))
 
     def peak_text(self, peak: int) -> str:
@@ -185,7 +185,7 @@ class StepTimeline:
             for each in self.at_peak(peak)
         ]
         rows.append(("predicted peak", "", "", "", f"{peak:,}", gib_text(peak)))
-        headers = ("held", "row or operator", "module", "tensors", "bytes", "size")
+        headers = ("category", "row or operator", "module", "tensors", "bytes", "size")
         align = ("left", "left", "left", "right", "right", "right")
         grid = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
         return f"Tensors at the predicted peak, {self.peak_place}:\n{grid}"
@@ -385,7 +385,7 @@ def _curve_text(frontier: Frontier) -> str:
         for point in reversed(frontier.points)
     ]
     grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
-    return f"What budgets cost ({frontier.costs} costs; a step's forward and backward)\n{grid}"
+    return f"Cost of budgets, in time of forward and backward ({frontier.costs} costs)\n{grid}"
 
 
 # Resources that bound the time of an operator or a step.

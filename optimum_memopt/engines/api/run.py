@@ -167,7 +167,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """The requested plan: a config, a level from 1 on, a budget, or a plan file.
+    """The requested plan: a config, level 1 or 2, a budget, or a plan file.
 
     Attributes:
         strict: whether unknown cluster ids are errors instead of remarks.
@@ -208,7 +208,7 @@ class EngineOptions:
     memory_opt_engine: str = AUTO
     memory_opt_config: ConfigSource | None = flag(
         None,
-        "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of such strings. "
+        "Plans to enable: cluster_id:strategy:count separated by commas, or a JSON file with a list of such strings. "
         "Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host, 4 compress to "
         "fp8, inexact (3 and 4: compile engine). "
         "Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan table lists the cluster "
@@ -216,11 +216,11 @@ class EngineOptions:
     )
     memory_opt_level: Annotated[int, _LEVELS] = flag(
         0,
-        "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, less those "
+        "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, except those "
         "that would raise the peak. 2: also those with compromised saving. Not together with a config.",
     )
     memory_opt_strict: bool = flag(
-        True, "Stop at a cluster id that the model does not have; false: warn and go on without it."
+        True, "Stop at a cluster id that the model does not have; false: warn and ignore the id."
     )
     memory_opt_log_level: str = flag(
         "info",
@@ -230,15 +230,15 @@ class EngineOptions:
     )
     memory_opt_report: os.PathLike | str | None = flag(
         None,
-        "When training ends, however it ends, write a page about its memory to this HTML file: the step operator by "
-        "operator, predicted beside measured phases, the plan table. Measures memory phases as --log_memory_phases "
-        "does. Needs the extra report.",
+        "When training ends, even with an error, write a page about its memory to this HTML file: memory of a step by "
+        "operator, predicted and measured phases, and the plan table. Measures memory phases like "
+        "--log_memory_phases. Needs the extra report.",
     )
     memory_opt_on_oom: str = flag(
         EXPLAIN,
-        "When a training step runs out of memory. explain: log what was held and what would have fit, write "
-        "memory_report.json into --output_dir, and stop with the same error. replan: plan for what there is, run the "
-        "same step again and go on, at most three times; compile engine, not with DeepSpeed or FSDP.",
+        "What to do when a training step runs out of memory. explain: log what was held and what would have fit, "
+        "write memory_report.json into --output_dir, and stop with the same error. replan: plan for the available "
+        "memory, rerun the step and continue, at most three times; compile engine, not with DeepSpeed or FSDP.",
         choices=ON_OOM,
     )
 

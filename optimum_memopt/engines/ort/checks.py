@@ -160,7 +160,7 @@ def check_autocast(model: torch.nn.Module) -> None:
     if next(model.parameters()).device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         raise UnsupportedModelError(
             "a training forward under torch.autocast on the CPU: ONNX Runtime's CPU provider trains float32 only",
-            f"leave autocast out, train on a GPU, or {_COMPILE}",
+            f"turn autocast off, train on a GPU, or {_COMPILE}",
         )
 
 
@@ -280,7 +280,7 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
     before.restore()
     if changed:
         raise UnsupportedByOrt(
-            f"its forward writes to {abbreviate(changed)}, which would not be updated, neither here nor in checkpoints"
+            f"its forward writes to {abbreviate(changed)}, which would be updated neither here nor in checkpoints"
         )
     raise UnsupportedByOrt(
         f"its forward draws from {' and '.join(draws_from)}, and the graph would use the same numbers at each step; "

@@ -213,7 +213,7 @@ class OrtEngine(in_place.InPlaceEngine):
             self._has_evaluated = True
             get_logger().warning(
                 f"a forward of {type(self._model).__name__} in evaluation mode with gradients enabled runs in plain "
-                "PyTorch: ONNX Runtime trains in training mode alone; for training call model.train(), or use "
+                "PyTorch: ONNX Runtime trains only in training mode; for training call model.train(), or use "
                 "--memory_opt_engine compile"
             )
 

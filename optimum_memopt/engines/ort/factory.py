@@ -48,7 +48,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
         if options.memory_opt_on_oom != EXPLAIN:
-            return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs a plan for less memory"
+            return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs an engine that can plan for less memory"
         try:
             if (config := options.plan_config) is not None:
                 check_supported(config)
@@ -113,7 +113,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         if not engine.works:
             abilities = (Ability(what, False, "needs the ort engine") for what in _NEED_ENGINE)
             return Report(installed, (engine, *abilities), built=built)
-        advice = "--memory_opt_engine ort on a CPU where nothing is to be compiled, and for masked LM with few labels"
+        advice = "--memory_opt_engine ort on a CPU if nothing may be compiled, and for masked LM with few labels"
         return Report(installed, (engine, *_with_engine(compiler_missing)), advice, built)
 
     def build(self) -> None:
@@ -162,7 +162,7 @@ def _with_engine(compiler_missing: str) -> tuple[Ability, ...]:
     if not ortmodule.runs_on_gpus():
         halves = (False, "ONNX Runtime's CPU provider trains float32 only", "")
     elif library := installation.missing_library():
-        halves = (False, f"{library} of CUDA 11.8 is not here", installation.library_command(library))
+        halves = (False, f"{library} of CUDA 11.8 is not found", installation.library_command(library))
     lacking = installation.cuda_missing()
     cuda = (not lacking, lacking or "on CUDA devices", "")
     facts = (built, built, built, halves, cuda)

@@ -128,9 +128,9 @@ class IndexCheck:
     ignored: int | None = None
 
     def error(self, value: int) -> IndexError:
-        upper = f"0 to {self.size - 1}" if self.size else "0 to the number of classes less 1"
+        upper = f"0 to {self.size - 1}" if self.size else "0 to the number of classes minus 1"
         ignored = f" and {self.ignored}" if self.ignored is not None else ""
-        return IndexError(f"index out of range: {self.what} holds {value}, allowed are {upper}{ignored}")
+        return IndexError(f"index out of range: {self.what} holds {value}, allowed: {upper}{ignored}")
 
 
 def mend(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:

@@ -92,7 +92,7 @@ def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if not any("are overridden with faster implementation" in text for text in said):
         # The last warning is the verdict; earlier ones list source code.
         reasons = [text.splitlines()[0] for text in said if "Skip modifying optimizer" in text]
-        return reasons[-1] if reasons else f"it does not know {type(optimizer).__name__}"
+        return reasons[-1] if reasons else f"it does not support {type(optimizer).__name__}"
     if not has_operators:
         for each, attributes in zip(candidates, before, strict=True):
             vars(each).clear()
@@ -110,8 +110,8 @@ class Fp16OptimizerCallback(TrainerCallback):
         reason = modify_fp16_optimizer(kwargs["optimizer"]) if args.fp16 else "this run is not in fp16 (--fp16)"
         if reason:
             get_logger().warning(
-                f"{FLAG}: the optimizer stays as it is; ONNX Runtime's FP16_Optimizer knows DeepSpeed 0.4.0 to 0.13.1 "
-                f"and Apex, in fp16 on CUDA: {reason}"
+                f"{FLAG}: the optimizer is unchanged, since ONNX Runtime's FP16_Optimizer supports DeepSpeed 0.4.0 to "
+                f"0.13.1 and Apex, in fp16 on CUDA: {reason}"
             )
         else:
-            get_logger().info("the optimizer has ONNX Runtime's FP16_Optimizer")
+            get_logger().info("the optimizer is wrapped in ONNX Runtime's FP16_Optimizer")

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 NO_SKIP = "SKIP_CHECK_DISABLED"
 # The consequence of skipping each check.
 _SKIPS = {
-    "SKIP_CHECK_DEVICE": "inputs on another device than the model are not detected",
-    "SKIP_CHECK_BUILD_GRADIENT": "other keyword arguments or dtypes than the first's are ignored or an error",
-    "SKIP_CHECK_EXECUTION_AGENT": "another device or torch.use_deterministic_algorithms() is not detected",
+    "SKIP_CHECK_DEVICE": "inputs on another device than the model's are not detected",
+    "SKIP_CHECK_BUILD_GRADIENT": "changed keyword arguments or dtypes are ignored or fail",
+    "SKIP_CHECK_EXECUTION_AGENT": "a change of device or of torch.use_deterministic_algorithms() is not detected",
 }
 _NEED_CUDA = (
     "ort_embedding_sparse_optimizer",
@@ -71,12 +71,12 @@ class OrtOptions(EngineOptions):
     """The `--ort_…` flags: how ORTModule exports and runs the model."""
 
     ort_fallback: bool = flag(
-        True, "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop."
+        True, "Train with plain PyTorch, with a warning, if ONNX Runtime cannot train the model; false: stop."
     )
     ort_arena: bool = flag(
         False,
-        "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to a tenth more peak, "
-        "and what a plan saves is not there for the rest of the process.",
+        "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to 10%% more peak, "
+        "but memory that a plan saves is not available to the rest of the process.",
     )
     ort_cache_dir: os.PathLike | str | None = flag(
         None,
@@ -91,18 +91,18 @@ class OrtOptions(EngineOptions):
     )
     ort_module_with_loss: bool = flag(
         False,
-        "Compute the loss in ONNX Runtime, label smoothing included, from the tokens that have a "
-        "label only (masked LM: 15%% of them). A training forward then returns the loss and nothing else.",
+        "Compute the loss in ONNX Runtime, including label smoothing, only from tokens that have a label "
+        "(masked LM: 15%% of them). A training forward then returns only the loss.",
     )
     ort_fp16_optimizer: bool = flag(
         False,
-        "Put ONNX Runtime's FP16_Optimizer around DeepSpeed's or Apex's fp16 optimizer, if it knows that "
-        "version, and say so if it does not.",
+        "Wrap DeepSpeed's or Apex's fp16 optimizer in ONNX Runtime's FP16_Optimizer, or warn if its version "
+        "is not supported.",
     )
     ort_custom_autograd: bool | None = flag(
         None,
-        "Run the model's own torch.autograd.Functions with their own backward. On where the torch "
-        "extensions are built; false: such a model is refused.",
+        "Run the model's own torch.autograd.Functions with their own backward; false: refuse such a model. "
+        "Default: on if the torch extensions are built.",
     )
     ort_mem_efficient_grad_mgmt: bool = flag(
         False,
@@ -117,44 +117,44 @@ class OrtOptions(EngineOptions):
     ort_compute_optimizer: bool = flag(True, "Let ONNX Runtime move operators that shrink tensors ahead of others.")
     ort_label_sparse_optimizer: bool | None = flag(
         None,
-        "Leave labels that are ignored out of the loss and of what leads to it: with "
-        "--ort_module_with_loss, or where the model holds an nn.CrossEntropyLoss, the torch extensions are built "
-        "and the first batch has more than 10%% of such labels. ONNX Runtime's default is on.",
+        "Skip ignored labels in the loss and in the operators before it: with --ort_module_with_loss, or if "
+        "the model holds an nn.CrossEntropyLoss, the torch extensions are built and more than 10%% of the first "
+        "batch's labels are ignored. ONNX Runtime's default is on.",
     )
     ort_embedding_sparse_optimizer: bool | None = flag(
         None,
-        "Leave padding out of the layers, when the first batch has more than 10%% of it. ONNX Runtime's "
-        "default is on, and does nothing without CUDA.",
+        "Skip padding in the layers, if it is more than 10%% of the first batch. ONNX Runtime's default is on, "
+        "and does nothing without CUDA.",
     )
     ort_deepcopy_before_export: bool = flag(
         True,
-        "Look for the model's outputs with a copy of it; false: with the model itself, which saves its "
-        "size in memory for a moment, and what its forward counts is counted once more.",
+        "Run a copy of the model to find its outputs; false: run the model itself, which briefly saves memory "
+        "of the model's size, but counters in its forward advance once more.",
     )
     ort_skip_check: str | None = flag(
         None,
-        "Checks that ONNX Runtime leaves out from the second step on, separated by |: SKIP_CHECK_DEVICE, "
-        "SKIP_CHECK_BUILD_GRADIENT, SKIP_CHECK_EXECUTION_AGENT. Without the second, other keyword arguments or "
-        "dtypes are ignored or end in an error. Default: SKIP_CHECK_DISABLED.",
+        "Checks that ONNX Runtime skips from the second step on, separated by |: SKIP_CHECK_DEVICE, "
+        "SKIP_CHECK_BUILD_GRADIENT, SKIP_CHECK_EXECUTION_AGENT. If the second is skipped, changed keyword arguments "
+        "or dtypes are ignored or fail. Default: SKIP_CHECK_DISABLED.",
     )
     ort_efficient_attention: bool = flag(False, "Use torch's memory-efficient attention in the graph; needs CUDA.")
     ort_triton: bool = flag(
-        False, "Fuse operators into Triton kernels; needs CUDA. Once on, it is on for the process."
+        False, "Fuse operators into Triton kernels; needs CUDA. Once on, it stays on in the process."
     )
     ort_triton_config: os.PathLike | str | None = flag(
-        None, "JSON file that says which operators Triton may fuse; with --ort_triton."
+        None, "JSON file that lists the operators that Triton may fuse; with --ort_triton."
     )
     ort_flash_attention: bool = flag(False, "Use flash attention written in Triton; with --ort_triton.")
     ort_tuning: bool = flag(False, "Time several kernels for an operator and keep the fastest; needs CUDA.")
     ort_tuning_duration_ms: Annotated[int | None, Numbers(1)] = flag(
-        None, "Longest time to spend on one operator, in ms; with --ort_tuning."
+        None, "Maximum time to spend on one operator, in ms; with --ort_tuning."
     )
     ort_tuning_results: os.PathLike | str | None = flag(
-        None, "JSON file with found kernels: written with --ort_tuning, read without it; needs CUDA."
+        None, "JSON file of the selected kernels: written with --ort_tuning, read without it; needs CUDA."
     )
     ort_conv_search: str | None = flag(
         None,
-        "How cuDNN looks for a convolution's algorithm; ONNX Runtime's default is HEURISTIC. Needs CUDA.",
+        "How cuDNN searches for a convolution's algorithm; ONNX Runtime's default is HEURISTIC. Needs CUDA.",
         choices=("HEURISTIC", "EXHAUSTIVE"),
     )
     ort_zero_stage3: bool = flag(
@@ -168,14 +168,14 @@ class OrtOptions(EngineOptions):
             MemOptError: one line that names the option and the allowed values, or makes a suggestion.
         """
         if self.ort_save_onnx is not None and not os.path.isdir(self.ort_save_onnx):
-            raise MemOptError(f"--ort_save_onnx {path_excerpt(self.ort_save_onnx)}: no such folder; make it first")
+            raise MemOptError(f"--ort_save_onnx {path_excerpt(self.ort_save_onnx)}: no such folder; create it first")
         if self.ort_cache_dir is not None:
             folder = Path(self.ort_cache_dir)
             # `Path.exists` would raise for a name that is too long.
             there = (path for path in (folder, *folder.parents) if os.path.exists(path))
             if file := next((path for path in there if not os.path.isdir(path)), None):
                 raise MemOptError(
-                    f"--ort_cache_dir {path_excerpt(folder)}: {path_excerpt(file)} is a file; name a folder"
+                    f"--ort_cache_dir {path_excerpt(folder)}: {path_excerpt(file)} is a file; give a folder"
                 )
         given = _given(self)
         for name in _NEED_CUDA:
@@ -189,7 +189,7 @@ class OrtOptions(EngineOptions):
                 )
         for name, needed in _NEED_ANOTHER.items():
             if name in given and needed not in given:
-                raise MemOptError(f"{given[name]} without --{needed} does nothing; give both or none")
+                raise MemOptError(f"{given[name]} without --{needed} has no effect; give both or neither")
         _check_combinations(self, given)
         _check_files(self)
         if self.ort_skip_check is not None:
@@ -214,9 +214,7 @@ def _check_combinations(options: OrtOptions, given: dict[str, str]) -> None:
             raise MemOptError(f"--{name} runs as a torch.autograd.Function; leave out --ort_custom_autograd false")
     for name in ("ort_label_sparse_optimizer", "ort_embedding_sparse_optimizer"):
         if getattr(options, name) and not options.ort_compute_optimizer:
-            raise MemOptError(
-                f"--{name} is part of what --ort_compute_optimizer false turns off; leave one of them out"
-            )
+            raise MemOptError(f"--{name} is turned off by --ort_compute_optimizer false; leave out one of them")
     if options.ort_triton and find_spec("triton") is None:
         raise MemOptError("--ort_triton needs the package triton; pip install triton")
 
@@ -236,7 +234,7 @@ def _check_skips(policy: str) -> None:
     names = set(policy.split("|"))
     if names - {*_SKIPS, NO_SKIP}:
         raise MemOptError(
-            f"--ort_skip_check {excerpt(policy)}: allowed are {NO_SKIP}, or of {', '.join(_SKIPS)} several with |"
+            f"--ort_skip_check {excerpt(policy)}: allowed: {NO_SKIP}, or any of {', '.join(_SKIPS)} joined by |"
         )
     if NO_SKIP in names and len(names) > 1:
         raise MemOptError(f"--ort_skip_check {excerpt(policy)}: {NO_SKIP} turns all others off; give it alone")
@@ -259,7 +257,7 @@ def _check_deepspeed() -> None:
         raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {last} or older, which is not installed")
     if tuple(int(part) for part in installed[1].split("+")[0].split(".")[:3] if part.isdigit()) > _LAST_DEEPSPEED:
         raise MemOptError(
-            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {last}, and {installed[1]} "
+            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {last}, but {installed[1]} "
             "is installed; use ZeRO 0, 1 or 2"
         )
 
@@ -271,8 +269,8 @@ def check_model(options: OrtOptions, model: torch.nn.Module) -> None:
     on_cpu = [name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"]
     if needs_cuda and on_cpu:
         raise UnsupportedModelError(
-            f"{needs_cuda[0]} needs CUDA, and {type(model).__name__} is on the CPU; move it to a GPU or leave that "
-            "option out"
+            f"{needs_cuda[0]} needs CUDA, and {type(model).__name__} is on the CPU; move it to a GPU or leave out "
+            "that option"
         )
 
 
@@ -330,7 +328,7 @@ _ATTRIBUTES = {
 def _one_of(values: Mapping[str, Any], allowed: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if text not in values:
-            raise ValueError(f"allowed are {allowed}")
+            raise ValueError(f"allowed: {allowed}")
         return values[text]
 
     return read
@@ -348,7 +346,7 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError("allowed are whole numbers") from None
+        raise ValueError("allowed: whole numbers") from None
 
 
 def _fallback(text: str) -> bool:
@@ -356,7 +354,7 @@ def _fallback(text: str) -> bool:
     allowed = ("FALLBACK_DISABLE", *unsupported, "FALLBACK_BAD_INITIALIZATION")
     if text not in allowed:
         forced = "; the forced policies are for ONNX Runtime's own tests" if "FORCE_TORCH" in text else ""
-        raise ValueError(f"allowed are {', '.join(allowed)}{forced}")
+        raise ValueError(f"allowed: {', '.join(allowed)}{forced}")
     return text != "FALLBACK_DISABLE"
 
 
@@ -392,9 +390,9 @@ _NOT_USED = {
     "PRINT_INPUT_DENSITY": "not used; --log_input_density shows it",
     "PRINT_MEMORY_STATS": "not used; --log_memory_phases shows them",
     "FALLBACK_RETRY": "not used; after --ort_fallback has fallen back, a changed model is tried again",
-    "JSON_CONFIG_PATH": "not used; ONNX Runtime reads it in load_config_from_json only, give the flags instead",
-    "IS_DETERMINISTIC": "no variable of ONNX Runtime; it follows torch.use_deterministic_algorithms()",
-    "TORCH_CPP_DIR": "no variable of ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets the folder of its extensions",
+    "JSON_CONFIG_PATH": "not used; ONNX Runtime reads it only in load_config_from_json, so give the flags instead",
+    "IS_DETERMINISTIC": "not a variable of ONNX Runtime, which follows torch.use_deterministic_algorithms()",
+    "TORCH_CPP_DIR": "not a variable of ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets the folder of its extensions",
     "EXTERNAL_TORCH_CPP_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
     "EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
 }

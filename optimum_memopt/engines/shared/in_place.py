@@ -35,8 +35,8 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
     holder = engine_of(model)
     if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
-            f"{type(model).__name__} already has the {holder.name} engine attached; detach it first: detach() of what "
-            "optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
+            f"{type(model).__name__} already has the {holder.name} engine attached; detach it first, with detach() of "
+            "the engine that optimize() returned, or with trainer.memopt.detach()"
         )
     _engines[model] = weakref.ref(engine)
 
@@ -78,7 +78,7 @@ class InPlaceEngine(Engine):
     @property
     def _attached(self) -> Attached:
         if self._last_attached is None:
-            raise RuntimeError(f"the {self.name} engine has no model: attach() comes first")
+            raise RuntimeError(f"the {self.name} engine has no model; call attach() first")
         return self._last_attached
 
     @property
@@ -144,14 +144,14 @@ class InPlaceEngine(Engine):
         name, asked = type(self._model).__name__, self._selection.name
         missing = f"{asked} cannot apply" if asked else "there is no plan table"
         if self._attached.training_forward.is_replaced:
-            unused = f"the forward of {name} was replaced behind the {self.name} engine, which does not run: {missing}"
-            instead = "replace it before optimize or attach"
+            unused = f"the forward of {name} was replaced after the {self.name} engine, which does not run: {missing}"
+            instead = "replace it before calling optimize or attach"
         else:
             unused = (
-                f"training calls parts of {name}, and not its forward, which is what the {self.name} engine runs: "
+                f"training calls submodules of {name} instead of its forward, so the {self.name} engine does not run: "
                 f"{missing}"
             )
-            instead = "give the part an engine of its own, as in optimize(model.base_model, memory_opt_level=1)"
+            instead = "attach an engine to the submodule, as in optimize(model.base_model, memory_opt_level=1)"
         if asked:
             raise UnsupportedModelError(unused, instead)
         get_logger().warning(f"{unused}; {instead}")
@@ -191,15 +191,15 @@ class InPlaceEngine(Engine):
         )
         if offloads and self._selection.budget is None:
             get_logger().warning(
-                "its offload is off too, so layers' inputs stay on the device; with --memory_opt_budget those are "
-                "offloaded that the budget has no room for"
+                "its offload is off too, so layer inputs stay on the device; --memory_opt_budget offloads those that "
+                "do not fit"
             )
 
     def _replace_compilation(self) -> None:
         if names := self._attached.compilation.switch_off():
             get_logger().info(
                 f"Module.compile of {abbreviate(names, most=1)} is off while the {self.name} engine trains "
-                f"{type(self._model).__name__}, whose operators it has to see"
+                f"{type(self._model).__name__}, since the engine must see its operators"
             )
 
     def _check(self, model: torch.nn.Module) -> None:

@@ -37,12 +37,12 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
         return "deepspeed is not installed; pip install 'optimum-memopt[deepspeed]', or use torch_fused_adamw"
     if needs_cpu and device != "cpu":
         return (
-            f"DeepSpeedCPUAdam steps on the CPU, this run is on {device}; turn on DeepSpeed's offload_optimizer, or "
-            "use deepspeed_fused_adam"
+            f"DeepSpeedCPUAdam steps on the CPU, but this run is on {device}; turn on DeepSpeed's offload_optimizer, "
+            "or use deepspeed_fused_adam"
         )
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     if not needs_cpu and accelerator.partition(":")[0] != device:
-        return f"DeepSpeed builds for {accelerator}, this run is on {device}; set DS_ACCELERATOR={device}"
+        return f"DeepSpeed builds for {accelerator}, but this run is on {device}; set DS_ACCELERATOR={device}"
     operator = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder)()
     if not operator.is_compatible():
         return f"DeepSpeed cannot build {operator.name} here ({operator.error_log}); use torch_fused_adamw"
@@ -54,8 +54,8 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
     get_logger().info(f"DeepSpeed compiles its operator {name} at its first use on a machine, which takes minutes")
     if (lock := extension_lock(name)).exists():
         get_logger().warning(
-            f"{lock}: another process compiles {name}, and this one waits for it; a process that was killed leaves "
-            "the file behind: if none compiles, delete it"
+            f"{lock}: waiting for another process that compiles {name}; if there is none, delete this file, which a "
+            "killed process leaves behind"
         )
     return ""
 
@@ -63,7 +63,7 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
 def _build_tools_missing() -> str:
     tools = importlib.import_module("torch.utils.cpp_extension")
     if shutil.which(tools.get_cxx_compiler()) is None:
-        return f"no C++ compiler {tools.get_cxx_compiler()} here; install one or name yours in CXX"
+        return f"no C++ compiler {tools.get_cxx_compiler()} here; install one, or name yours in CXX"
     if not tools.is_ninja_available():
         return "no ninja on the PATH; pip install ninja and activate its environment"
     return ""
@@ -98,7 +98,7 @@ def register_optimizer(name: str, provider: Provider) -> None:
     """Register a value of `--memory_opt_optim`, before `optimum_memopt.options` is imported. Raises ValueError if the
     name is taken."""
     if name in OPTIMIZERS:
-        raise ValueError(f"there is an optimizer {name} already")
+        raise ValueError(f"optimizer {name} is already registered")
     OPTIMIZERS[name] = provider
 
 
@@ -142,8 +142,8 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
         trainer.optimizer_cls_and_kwargs = None
     if not isinstance(optimizer, cls):
         raise MemOptError(
-            f"{FLAG} {name}: {type(trainer).__name__}.create_optimizer makes its own {type(optimizer).__name__}; "
-            "leave one of them out"
+            f"{FLAG} {name}: {type(trainer).__name__}.create_optimizer creates its own {type(optimizer).__name__}; "
+            "leave out one of them"
         )
     return optimizer
 
@@ -157,11 +157,11 @@ def deepspeed_config(trainer: "Trainer") -> dict[str, Any] | None:
 def _conflict(trainer: "Trainer") -> str:
     args = trainer.args
     if trainer.optimizer is not None:
-        return "the Trainer was given an optimizer (optimizers=…); leave one of them out"
+        return "the Trainer was given an optimizer (optimizers=…); leave out one of them"
     if trainer.optimizer_cls_and_kwargs is not None:
-        return "the Trainer was given optimizer_cls_and_kwargs; leave one of them out"
+        return "the Trainer was given optimizer_cls_and_kwargs; leave out one of them"
     if args.optim != type(args).__dataclass_fields__["optim"].default:
-        return f"--optim {getattr(args.optim, 'value', args.optim)} names an optimizer too; leave one of them out"
+        return f"--optim {getattr(args.optim, 'value', args.optim)} names an optimizer too; leave out one of them"
     if args.optim_args:
         return "--optim_args are for Trainer's own optimizers; leave them out"
     return ""
@@ -176,7 +176,7 @@ def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
     if config is None:
         return ""
     if "optimizer" in config:
-        return 'the DeepSpeed config has an "optimizer" of its own, which is the one that runs; leave one of them out'
+        return 'the DeepSpeed config has its own "optimizer", which takes precedence; leave out one of them'
     # accelerate would replace it by DeepSpeedCPUAdam.
     forced = name != "torch_fused_adamw" or config.get("zero_force_ds_cpu_optimizer", True)
     if name != "deepspeed_cpu_adam" and _offloads(config) and forced:

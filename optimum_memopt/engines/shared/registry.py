@@ -56,7 +56,7 @@ _registrations: dict[str, Registration] = {}
 def register_engine(engine: Registration) -> None:
     """Register an engine. Raises ValueError if the name is taken."""
     if engine.name in _registrations or engine.name == AUTO:
-        raise ValueError(f"there is an engine {engine.name} already")
+        raise ValueError(f"engine {engine.name} is already registered")
     _registrations[engine.name] = engine
 
 
@@ -74,7 +74,7 @@ def engine_names() -> tuple[str, ...]:
 def factory(name: str) -> EngineFactory[Any]:
     """Returns the factory of a registered engine. Raises MemOptError if there is no such engine."""
     if name not in _registrations:
-        raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
+        raise MemOptError(f"memory_opt_engine {name!r}: allowed: {', '.join((AUTO, *engine_names()))}")
     return _registrations[name].load()
 
 
@@ -98,7 +98,7 @@ def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tup
     if name != AUTO:
         if missing := factory(name).missing():
             raise MemOptError(f"memory_opt_engine {name}: {missing}")
-        return (name,), "asked for"
+        return (name,), "requested"
     names, reasons = [], []
     for candidate in engine_names():
         engine = factory(candidate)
@@ -126,9 +126,10 @@ def check_flags_of_others(options: Any, name: str) -> None:
     """Refuse flags that the engine `name` does not read. Raises MemOptError."""
     for other in engine_names():
         if other != name and (given := given_flags(options, other)):
+            them = "it" if len(given) == 1 else "them"
             raise MemOptError(
-                f"{', '.join(given)} with the {name} engine: only the {other} engine reads "
-                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine {other}"
+                f"{', '.join(given)} with the {name} engine: only the {other} engine reads {them}; leave {them} out, "
+                f"or give --memory_opt_engine {other}"
             )
 
 

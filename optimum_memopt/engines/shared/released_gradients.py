@@ -40,8 +40,8 @@ _OF_TORCH = (
 _OF_OTHERS = ("transformers.optimization.Adafactor",)
 # Why a step needs all gradients at once, and the remedy, by the setting that causes it.
 _REASONS = {
-    "accumulation": ("gradients are held until the last micro-batch", "give more rows to a micro-batch instead"),
-    "clipping": ("gradients can be clipped when all of them are there", "give --max_grad_norm 0"),
+    "accumulation": ("gradients are held until the last micro-batch", "use larger micro-batches instead"),
+    "clipping": ("clipping needs all gradients at once", "give --max_grad_norm 0"),
     "float16": ("a loss scaler reads all gradients before the optimizer's step", "train in bfloat16"),
     "ranks": ("ranks exchange gradients before the optimizer's step", "train on one device"),
 }
@@ -86,14 +86,14 @@ def check_run(run: Run, **given: str) -> torch.optim.Optimizer:
     """
     optimizer: Any = getattr(run.optimizer, "optimizer", run.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise MemOptError(f"{FLAG} without an optimizer, which steps in the backward: optimize(…, optimizer=…)")
+        raise MemOptError(f"{FLAG} needs the optimizer, to step it in the backward: optimize(…, optimizer=…)")
     check_step(accumulation="gradient_accumulation=True" if run.gradient_accumulation else "", **given)
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_TORCH
     is_known = is_torchs or _is_bitsandbytes(optimizer)
     if not is_known and f"{kind.__module__}.{kind.__qualname__}" not in _OF_OTHERS:
         raise MemOptError(
-            f"{FLAG} with {excerpt(kind.__qualname__)}, which may look at several parameters together; allowed are "
+            f"{FLAG} with {excerpt(kind.__qualname__)}, which may read several parameters together; allowed: "
             f"torch.optim's {', '.join(_OF_TORCH)}, transformers' Adafactor, and bitsandbytes' optimizers"
         )
     return optimizer
@@ -156,7 +156,7 @@ class ReleasedGradients:
         self._stop = weakref.finalize(self, _remove, [*handles, optimizer.register_step_pre_hook(finish)])
         self._stop.atexit = False
         get_logger().info(
-            "gradients are released: the optimizer steps in the backward, and whatever reads or clips gradients after "
+            "gradients are released: the optimizer steps in the backward, so code that reads or clips gradients after "
             "it finds none"
         )
 
@@ -181,9 +181,9 @@ class ReleasedGradients:
             unit = self._units[parameter]
             if parameter in self._stepped or any(parameter is each for each in unit.complete):
                 raise MemOptError(
-                    f"{FLAG}: a gradient of shape {tuple(parameter.shape)} came twice before the optimizer's step, by "
-                    "several backwards or by a reentrant checkpoint; call optimizer.step() after each backward, or "
-                    "leave it out"
+                    f"{FLAG}: a gradient of shape {tuple(parameter.shape)} was computed twice before the optimizer's "
+                    "step, by several backwards or a reentrant checkpoint; call optimizer.step() after each backward, "
+                    "or leave the flag out"
                 )
             if self._order is not None:
                 if not self._order or self._units[self._order[-1][-1]] is not unit:

@@ -2,8 +2,8 @@
 
     python tests/cuda/standin/build.py FOLDER
 
-Calls that no file here answers get a stub that succeeds and does nothing: which ones there are, the libraries of torch
-and Triton's launcher tell.
+Calls that no file here answers get a stub that succeeds and does nothing; their names come from torch's libraries
+and Triton's launcher.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = "libcuda.so.1"
 SOURCES = ("device_memory.c", "device_answers.c")
-# Libraries of torch, and which of their undefined symbols a device would answer.
+# Libraries of torch, and a pattern for the undefined symbols that a device would provide.
 _ASKING = {
     "libc10_cuda.so": r"(__)?cuda[A-Z]|cublas",
     "libtorch_cuda.so": r"(__)?cuda[A-Z]|cublas",
@@ -24,12 +24,12 @@ _ASKING = {
     "libtorch_python.so": r"(__)?cuda[A-Z]|cublas",
     "libcaffe2_nvrtc.so": r"cu[A-Z](?!ile)",
 }
-# What the runtime library itself answers without a device.
+# Symbols that the runtime library itself provides without a device.
 _OF_RUNTIME = re.compile(r"__cuda|cudaGetError(Name|String)$|cudaRuntimeGetVersion$")
 
 
 def build(folder: Path) -> Path:
-    """Compile the library anew, into this folder."""
+    """Compile the library from scratch into this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     stubs = folder / "stubs.c"
     objects = [folder / f"{Path(name).stem}.o" for name in SOURCES]
@@ -54,7 +54,7 @@ def _compile(*paths: "Path | str") -> None:
 
 
 def _headers() -> Path:
-    """The folder of `driver_types.h`: of torch's own CUDA release, whose structs differ from others'."""
+    """Returns the folder of `driver_types.h` of torch's own CUDA release, whose structs differ from other releases."""
     site = _folder("torch").parent
     return next(iter([*site.glob("nvidia/cu1?/include"), *site.glob("nvidia/cuda_runtime/include")]))
 
@@ -69,16 +69,16 @@ def _asked() -> set[str]:
         if re.match(pattern, symbol) and not _OF_RUNTIME.match(symbol)
     }
     driver = _folder("triton") / "backends/nvidia"
-    # Up to Triton 3.5 the launcher is a template in the Python file.
+    # Up to Triton 3.5, the launcher is a template in the Python file.
     launcher = "".join((driver / name).read_text() for name in ("driver.c", "driver.py"))
-    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx), dlsym(…, "…")
+    # Either called by name or looked up by name: defineGetFunctionHandle(…, cuLaunchKernelEx), dlsym(…, "…")
     return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*[()\"]", launcher))
 
 
 def _symbols(library: Path, *options: str) -> Iterator[str]:
     listed = subprocess.run(["nm", *options, library], capture_output=True, text=True, check=True).stdout
     for line in listed.splitlines():
-        # A version may follow: cudaMalloc@libcudart.so.13
+        # A version may follow the name: cudaMalloc@libcudart.so.13
         yield line.split()[-1].split("@")[0]
 
 

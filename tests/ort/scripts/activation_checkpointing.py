@@ -1,4 +1,4 @@
-"""Trains with re-entrant activation checkpointing, and refuses what cannot be exported."""
+"""Trains with re-entrant activation checkpointing, and refuses checkpoints that cannot be exported."""
 
 from optimum_memopt import UnsupportedModelError
 from tests.gradients import accumulate, assert_same_step
@@ -30,7 +30,7 @@ masked["attention_mask"][:, 4:] = 0
 assert_same_step(model, case.build(), case.batch(), masked, case.batch(3, 7, seed=2))
 operators = [node.op_type for node in engine.graph.node]
 assert operators.count("PythonOp") == operators.count("PythonOpGrad") == 2
-assert "Softmax" not in operators  # The layers are PyTorch's.
+assert "Softmax" not in operators  # The layers run in PyTorch.
 
 allowed = {"ort_allow_autograd_checkpoint": True}
 assert_refused("is not re-entrant: the export would lose it", checkpointed("llama", reentrant=False), **allowed)

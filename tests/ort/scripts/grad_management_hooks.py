@@ -47,7 +47,7 @@ for name, options in (("roberta-mlm", {}), ("gpt2", {"memory_opt_level": 1})):
         assert padding.weight.grad is None or not padding.weight.grad[padding.padding_idx].any()
     engine.detach()
 
-# The next model of the process is not managed.
+# The next model in the process is not managed.
 model = ZOO["roberta-mlm"].build()
 engine = managed(model, ort_mem_efficient_grad_mgmt=False)
 assert_same_step(model, ZOO["roberta-mlm"].build(), ZOO["roberta-mlm"].batch())

@@ -32,7 +32,7 @@ dist.all_gather(gathered, vectors[0])
 assert torch.equal(*gathered)
 torch.testing.assert_close(vectors[0], vectors[1], rtol=1e-5, atol=1e-6)
 
-# Under a Trainer DDP searches the autograd graph for unused parameters, and these are not in it.
+# Under a Trainer, DDP searches the autograd graph for unused parameters, and managed ones are not in it.
 try:
     make(sys.argv[1], "roberta-mlm", ort_mem_efficient_grad_mgmt=True)
 except MemOptError as error:

@@ -1,4 +1,4 @@
-"""Compares how many rows ORT leaves out with each sparsity option, and the gradients with plain PyTorch."""
+"""Compares the number of rows that ORT leaves out with each sparsity option, and the gradients with plain PyTorch."""
 
 import torch
 

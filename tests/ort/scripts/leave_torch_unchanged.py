@@ -1,11 +1,11 @@
-"""Trains, and checks that torch, its exporter and the environment are as before."""
+"""Trains, and checks that torch, its exporter and the environment are unchanged."""
 
 import io
 import os
 import sys
 
 import torch
-import torch._dynamo  # Replaces torch.manual_seed itself, whoever imports it.
+import torch._dynamo  # Importing it replaces torch.manual_seed.
 import torch.utils.checkpoint
 
 from optimum_memopt.engines.api.run import Selection

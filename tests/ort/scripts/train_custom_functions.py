@@ -1,4 +1,4 @@
-"""Trains a model through the torch.autograd.Function of the argument; with `pending`, exits before its backward.
+"""Trains a model with the torch.autograd.Function named by the argument; with `pending`, exits before its backward.
 
 The gradients cannot be derived from the forwards: if a function were inlined, they would differ.
 """

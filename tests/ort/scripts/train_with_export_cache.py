@@ -1,4 +1,4 @@
-"""Trains one step with the export cache in the folder of the argument."""
+"""Trains one step with an export cache in the folder given as argument."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""CPUs on which accelerate shards a model by FSDP2; it does so on accelerators alone (1.15, `state.py`).
+"""Makes accelerate shard a model by FSDP2 on CPUs, which it otherwise does only on accelerators (1.15, `state.py`).
 
-accelerators.py SCRIPT …    runs a script with them
+accelerators.py SCRIPT …    runs a script with this patch
 """
 
 import contextlib

@@ -13,7 +13,7 @@ WORDS = ["<unk>", "<pad>", "<s>", "</s>", "good", "fine", "bad", "poor", "film",
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """A tiny RoBERTa with a tokenizer, and rows that it can learn."""
+    """Returns a folder with a tiny RoBERTa, its tokenizer, and rows that it can learn."""
     folder = tmp_path_factory.mktemp("material")
     build("roberta-classification", num_labels=2).save_pretrained(folder / "model")
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))

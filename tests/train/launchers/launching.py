@@ -1,4 +1,4 @@
-"""Starts `worker.py` through a launcher as a user does, on the CPU, and reads what its ranks wrote."""
+"""Starts `worker.py` through a launcher as a user does, on the CPU, and reads its ranks' results."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker.py")
 PROGRAMS = Path(sys.executable).parent
 
-# Several machines' worth of processes in one: each is to compute with one thread, and none is to find a GPU.
+# Many processes share this machine, so each computes with one thread; no process sees a GPU.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -32,13 +32,13 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
 }
 
-# Seconds: DeepSpeed may build two operators first, and the machine may be busy.
+# Timeout in seconds: DeepSpeed may first build two operators, and the machine may be busy.
 LONG = 1100
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
-# It builds the operators that it needs when they are first used.
+# DeepSpeed builds its operators at their first use.
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or shutil.which("ninja", path=f"{PROGRAMS}:{os.environ.get('PATH', '')}") is None,
     reason="DeepSpeed's operators need c++ and ninja",
@@ -46,11 +46,12 @@ needs_compiler = pytest.mark.skipif(
 
 
 def launcher(name: str, *, zero: int | None = None, processes: int = 2) -> list[str]:
-    """The command of a launcher up to the script; `python` starts one process.
+    """Returns the command of a launcher up to the script; `python` starts one process.
 
     Args:
-        processes: of torchrun.
-        zero: the stage, for accelerate, whose launcher is told and not the script.
+        name: name of the launcher.
+        zero: the ZeRO stage, which accelerate takes from its launcher and not from the script.
+        processes: number of processes of torchrun.
     """
     if name == "python":
         return [sys.executable]
@@ -64,14 +65,14 @@ def launcher(name: str, *, zero: int | None = None, processes: int = 2) -> list[
 
 
 def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; stdout and stderr are kept."""
+    """Run a command to its end, and capture stdout and stderr."""
     command = list(map(str, command))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **environment}, **pipes)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
-        # Out of time, here or by pytest's clock: a launcher that is killed leaves its ranks behind.
+        # Timed out, here or by pytest's timeout: killing a launcher does not end its ranks.
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.wait()
@@ -103,13 +104,13 @@ class Done:
         return self.process.stdout + self.process.stderr
 
     def ranks(self, job: str) -> list[dict[str, Any]]:
-        """Returned by each rank from a job, in their order."""
+        """Returns the results of a job by rank."""
         paths = sorted(self.folder.glob(f"{job}.[0-9].json"))
         assert paths, f"{job} left nothing:\n{self.output[-4000:]}"
         return [json.loads(path.read_text()) for path in paths]
 
     def trained(self, job: str) -> list[dict[str, Any]]:
-        """The same, of a job that was not refused."""
+        """Returns the results of a job by rank, and checks that it was not refused."""
         ranks = self.ranks(job)
         assert not any("error" in each for each in ranks), ranks
         return ranks
@@ -119,7 +120,7 @@ class Done:
 
 
 def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **environment: str) -> Done:
-    """Run the jobs in the processes that `command` starts; a launch that breaks off fails the test."""
+    """Run the jobs in the processes that `command` starts; a crashed launch fails the test."""
     return _checked(Done(folder, start([*command, WORKER, write_jobs(folder, jobs)], **environment)))
 
 
@@ -141,7 +142,7 @@ worker.main()
 
 
 def run_jobs_on_two_ranks(folder: Path, jobs: Sequence[Job], **environment: str) -> Done:
-    """Run the jobs on two ranks without a launcher, in two thirds of the time: imports are made once."""
+    """Run the jobs on two ranks without a launcher, in two thirds of the time since imports run once."""
     path, variables = write_jobs(folder, jobs), {**os.environ, **ENVIRONMENT, **environment}
     done = fresh_process.run("-c", _TWO_RANKS, LONG, path, environment=variables, timeout=LONG)
     return _checked(Done(folder, done))

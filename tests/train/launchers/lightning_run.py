@@ -1,6 +1,6 @@
-"""A rank of a Lightning run under FSDP2, by its `ModelParallelStrategy`: `lightning_run.py FOLDER {plain,level 1}`.
+"""A rank of a Lightning run under FSDP2 with `ModelParallelStrategy`: `lightning_run.py FOLDER {plain,level 1}`.
 
-The first rank leaves the weights of all ranks, the losses and the header of the table.
+The first rank writes the full weights, the losses and the table's header.
 """
 
 import json
@@ -68,7 +68,7 @@ def main(folder: Path, way: str) -> None:
         for count, seed in ((16, 0), (8, 1))
     )
     trainer.fit(module, train, validation)
-    # A validation has left what the model itself gathers.
+    # After a validation the model's own parameters may still be gathered.
     weights = {
         name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
         for name, each in module.model.named_parameters()

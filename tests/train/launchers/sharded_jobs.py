@@ -1,4 +1,4 @@
-"""Trainings of models whose parameters ranks share, each beside that of a stock Trainer."""
+"""Jobs that train sharded models, each with the job of a stock Trainer to compare with."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from tests.train.launchers.worker import Job
 
 LAYERS = {"llama": "LlamaDecoderLayer", "roberta-classification": "RobertaLayer", "mixtral": "MixtralDecoderLayer"}
 DEPTH = 3
-# A chain of layers so long that it is worth to cut it, and more tokens than a layer has columns.
+# A chain of layers long enough for segments to pay off, and more tokens than a layer has columns.
 SEGMENTS: dict[str, Any] = {
     "segments": True,
     "config": {"num_hidden_layers": 9},
@@ -23,11 +23,15 @@ SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
 def compared(name: str, folder: Path, stock: dict[str, Any], ours: dict[str, Any], **fields: Any) -> Iterator[Job]:
-    """A stock Trainer's job with these arguments, ours, and where checkpoints are saved ours resumed; where layers run
-    in segments ours by the plan file, too.
+    """Yields a stock Trainer's job and the engine's; also one that resumes if checkpoints are saved, and one with the
+    saved plan file if layers run in segments.
 
     Args:
-        fields: of all of them; `segments` of ours.
+        name: prefix of the jobs' names.
+        folder: where the jobs run.
+        stock: arguments of the stock Trainer.
+        ours: arguments of the Trainer with the engine.
+        fields: fields of all jobs, except `segments`, which is set only for the engine's.
     """
     segments = fields.pop("segments", False)
     job = functools.partial(Job, **{"config": {"num_hidden_layers": DEPTH}, **fields})

@@ -1,10 +1,9 @@
-"""Each of two processes: steps of a loop of its own on models that `fully_shard` has sharded, without an engine and
-with one.
+"""Trains models that `fully_shard` has sharded in a custom loop on two ranks, with and without an engine.
 
     sharded_loops.py CASE …
 
-Prints, on rank 0, a line of JSON for each case: how far parameters are apart in the end and the table's header, or
-the error.
+Rank 0 prints a line of JSON for each case: the distance of the trained parameters and the table's header, or the
+error.
 """
 
 import functools
@@ -30,10 +29,10 @@ from tests.trainer_runs import distance
 STEPS = 3
 DIMENSIONS = ("replicate", "shard")
 IMAGES = "qwen2-vl"
-# One rank has padding, or rows as long as the window of local attention, in one step; all others have none. Under a
-# budget.
+# Under a budget, one rank has padding, or rows as long as the window of local attention, in one step; all other
+# batches have neither.
 PADDING, WINDOW = "padding", "window"
-# One rank has another plan.
+# One rank has a different plan.
 OTHER_PLAN = "other_plan"
 TOKENS = 9
 
@@ -76,7 +75,7 @@ def of_local_attention() -> torch.nn.Module:
 
 
 def of_images() -> torch.nn.Module:
-    """Layers of a vision tower and of the language model that reads its images."""
+    """Returns a model whose vision tower and language model have sharded layers."""
     model = ZOO[IMAGES].build("sdpa")
     for layer in (*model.model.visual.blocks, *model.model.language_model.layers):
         fully_shard(layer)
@@ -85,8 +84,8 @@ def of_images() -> torch.nn.Module:
 
 
 def quantized(storage: torch.dtype) -> torch.nn.Module:
-    """NF4 with adapters. Shares of packed weights in bytes FSDP2 does not have (accelerate 1.15 says so, and leaves
-    them whole), of those in another type it does."""
+    """Returns an NF4 model with adapters. FSDP2 cannot shard weights packed into bytes (accelerate 1.15 says so, and
+    leaves them whole), but shards those packed into another type."""
     peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
@@ -106,7 +105,7 @@ def quantized(storage: torch.dtype) -> torch.nn.Module:
 
 
 def reduced(model: torch.nn.Module) -> None:
-    """Average the gradients of parameters that FSDP2 leaves alone."""
+    """Average the gradients of parameters that FSDP2 does not manage."""
     for parameter in model.parameters():
         if parameter.grad is not None and not isinstance(parameter, DTensor):
             torch.distributed.all_reduce(parameter.grad)

@@ -1,5 +1,5 @@
-"""A rank that is killed in the middle of an epoch: the other ends soon and says why, and the run goes on from its
-checkpoint as if nothing had happened."""
+"""A rank is killed in the middle of an epoch: the other one ends soon and says why, and the run resumes from its
+checkpoint with the same result as an uninterrupted run."""
 
 import json
 import os
@@ -32,19 +32,19 @@ KINDS = {
     "fsdp2": replace(TRAINED, engine="compile", model="llama", arguments=SHARDED, config={"num_hidden_layers": DEPTH}),
 }
 SOON = 240
-# Until the checkpoint, and until the end.
+# Seconds until the checkpoint, and from there until the end.
 BY_THEMSELVES = 400 + SOON
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """One run of each kind."""
+    """Run one job of each kind without interruption."""
     jobs = [replace(job, name=kind) for kind, job in KINDS.items()]
     return launching.run_jobs(launching.launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), jobs)
 
 
 def wait_for_checkpoint(folder, seconds=400):
-    """The moment at which the checkpoint is complete, which is soon before the death."""
+    """Wait until the checkpoint is complete, shortly before the rank is killed, and return the time."""
     end = time.monotonic() + seconds
     while not (folder / f"checkpoint-{SAVED}" / "trainer_state.json").exists():
         assert time.monotonic() < end, "no checkpoint"
@@ -53,7 +53,7 @@ def wait_for_checkpoint(folder, seconds=400):
 
 
 def resumed(folder, kind, uninterrupted):
-    """How far the weights of the run that goes on are from those of the run that was never interrupted."""
+    """Resume the run, and return the distance of its weights from those of the uninterrupted run."""
     checkpoints = {path.name for path in (folder / "dying-output").glob("checkpoint-*")}
     assert checkpoints == {f"checkpoint-{SAVED}"}
     checkpoint = str(folder / "dying-output" / f"checkpoint-{SAVED}")
@@ -100,7 +100,7 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage":
     ids=["ddp", "zero_1"],
 )
 def test_without_an_agent(tmp_path, deepspeed):
-    """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
+    """Without an elastic agent, the remaining process ends by itself."""
     path = launching.write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
     environment = {**os.environ, **launching.ENVIRONMENT}
     script = BY_HAND.format(path=str(path), seconds=BY_THEMSELVES)

@@ -1,6 +1,6 @@
-"""FSDP2 with layers as the unit, on two ranks: losses and weights are bitwise those without the package.
+"""FSDP2 with layers as the compilation unit, on two ranks: losses and weights are bitwise those without the package.
 
-Of the launches `make test` takes the first one, without a launcher; ZeRO 3 has torchrun there.
+`make test` runs only the first launch, without a launcher; for ZeRO 3 it uses torchrun.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.trainer_runs import CLOSE, distance
 
 
 def fsdp(model: str, **config: Any) -> dict[str, Any]:
-    """Arguments of a Trainer."""
+    """Returns a Trainer's arguments for FSDP2."""
     policy = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": LAYERS[model]}
     return {"fsdp": True, "fsdp_config": {"version": 2, **policy, **config}}
 
@@ -35,7 +35,7 @@ def jobs(
 ) -> Iterator[Job]:
     by_trainer = {} if fields.get("distributed") else fsdp(model, **(fsdp_config or {}))
     shared = {**by_trainer, **(arguments or {})}
-    # Chunks change the order of sums.
+    # A chunked loss changes the order of sums.
     ours = {"memory_opt_loss": "plain", **(plan or {"memory_opt_level": 1}), **shared}
     return compared(name, folder, shared, ours, model=model, **fields)
 
@@ -52,13 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
     "config": {"model": "roberta-classification", "plan": {"memory_opt_config": "Gelu+:1:2"}},
     "experts": {"model": "mixtral", "arguments": {"bf16": True}},
     "tied": {"config": TIED, "arguments": {"eval_strategy": "steps", "eval_steps": 2}},
-    # Accelerate's checkpointing does not know of caches.
+    # accelerate's checkpointing does not support key-value caches.
     "checkpointing": {
         "config": {"num_hidden_layers": DEPTH, "use_cache": False},
         "plan": {"memory_opt_level": 0},
         "fsdp_config": {"activation_checkpointing": True},
     },
-    # Sharded by transformers while it loads; replicas, too.
+    # transformers shards, or replicates, the model while loading it.
     "native": {"distributed": {"fsdp_size": 2}, "arguments": {"bf16": True, **ACCUMULATION}},
     "replicas": {"distributed": {"fsdp_size": 1, "dp_replicate_size": 2}, "plan": {"memory_opt_budget": "90%"}},
     "tied_lora": {**LORA, "config": TIED},
@@ -75,7 +75,7 @@ LAUNCHES = (
     "native replicas tied_lora",
     "segments",
 )
-# Chunks change the order of sums.
+# A chunked loss changes the order of sums.
 ROUNDS = ("chunked",)
 
 
@@ -124,7 +124,7 @@ def compare(launched_by: str, tmp_path: Path, names: str) -> None:
             assert not [line for line in lines if "graph break" in line or "NOT " in line or "one graph for" in line]
 
 
-# Of both numbers of ranks the same rows in each step.
+# Both numbers of ranks have the same rows in each step.
 ROWS, SAVED_AT = 40, 2
 WHOLE, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 

@@ -1,5 +1,5 @@
-"""Several processes through each launcher: which launches are refused, that ranks train as one and agree on the plan,
-and that each finding is said once."""
+"""Several processes through each launcher: wrong launches are refused, ranks train as one process and agree on the
+plan, and each message is printed once."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 
 STEPS = 10
-# Two ranks take the rows of one process with batches of twice the size, in the same order. The model is one that
-# divides its loss by the number of tokens in all ranks' batches, or that of `Job`, whose loss is a mean of rows:
-# Trainer scales the loss of RoBERTa and BERT as if they did the former (transformers 5.23), so that there even a stock
-# Trainer trains otherwise on two ranks.
+# Two ranks take the same rows in the same order as one process with batches of twice the size. The model divides its
+# loss by the number of tokens in all ranks' batches, or is the default of `Job`, whose loss is a mean over rows:
+# Trainer scales the loss of RoBERTa and BERT as if they did the former (transformers 5.23), so with them even a stock
+# Trainer trains differently on two ranks.
 MODEL = "gpt2"
 TWO = {"per_device_train_batch_size": 4, "max_steps": STEPS, "memory_opt_level": 1}
 ONE = {"per_device_train_batch_size": 8, "max_steps": STEPS}
@@ -30,7 +30,7 @@ OBSERVED = {"log_input_density": True, "log_memory_phases": True}
 ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
 BUDGET = {"per_device_train_batch_size": 4, "max_steps": 2, "memory_opt_engine": "compile", "memory_opt_budget": "90%"}
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
-# Bitwise whatever the plan, without the chunked loss.
+# Without the chunked loss, results are bitwise equal under any plan.
 REPLAN = {"per_device_train_batch_size": 4, "max_steps": 3, "memory_opt_engine": "compile"}
 REPLAN |= {"memory_opt_loss": "plain", "memory_opt_on_oom": "replan"}
 
@@ -40,7 +40,7 @@ OWN = {"memory_opt_config": "Gelu+:1:-1"}
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """`accelerate launch` with two processes."""
+    """Run the jobs under `accelerate launch` with two processes."""
     folder = tmp_path_factory.mktemp("two")
     jobs = [
         Job("steps", model=MODEL, rows=ROWS, arguments={**TWO, **SAVING, **OBSERVED}),
@@ -50,7 +50,7 @@ def two_ranks(tmp_path_factory):
         Job("other-variable", arguments=OWN, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
         Job("other-plan", arguments=OWN, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
         Job("fails-at-once", arguments=OWN, rank_arguments={"0": {"memory_opt_log_file": str(folder)}}),
-        # Of a host for as many processes a share of nothing.
+        # The host's memory is divided by the number of processes, which leaves nothing.
         Job("fails-in-a-step", arguments=BUDGET, environment={"1": {"LOCAL_WORLD_SIZE": "99999999"}}),
         Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
         Job("after-all-this", arguments=OWN),
@@ -61,7 +61,7 @@ def two_ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks_that_plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    # As on two machines, each with a cache of its own.
+    # Each rank has its own cache, as on two machines.
     caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
     jobs = [
         Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
@@ -74,7 +74,7 @@ def two_ranks_that_plan(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(two_ranks, tmp_path_factory):
-    """A stock Trainer on the same rows in one process, and from the checkpoint of the two ranks."""
+    """Train a stock Trainer on the same rows in one process, and resume from the two ranks' checkpoint."""
     jobs = [
         Job("steps", "plain", model=MODEL, rows=ROWS, arguments={**ONE, **SAVING}),
         Job("accumulation", "plain", rows=ROWS, arguments={**ONE, **ACCUMULATING}),
@@ -120,7 +120,7 @@ def test_ranks_have_the_same_plans_on(two_ranks, prefix):
 
 @pytest.mark.nightly
 def test_two_ranks_under_a_budget_agree(two_ranks_that_plan):
-    """`90%` of a host is that share of each rank's part of it."""
+    """Two ranks resolve a budget of `90%` to that share of each rank's part of the host."""
     ranks = two_ranks_that_plan.trained("compile-budget")
     assert ranks[0]["digest"] == ranks[1]["digest"]
     budgets = [re.search(r"budget ([\d.]+) GiB", rank["table"]["header"][0])[1] for rank in ranks]
@@ -137,11 +137,11 @@ def test_one_rank_measures_for_all(two_ranks_that_plan):
 
 @pytest.mark.nightly
 def test_two_ranks_take_the_same_micro_batch(two_ranks_that_plan, one_rank):
-    """With other sizes than the other's a rank would wait for its gradients for ever."""
+    """Both ranks choose the same micro-batch; with different ones a rank would wait for gradients forever."""
     ranks = two_ranks_that_plan.trained("batch-auto")
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert [rank["steps"] for rank in ranks] == [HALF, HALF]
-    assert two_ranks_that_plan.output.count("to each optimizer step of 8 rows a rank") == 1
+    assert two_ranks_that_plan.output.count("per optimizer step of 8 rows a rank") == 1
     assert distance(two_ranks_that_plan.weights("batch-auto"), one_rank.weights("accumulation")) < 1e-5
 
 
@@ -149,12 +149,12 @@ def test_two_ranks_take_the_same_micro_batch(two_ranks_that_plan, one_rank):
 def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks_that_plan):
     ranks, enough = (two_ranks_that_plan.trained(name) for name in ("replan", "replan-enough"))
     assert ranks[0]["digest"] == ranks[1]["digest"] == enough[0]["digest"]
-    said = [[line for line in rank["lines"] if "running it again" in line] for rank in ranks]
+    said = [[line for line in rank["lines"] if "rerunning it" in line] for rank in ranks]
     assert not said[0] and [line[:6] for line in said[1]] == ["step 1", "step 2"]
 
 
 def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):
-    """DDPOptimizer of torch would cut it at each bucket of gradients."""
+    """The compiled forward stays one graph; torch's DDPOptimizer would split it at each gradient bucket."""
     for rank in two_ranks.trained("compile-steps"):
         assert not any("graphs" in line for line in rank["lines"])
 
@@ -170,13 +170,14 @@ def test_everything_is_said_once(two_ranks):
 
 DIFFERENCES = {
     "other-variable": (
-        "rank 1 does not train as rank 0 does: ORTMODULE_PRINT_INPUT_DENSITY in the environment: nothing on rank 0, "
-        "1 on rank 1"
+        "rank 1 trains with a different setup than rank 0: ORTMODULE_PRINT_INPUT_DENSITY in the environment: nothing "
+        "on rank 0, 1 on rank 1"
     ),
     "other-plan": (
-        "rank 1 does not train as rank 0 does: --memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on rank 1"
+        "rank 1 trains with a different setup than rank 0: --memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on "
+        "rank 1"
     ),
-    "fallback": "rank 1 does not train as rank 0 does: --ort_fallback: False on rank 0, True on rank 1",
+    "fallback": "rank 1 trains with a different setup than rank 0: --ort_fallback: False on rank 0, True on rank 1",
 }
 
 
@@ -221,16 +222,16 @@ def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
         assert distance(done.weights(name), two_ranks.weights("steps")) < 1e-5
 
 
-# Launches that come out as processes which each train alone.
+# Launches whose processes would each train alone.
 
 ACCELERATE = [launching.PROGRAMS / "accelerate", "launch"]
-ADD_USE_CPU = "but would train alone, as each of them: on a machine without a GPU add --use_cpu true"
-WRITE_MULTI_GPU = "write: accelerate launch --multi_gpu --num_processes 2 "
+ADD_USE_CPU = "but each of them would train on its own: on a machine without a GPU add --use_cpu true"
+WRITE_MULTI_GPU = "run: accelerate launch --multi_gpu --num_processes 2 "
 CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
 
 
 def trap(command, folder, **arguments):
-    """The errors of the processes: of all, unless a launcher ends the others when the first one ends."""
+    """Run a job, and return the processes' errors; a launcher may end the others after the first error."""
     done = launching.run_jobs(command, folder, [Job("job", rows=4, arguments={"max_steps": 1, **arguments})])
     return [line for line in done.output.splitlines() if line.startswith("error: ")], done
 

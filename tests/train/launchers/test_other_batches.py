@@ -1,7 +1,7 @@
-"""Two ranks whose batches are of different kinds, of which the first batch decides nothing: weights are those of stock
-ranks. And ranks with other options, which end before the first forward.
+"""Two ranks train on batches of different kinds, whichever comes first, and end with the weights of stock ranks; ranks
+with different options end before the first forward.
 
-Of the launches `make test` takes the first one.
+`make test` runs only the first launch.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ from tests.train.launchers.worker import Job
 from tests.trainer_runs import CLOSE, distance
 
 LATE = {"0": ["whole"], "1": ["whole", "whole", "padded", "whole"]}
-# The kinds of each rank's batches, in turn; see `Batches`. All but the late ones begin with two kinds.
+# The kinds of each rank's batches, in order; see `Batches`. All but LATE begin with a different kind on each rank.
 BATCHES = {
     "padding": {"0": ["whole", "padded", "whole"], "1": ["padded", "whole"]},
-    # Of data whose lengths are not known; under a budget that needs segments of layers, too.
+    # With data of unknown lengths; "segments" has a budget that needs segments of layers.
     "late": LATE,
     "segments": LATE,
     "window": {"0": ["whole", "long", "whole"], "1": ["long", "whole"]},
@@ -41,13 +41,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "config": {"memory_opt_config": "QuickGelu+:1:2"},
     "budget": {"memory_opt_budget": "90%"},
 }
-# Rows of each rank are shorter, but for the long ones.
+# Each rank's rows are shorter than the window, except in "long" batches.
 WINDOW = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 0}
 ZERO_2 = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
 
 
 def sharding(shared_by: str, layer: str, is_stock: bool) -> dict[str, Any]:
-    """Arguments of a Trainer; a stock one under ZeRO 3 is told of the layers."""
+    """Returns a Trainer's arguments; a stock one under ZeRO 3 gets the layers as leaf modules."""
     if shared_by == "fsdp2":
         return fsdp("llama", transformer_layer_cls_to_wrap=layer)
     configs = {"zero_2": ZERO_2, "zero_3": zero_3(layer if is_stock else "", **RELEASED)}
@@ -55,7 +55,7 @@ def sharding(shared_by: str, layer: str, is_stock: bool) -> dict[str, Any]:
 
 
 def job(shared_by: str, batches: str, plan: str) -> Job:
-    """A training; `plan` may be `stock`."""
+    """Returns the job of a training; `plan` may be `stock`."""
     is_stock, is_cut, has_window = plan == "stock", batches == "segments", batches == "window"
     model, layer = ("qwen2", "Qwen2DecoderLayer") if has_window else ("llama", "LlamaDecoderLayer")
     ours = {} if is_stock else {"memory_opt_loss": "plain", **PLANS[plan]}
@@ -73,7 +73,7 @@ def job(shared_by: str, batches: str, plan: str) -> Job:
     )
 
 
-# With other options on rank 1, and what is said of them.
+# Different options on rank 1, and the difference in the error.
 OTHER_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "budget": (
         {"memory_opt_level": 0, "memory_opt_budget": "90%"},
@@ -92,7 +92,7 @@ def other_options(name: str) -> Job:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """Ranks that train, and ranks that are refused."""
+    """Run jobs that train, and jobs that are refused."""
     cells = ("ddp-padding-stock", "ddp-padding-level")
     jobs = [*map(other_options, OTHER_OPTIONS), *(job(*cell.split("-")) for cell in cells)]
     return run_jobs_on_two_ranks(tmp_path_factory.mktemp("launched"), jobs)
@@ -109,7 +109,7 @@ def check(done: Done, *cells: str) -> None:
             header = rank["table"]["header"][0]
             assert ("recomputed twice (segments)" in header) == cell.startswith("fsdp2-segments")
             assert rank["table"]["plans"] and not [line for line in rank["lines"] if "NOT " in line]
-            # Before and in the first forward alone.
+            # Ranks exchange objects only before and in the first forward.
             assert len(set(rank["exchanges"])) == 1
 
 
@@ -128,7 +128,7 @@ def test_padding_on_one_rank_without_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_later_padding_on_one_rank_of_those_that_gather_parameters(tmp_path: Path) -> None:
-    """It alone compiles another graph."""
+    """The rank with later padding compiles another graph, the other rank does not."""
     done = run_jobs(launcher("torchrun"), tmp_path, [job("fsdp2", "late", plan) for plan in ("stock", "level")])
     check(done, "fsdp2-late-level")
     said = [
@@ -140,7 +140,7 @@ def test_later_padding_on_one_rank_of_those_that_gather_parameters(tmp_path: Pat
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
 def test_other_options_on_one_rank(launched: Done, name: str) -> None:
-    line = f"rank 1 does not train as rank 0 does: {OTHER_OPTIONS[name][1]}"
+    line = f"rank 1 trains with a different setup than rank 0: {OTHER_OPTIONS[name][1]}"
     assert [(rank["error"], rank["steps"]) for rank in launched.ranks(f"other-{name}")] == [(line, 0)] * 2
 
 

@@ -1,4 +1,4 @@
-"""The configs beside the examples, given to the launchers as the READMEs say, with a tiny model."""
+"""The examples' configs work with the launchers as the READMEs describe, on a tiny model."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ def configs(name):
 
 
 def run_glue(command, material, folder, *flags):
-    """Three steps of run_glue in two processes of batch 4."""
+    """Run three steps of run_glue in two processes with batch size 4."""
     data = ["--model_name_or_path", material / "model", "--train_file", material / "rows.json"]
     quick = ["--use_cpu", "true", "--max_steps", 3, "--per_device_train_batch_size", 4, "--report_to", "none"]
     own = ["--memory_opt_engine", "ort", "--log_level", "info"]
@@ -38,7 +38,7 @@ def run_glue(command, material, folder, *flags):
 
 
 def check_trained(done):
-    # torch 2.13's gloo now and then aborts when the interpreter ends; what follows says that all was done by then.
+    # torch 2.13's gloo sometimes aborts when the interpreter exits; the checks below show that the run was complete.
     assert done.returncode == 0 or "(SIGABRT)" in done.stderr, done.stderr[-4000:]
     assert TOTAL in done.stdout + done.stderr
     assert done.stderr.count("Memory plans of the ort engine") == 1
@@ -67,7 +67,7 @@ def test_deepspeeds_configs_say_their_stage_and_fused_adam(stage):
 
 
 def commands(name):
-    """The commands of a README that name a script, in a block or a table, with their line breaks joined."""
+    """Returns the README's commands that run its script, from blocks and tables, with line breaks joined."""
     text = (EXAMPLES / name / "README.md").read_text().replace("\\\n", " ")
     lines = [part for line in text.splitlines() for part in line.split("`")]
     return [shlex.split(line.strip()) for line in lines if f"examples/{name}/{name}.py --" in line]
@@ -82,7 +82,7 @@ def commands(name):
     ids=["run_glue", "run_mlm"],
 )
 def test_the_commands_of_the_readmes_can_be_read(request, kinds):
-    """Their flags exist and their files are there; that they train was seen when they were written."""
+    """The READMEs' commands have valid flags and files; that they train was checked when they were written."""
     name = request.node.callspec.id
     found = commands(name)
     assert len(found) >= 10

@@ -1,4 +1,4 @@
-"""Processes: what a script ends in for the user, its exit code and its last line; and a real lack of memory."""
+"""Scripts in processes: the exit code and last line that a user sees, and a real out-of-memory error."""
 
 import sys
 from dataclasses import fields
@@ -29,11 +29,11 @@ def test_help_lists_the_flags():
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert all(f"--{field.name} " in text for field in fields(MemOptOptions))
-    assert "Plans to turn on, cluster_id:strategy:count separated by commas" in text
+    assert "Plans to enable: cluster_id:strategy:count separated by commas" in text
 
 
 def test_a_recipe_trains(material, tmp_path):
-    """With a name that only CUDA has."""
+    """A recipe trains with a plan name that exists only on CUDA."""
     flags = "--memory_opt_engine ort --memory_opt_config BiasGelu+:1:-1 --ort_fallback false"
     done = run_glue(material, tmp_path, *flags.split(), "--log_input_density", "--log_memory_phases")
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,8 @@ def test_a_recipe_trains(material, tmp_path):
 
 
 def test_a_refusal_ends_in_one_line(material, tmp_path):
-    """At the first step, the last moment; `test_options.py` and `test_trainer_errors.py` have the others."""
+    """A refusal at the first step, the latest possible, is one line; `test_options.py` and `test_trainer_errors.py`
+    test earlier ones."""
     done = run_glue(material, tmp_path, "--memory_opt_engine", "ort", "--memory_opt_config", "Geluu+:1:-1")
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()

@@ -1,4 +1,4 @@
-"""Two ranks in a loop of their own, sharded in ways that a Trainer's arguments do not name."""
+"""Custom loops on two ranks, sharded in ways that a Trainer's arguments cannot express."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.trainer_runs import CLOSE
 
 SCRIPT = fresh_process.ROOT + "/tests/train/launchers/sharded_loops.py"
 OTHER_PLAN = (
-    "rank 1 does not train as rank 0 does: --memory_opt_budget: None on rank 0, 90% on rank 1; "
+    "rank 1 trains with a different setup than rank 0: --memory_opt_budget: None on rank 0, 90% on rank 1; "
     "--memory_opt_level: 1 on rank 0, 0 on rank 1"
 )
 TENSOR_PARALLEL = "does not support tensor parallelism: a layer computes with a shard of its parameters"
@@ -26,7 +26,7 @@ def test_weights_are_those_without_an_engine() -> None:
     assert found.keys() == CASES.keys(), done.stderr[-4000:]
     assert found.pop("tensor_parallel")["error"].startswith(TENSOR_PARALLEL)
     assert found.pop("other_plan")["error"] == OTHER_PLAN
-    # Images are put into the text outside of all graphs.
+    # Image features are merged into the text outside all graphs.
     images = found.pop("images")
     assert images["distance"] == 0.0 and "for 4 layers, equal layers share one, FSDP2" in images["header"][0]
     for masks in (found.pop("padding"), found.pop("window")):

@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer under FSDP2 and ZeRO 3 on two ranks: by `examples/sft` with the configs beside it, and against a
-stock one."""
+"""TRL's SFTTrainer under FSDP2 and ZeRO 3 on two ranks: through `examples/sft` with its configs, and against a stock
+SFTTrainer."""
 
 import shlex
 import shutil
@@ -54,7 +54,7 @@ def test_the_commands_of_the_readme_can_be_read() -> None:
 
 @pytest.fixture(scope="module")
 def llama(material: Path) -> Path:
-    """A tiny Llama for the words of the tokenizer."""
+    """Returns the folder with a tiny Llama added, for the tokenizer's words."""
     model = ZOO["llama"].build(num_hidden_layers=3)
     shutil.copytree(material / "model", material / "llama", ignore=shutil.ignore_patterns("*.safetensors", "config*"))
     model.save_pretrained(material / "llama")
@@ -62,7 +62,7 @@ def llama(material: Path) -> Path:
 
 
 def sft(command: list[Any], material: Path, folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """The summary of three steps of the example, and the weights after them."""
+    """Run three steps of the example, and return its output and the trained weights."""
     rows = {"--model_name_or_path": material / "llama", "--train_file": material / "texts.json"}
     quick = "--use_cpu true --bf16 false --max_steps 3 --per_device_train_batch_size 4 --report_to none"
     rounding = "--learning_rate 1e-2 --adam_epsilon 1e-3"
@@ -96,7 +96,7 @@ CHECKPOINTING = {"gradient_checkpointing": True}
 FSDP2: dict[str, dict[str, Any]] = {
     "level": {"arguments": {"bf16": True, **ACCUMULATION, **SAVED}},
     "lora": LORA,
-    # The loss in chunks is TRL's own.
+    # The chunked loss is TRL's own.
     "chunked": {"plan": {"memory_opt_loss": "chunked", "memory_opt_level": 1}},
     "budget": {"plan": {"memory_opt_budget": "90%"}},
     "checkpointing": {"plan": {"memory_opt_level": 0}, "arguments": CHECKPOINTING},

@@ -1,9 +1,9 @@
-"""Every launcher with every ZeRO stage and optimizer: a Trainer with an engine ends where a stock one does.
+"""Every launcher with every ZeRO stage and optimizer: a Trainer with an engine ends with a stock one's weights.
 
-One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
-compiles does not know the optimizer). `make test` takes the launch of `QUICK` in turn, with the two optimizers that
-need nothing built, and without inductor, which compiles for a minute; DDP under accelerate and torchrun is in
-`test_launchers.py`.
+One launch trains with each engine and without, for two optimizers (the compile engine only for the first one, since
+its graphs do not depend on the optimizer). `make test` runs the launch of `QUICK` in turn, with the two optimizers
+that need no build, and without inductor, which compiles for a minute. `test_launchers.py` tests DDP under accelerate
+and torchrun.
 """
 
 import itertools
@@ -21,7 +21,7 @@ STAGES = (None, 0, 1, 2, 3)
 OF_TORCH = ("adamw_torch", "torch_fused_adamw")
 OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 QUICK = {("deepspeed", 2, OF_TORCH)}
-# Stages at which a language model with tied weights trains with a chunked loss, too.
+# Stages at which a language model with tied weights is also trained with a chunked loss.
 CHUNKED = (0, 1, 2)
 CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}
 
@@ -40,7 +40,7 @@ def cells() -> list:
 
 
 def jobs(name, stage, optimizers):
-    # accelerate's launcher brings its own DeepSpeed config, the others take the Trainer's argument.
+    # accelerate's launcher has its own DeepSpeed config; the others use the Trainer's argument.
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -67,7 +67,7 @@ def engines(optimizer):
 @pytest.mark.parametrize("name, stage, optimizers", cells())
 @pytest.mark.timeout(1200)
 def test_ends_where_a_stock_trainer_does(tmp_path, name, stage, optimizers):
-    # DeepSpeed takes its world from the environment.
+    # DeepSpeed reads its world size from the environment.
     environment = alone() if name == "python" and stage is not None else {}
     if (name, stage, optimizers) in QUICK:
         environment["WITHOUT_SHARED_MEMORY"] = "1"

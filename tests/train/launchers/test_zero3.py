@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO 3 with layers as the unit, on two ranks: weights are bitwise those without the package.
+"""DeepSpeed's ZeRO 3 with layers as the compilation unit, on two ranks: weights are bitwise those without the package.
 
-The comparison has the same leaf modules, as gradients of one are summed over the ranks together. Of the launches
-`make test` takes the first one, and of the second one an eighth.
+The stock run has the same leaf modules, since gradients of a leaf are reduced together. `make test` runs the first
+launch, and the second one in turn.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,12 @@ from tests.trainer_runs import CLOSE, distance
 
 
 def zero_3(leaf: str = "", bf16: bool = False, **zero: Any) -> dict[str, Any]:
-    """A config of DeepSpeed.
+    """Returns a DeepSpeed config.
 
     Args:
-        leaf: the class of leaf modules.
+        leaf: class name of the leaf modules; empty for none.
+        bf16: whether bf16 is enabled.
+        zero: further fields of `zero_optimization`.
     """
     auto = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
     leafs = {"leaf_module": {"classes": [leaf]}} if leaf else {}
@@ -30,7 +32,7 @@ def zero_3(leaf: str = "", bf16: bool = False, **zero: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": bf16},
-        # Of so small a model none would be sharded else.
+        # Otherwise no parameter of so small a model would be sharded.
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **auto, **leafs, **zero},
     }
 
@@ -51,9 +53,9 @@ def jobs(
     return compared(name, folder, stock, ours, model=model, **fields)
 
 
-# As of a model with more parameters than DeepSpeed leaves gathered: each layer is gathered for its backward again.
+# As in a model with more parameters than DeepSpeed keeps gathered: each layer is gathered again for its backward.
 RELEASED = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4000}
-# Matrices are sharded, and what is smaller is on all ranks.
+# Matrices are sharded, and smaller parameters are kept on all ranks.
 PERSISTENT = {"stage3_param_persistence_threshold": 100}
 CASES: dict[str, dict[str, Any]] = {
     "level": {"zero": RELEASED},
@@ -72,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **SAVED},
     },
     "experts": {"model": "mixtral", "plan": {"memory_opt_level": 1}},
-    # transformers puts hooks into the layers.
+    # transformers registers hooks on the layers.
     "router": {"model": "mixtral", "config": {"num_hidden_layers": DEPTH, "output_router_logits": True}},
     "no_plan": {"plan": {"memory_opt_level": 0}, "zero": RELEASED},
     "budget": {"plan": {"memory_opt_budget": "90%"}, "zero": RELEASED},
@@ -88,7 +90,7 @@ LAUNCHES = (
     "experts router no_plan gathered",
     "segments segments_lora",
 )
-# A layer of several graphs sums gradients in another order.
+# A layer with several graphs sums gradients in a different order.
 ROUNDS = ("router",)
 
 

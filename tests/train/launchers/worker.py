@@ -1,9 +1,10 @@
-"""Each process of the launchers' tests: trainings one after the other, and files about each.
+"""The process of a rank in the launchers' tests: runs a list of jobs, and writes files with their results.
 
     worker.py JOBS.json
 
-JOBS.json is a list of objects with the fields of `Job`. Beside it appear, for each job and rank, `NAME.RANK.json`
-(what `train` returns) and `NAME.RANK.safetensors` (the weights after it). The exit code is 2 after a refusal.
+JOBS.json is a list of objects with the fields of `Job`. In the same folder the process writes for each job
+`NAME.RANK.json` (the result of `train`) and `NAME.RANK.safetensors` (the trained weights). The exit code is 2 after a
+refusal.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from tests.train.launchers.accelerators import cpus_as_accelerators
 from tests.train.trainers.harness import tokenizer
 from tests.trainer_runs import ROWS, arguments, build, collate, log_lines, make, rows, weights
 
-# A value of Trainer's --optim, or a class that Trainer does not know.
+# A value of Trainer's --optim, or a class that Trainer does not support.
 OPTIMIZERS = {
     "adamw_torch": "adamw_torch",
     "torch_fused_adamw": "adamw_torch_fused",
@@ -57,21 +58,27 @@ class Job:
     """One training.
 
     Attributes:
+        name: name of the job and of its files.
         engine: `ort`, `compile`, or `plain` for a stock Trainer.
-        arguments: of the TrainingArguments; `rank_arguments` and `environment` go on top, on the rank that they name.
-        resume: the checkpoint to begin with.
-        killed: this rank ends itself with SIGKILL before this step.
-        count_reductions: let DDP tell how often it averages gradients.
-        runs_out: memory runs out on these ranks, in the forward with these numbers.
-        batches: the kinds of each rank's batches, in turn, the last for all that follow; see `Batches`.
-        unread: the lengths of its rows are not known before they are trained on.
+        model: name of the model.
+        optimizer: a key of `OPTIMIZERS`.
+        rows: number of rows in the data.
+        arguments: arguments of the TrainingArguments.
+        rank_arguments: further arguments, by rank.
+        environment: environment variables, by rank.
+        resume: the checkpoint to resume from.
+        killed: (rank, step): the rank kills itself with SIGKILL before the step.
+        count_reductions: whether to count how often DDP averages gradients.
+        runs_out: numbers of the forwards that run out of memory, by rank.
+        batches: the kinds of each rank's batches, in order, the last one repeated; see `Batches`.
+        unread: whether the lengths of the rows are unknown before training.
         config: changes to the model's config.
-        adapters: train adapters of these modules, and nothing else.
-        sharded_from_start: transformers makes the model under DeepSpeed's `zero.Init`.
-        distributed: of a `DistributedConfig`, by which transformers shards the model while it loads.
-        sft: by TRL's SFTTrainer.
-        segments: on rank 0 the budget is a little less than recompute inside of layers takes; its plan is left in a
-            file.
+        adapters: modules whose adapters are trained, and nothing else; empty to train the model itself.
+        sharded_from_start: whether transformers builds the model under DeepSpeed's `zero.Init`.
+        distributed: fields of the `DistributedConfig` with which transformers shards the model while loading it.
+        sft: whether TRL's SFTTrainer trains.
+        segments: whether the budget on rank 0 is slightly below the peak of recompute inside layers; its plan is saved
+            to a file.
     """
 
     name: str
@@ -97,8 +104,8 @@ class Job:
 
 
 class Batches:
-    """A collator that makes batches of these kinds in turn: `padded`, `whole` (rows cut to the shortest), `long` (cut
-    and repeated), `unlabelled` (no token has a label), `maskless` (no attention mask)."""
+    """A collator that makes batches of the given kinds in order: `padded`, `whole` (rows cut to the shortest), `long`
+    (cut and repeated), `unlabelled` (no token has a label), `maskless` (no attention mask)."""
 
     def __init__(self, kinds: list[str]) -> None:
         self.kinds = iter(kinds)
@@ -121,7 +128,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Unread(torch.utils.data.Dataset):
-    """Rows that running code makes, as far as one can see."""
+    """A dataset whose rows seem to be computed when they are read, so that their lengths are unknown."""
 
     rows: list[dict[str, torch.Tensor]]
 
@@ -142,7 +149,7 @@ class Killed(TrainerCallback):
 
 
 class Reductions(TrainerCallback):
-    """How many buckets of gradients DDP has averaged at the end of each backward."""
+    """Counts the gradient buckets that DDP has averaged by the end of each backward."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -163,7 +170,7 @@ class Reductions(TrainerCallback):
 
 
 class Exchanges(TrainerCallback):
-    """How many objects this rank has exchanged with the others at the end of each step."""
+    """Counts the objects that this rank has exchanged with the others by the end of each step."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -183,7 +190,7 @@ class Exchanges(TrainerCallback):
 
 
 def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
-    """How a Trainer is told to use this optimizer: ours by name, a stock one in its own way."""
+    """Returns a Trainer's arguments for an optimizer: the engine's option, or those of a stock Trainer."""
     found = OPTIMIZERS[name]
     if engine != "plain" and name in OWN_OPTIMIZERS:
         return {"memory_opt_optim": name}
@@ -195,7 +202,7 @@ def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def saved(model: torch.nn.Module) -> Iterator[str]:
-    """A folder with a model of transformers, of which rank 0 writes the weights for all."""
+    """Yields a folder with a saved transformers model; rank 0's folder is used on all ranks."""
     with tempfile.TemporaryDirectory() as own:
         folder = of_all_ranks(own)[0]
         model.save_pretrained(folder)
@@ -217,7 +224,7 @@ def model_of(job: Job) -> torch.nn.Module:
             model, peft.LoraConfig(target_modules=job.adapters, r=4, init_lora_weights=False, lora_dropout=0.0)
         )
         if job.engine == "plain":
-            # As a Trainer with activation checkpointing does; DeepSpeed needs it too.
+            # A Trainer with activation checkpointing does the same; DeepSpeed needs it, too.
             model.enable_input_require_grads()
     return model.train()
 
@@ -225,10 +232,10 @@ def model_of(job: Job) -> torch.nn.Module:
 def sft_trainer(job: Job, folder: Path, changes: dict[str, Any]) -> Trainer:
     trl = importlib.import_module("trl")
     own = {name: changes.pop(name) for name in [*changes] if name in _OPTIONS}
-    # As a Trainer with a model_init does.
+    # A Trainer with a model_init does the same.
     set_seed(0)
     texts = [{"input_ids": row["input_ids"].tolist()} for row in rows(job.model, job.rows)]
-    # By which transformers knows of `zero.Init`.
+    # The arguments come before the model: they make transformers use `zero.Init`.
     args = arguments(trl.SFTConfig, folder, **{"bf16": False, "gradient_checkpointing": False, **changes})
     trainer = trl.SFTTrainer(
         model=model_of(job),
@@ -242,7 +249,7 @@ def sft_trainer(job: Job, folder: Path, changes: dict[str, Any]) -> Trainer:
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Those of all ranks' parts together."""
+    """Returns the full weights, gathered from all ranks."""
     if type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
         found = weights(trainer.model)
         return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
@@ -252,7 +259,7 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train(job: Job, folder: Path) -> dict[str, Any]:
-    """Train, and return what a test may ask about this rank: world, optimizer, log, plan table, or the error."""
+    """Train, and return this rank's results for the tests: world, optimizer, log, plan table, or the error."""
     own, reductions, exchanges = str(rank()), Reductions(), Exchanges()
     callbacks = [exchanges, *([reductions] if job.count_reductions else [])]
     if job.killed and job.killed[0] == rank():
@@ -294,7 +301,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
             return {"error": str(error), "steps": trainer.state.global_step if trainer else 0}
     if job.segments and rank() == 0:
         trainer.memopt.save_plan(folder / f"{job.name}.plan.json")
-    # All ranks wait for each other.
+    # This gathers, so all ranks must take part.
     after = whole_weights(trainer)
     save_file(after, folder / f"{job.name}.{own}.safetensors")
     optimizer = trainer.optimizer
@@ -316,14 +323,14 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Behind what the launcher of DeepSpeed puts first (--local_rank).
+    # DeepSpeed's launcher inserts --local_rank before it.
     path = Path(sys.argv[-1])
     if "WITHOUT_SHARED_MEMORY" in os.environ:
         leave_out_shared_memory()
     refused = False
     for content in json.loads(path.read_text()):
         job = Job(**content)
-        # As in `tests/conftest.py`.
+        # Same as in `tests/conftest.py`.
         gc.collect()
         gc.freeze()
         found = train(job, path.parent)
@@ -331,8 +338,8 @@ def main() -> None:
         (path.parent / f"{job.name}.{rank()}.json").write_text(json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
-    # torch 2.13's gloo now and then aborts while the interpreter shuts down, in a stock Trainer too; by now all is
-    # written.
+    # torch 2.13's gloo sometimes aborts while the interpreter shuts down, even with a stock Trainer; all results are
+    # written by now.
     os._exit(2 if refused else 0)
 
 

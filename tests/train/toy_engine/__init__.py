@@ -1,4 +1,4 @@
-"""An engine that a test copies into `optimum_memopt/engines`: it counts training forwards."""
+"""An engine that counts training forwards; a test copies it into `optimum_memopt/engines`."""
 
 from dataclasses import dataclass, field
 

@@ -7,7 +7,7 @@ from tests.train.trainers.harness import Outcome, Script, run
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Script], Outcome]:
-    """`stock(name, script)`: the outcome without this package; each script runs once."""
+    """Returns `stock(name, script)`, which runs a script once without this package and returns the outcome."""
     done: dict[str, Outcome] = {}
 
     def baseline(name: str, script: Script) -> Outcome:

@@ -1,4 +1,4 @@
-"""The operator that stands for TRL's language-model head."""
+"""The operator that replaces TRL's language-model head."""
 
 import itertools
 import re
@@ -33,7 +33,7 @@ Step = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def results(step: Step, given: list[Any], targets: torch.Tensor, numbers: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """What the step returns, and the gradients of what can have one."""
+    """Yields the step's results, and the gradients of the inputs that require one."""
     log_probs, entropy, *others = step(*given, targets, *numbers)
     loss = (log_probs * torch.arange(len(log_probs))).sum()
     if entropy is not None:
@@ -102,14 +102,14 @@ def test_the_labels_of_a_traced_graph_are_not_clamped() -> None:
     assert re.search(r"label_log_probs.*\(.*, reshape_1, 1.0, 32", code)
 
 
-# Python may hold a copy in float32 while it is capped.
+# Soft caps are tested in float32 only: in other dtypes Python may hold a float32 copy during the cap.
 @pytest.mark.parametrize(
     ("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float64, None)], ids=str
 )
 @pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize("tokens", [300, 5000])
 def test_its_memory(dtype: torch.dtype, softcap: float | None, has_entropy: bool, tokens: int) -> None:
-    """That of both operators, as torch's allocator is asked for it."""
+    """The predicted workspaces of both operators match torch's allocator."""
     words, chunk = 900, 512
     hidden, weight, _ = (each.detach() for each in leaves(dtype, tokens, words))
     targets, outputs = labels(tokens).clamp(min=0), "entropy" if has_entropy else ""

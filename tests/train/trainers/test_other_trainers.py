@@ -1,5 +1,5 @@
-"""sentence-transformers, Lightning, accelerate and Trainer's search for hyperparameters, with an engine against the
-same script without."""
+"""sentence-transformers, Lightning, accelerate and Trainer's hyperparameter search: scripts with an engine against the
+same scripts without one."""
 
 import random
 from pathlib import Path
@@ -17,7 +17,7 @@ MODEL = "bert-classification"
 
 
 def contrastive(folder: Path, memopt: Memopt) -> Outcome:
-    """Anchor, positive and negative: three forwards of different lengths before one backward."""
+    """Train on anchor, positive and negative: three forwards of different lengths before one backward."""
     pytest.importorskip("sentence_transformers")
     from datasets import Dataset
     from sentence_transformers import (
@@ -100,7 +100,7 @@ def search(folder: Path, memopt: Memopt) -> Outcome:
     entries, trained = [], {}
 
     def objective(metrics: dict[str, float]) -> float:
-        # Trainer lets go of the model when the search is over.
+        # Trainer releases the model at the end of the search.
         trained.update(harness.weights(trainer.model))
         entries.append(metrics)
         return metrics["eval_loss"]
@@ -130,7 +130,7 @@ def loader(count: int, seed: int = 0) -> torch.utils.data.DataLoader:
 
 
 SCRIPTS = [contrastive, lightning, accelerate_loop, search]
-# The search trains three times.
+# Without the search, which trains three times.
 FAST = ["contrastive", "lightning", "accelerate_loop"]
 
 

@@ -1,4 +1,4 @@
-"""QLoRA by TRL's SFTTrainer with an engine against the same script without: losses, every gradient, and weights."""
+"""QLoRA with TRL's SFTTrainer, with an engine against the same script without one: losses, gradients and weights."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradients that each optimizer step is given."""
+    """Records the gradients of each optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -41,8 +41,8 @@ class Gradients(TrainerCallback):
 
 
 def trainer(folder: Path, **changes: Any) -> trl.SFTTrainer:
-    """Of a Llama that is loaded as a user loads it; without evaluations, after which gradients of the stock run would
-    be wrong on a CPU with AVX512-BF16 (`keep_unpacked` in `compat/bitsandbytes.py`)."""
+    """Returns a Trainer for a Llama loaded as users load it, without evaluations, after which the stock run's
+    gradients would be wrong on a CPU with AVX512-BF16 (`keep_unpacked` in `compat/bitsandbytes.py`)."""
     LlamaForCausalLM(harness.llama_config(num_hidden_layers=2)).save_pretrained(folder / "model")
     model = LlamaForCausalLM.from_pretrained(folder / "model", quantization_config=FOUR_BITS)
     return trl.SFTTrainer(
@@ -58,7 +58,7 @@ def qlora(folder: Path, memopt: Memopt) -> Outcome:
     made, gradients = trainer(folder), Gradients()
     made.add_callback(gradients)
     outcome = harness.trained(made, memopt)
-    # Two factors for each of seven products of two layers.
+    # Two LoRA factors for each of seven linear layers in two decoder layers.
     assert len(gradients.steps) == 6 and all(len(step) == 2 * 7 * 2 for step in gradients.steps)
     outcome.extra["gradients"] = gradients.steps
     return outcome
@@ -67,7 +67,7 @@ def qlora(folder: Path, memopt: Memopt) -> Outcome:
 @pytest.mark.parametrize(
     ("options", "has_plans"),
     nightly(
-        # Budgets that a step has to be planned for are those of `test_matrix.py`.
+        # `test_matrix.py` tests budgets that need a plan.
         [({"memory_opt_level": 0}, False), ({"memory_opt_level": 1}, True), ({"memory_opt_budget": "99%"}, False)],
         but=[({"memory_opt_level": 1}, True)],
     ),
@@ -92,11 +92,11 @@ def test_under_the_plan_file_of_another_run(stock, tmp_path):
 
 
 def example(folder: Path, *flags: object) -> tuple[str, dict[str, torch.Tensor]]:
-    """The output of two steps of `examples/sft --qlora`, and the adapter that they leave."""
+    """Run two steps of `examples/sft --qlora`, and return the output and the saved adapter."""
     quick = "--qlora --use_cpu true --bf16 false --gradient_checkpointing false --report_to none --max_steps 2"
     sizes = "--max_train_samples 16 --max_eval_samples 4 --max_length 32 --per_device_train_batch_size 4"
     arguments = [*quick.split(), *sizes.split(), "--memory_opt_compiler", "aot_eager", "--memory_opt_loss", "plain"]
-    # Evaluated between its steps, too.
+    # Also evaluates between the steps.
     arguments += ["--eval_strategy", "steps", "--eval_steps", 1, "--memory_opt_engine", "compile", *flags]
     done = fresh_process.run(EXAMPLE, "--output_dir", folder, *arguments, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -105,8 +105,8 @@ def example(folder: Path, *flags: object) -> tuple[str, dict[str, torch.Tensor]]
 
 @pytest.mark.nightly
 def test_the_example_trains_the_same_under_each_plan(tmp_path):
-    """A user's own checkpoint and rows."""
-    # In an evaluation without an engine bitsandbytes may lay out blocks of 64 weights (`Linear4bit.forward`, 0.50).
+    """The example trains the same under each plan, with a user's own checkpoint and rows."""
+    # Without an engine, bitsandbytes may repack blocks of 64 weights in an evaluation (`Linear4bit.forward`, 0.50).
     config = harness.llama_config(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     harness.tokenizer().save_pretrained(tmp_path / "model")
@@ -124,6 +124,6 @@ def test_the_example_trains_the_same_under_each_plan(tmp_path):
 def test_the_example_quantizes_its_own_model(tmp_path):
     output, adapter = example(tmp_path, "--memory_opt_level", 1)
     assert "float32 and uint8 and bfloat16 on cpu by aot_eager, level 1, in " in output
-    # Two factors for each of seven products of eight layers.
+    # Two LoRA factors for each of seven linear layers in eight decoder layers.
     assert len(adapter) == 8 * 7 * 2 and any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
     assert '"base_model_name_or_path": null' in (tmp_path / "adapter_config.json").read_text()

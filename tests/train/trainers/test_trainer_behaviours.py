@@ -1,4 +1,4 @@
-"""Trainer's own promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
+"""Trainer's behaviour in many scenarios: with an engine it logs, saves, calls callbacks and trains the same."""
 
 import re
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class TaggerConfig(PreTrainedConfig):
 
 
 class Tagger(PreTrainedModel):
-    """A label a token, without context; it answers as its config says."""
+    """Predicts a label per token without context; the config sets the type of its outputs."""
 
     config_class = TaggerConfig
 
@@ -64,7 +64,7 @@ class Tagger(PreTrainedModel):
 
 
 class CountingTagger(Tagger):
-    """Divides by the number of items of the global batch, as models of transformers do."""
+    """Divides the loss by the number of items in the global batch, as transformers' models do."""
 
     def forward(self, input_ids, labels=None, num_items_in_batch=None, **kwargs):
         logits = super().forward(input_ids).logits
@@ -78,7 +78,7 @@ class CountingTagger(Tagger):
 
 
 def tagged(count: int, seed: int = 0, **columns: Any) -> list[dict[str, Any]]:
-    """Rows of three to seven tokens whose label follows from the token."""
+    """Returns rows of three to seven tokens whose labels are functions of the tokens."""
     source = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(count):
@@ -99,7 +99,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Recorder(TrainerCallback):
-    """The events in their order, with the step and what the control asks for."""
+    """Records the events in order, with the step and the control's flags."""
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
@@ -125,7 +125,7 @@ class StopAfter(TrainerCallback):
 
 
 class OutOfMemoryOnce(TrainerCallback):
-    """Raises, at the first batch size, the error that `auto_find_batch_size` catches."""
+    """Raises the error that `auto_find_batch_size` catches, at the first batch size."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.train_batch_size > 7:
@@ -139,7 +139,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 class Running:
-    """`compute_metrics` of `batch_eval_metrics`: batch by batch."""
+    """`compute_metrics` for `batch_eval_metrics`, called for each batch."""
 
     def __init__(self) -> None:
         self.correct = self.total = 0
@@ -190,7 +190,7 @@ def save(trainer: Trainer) -> Any:
 
 
 def resume(trainer: Trainer) -> Any:
-    """Goes on from the middle, in the same Trainer: the end is that of the uninterrupted run."""
+    """Train, resume from the middle in the same Trainer, and check that both runs end with the same weights."""
     train(trainer)
     end = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
@@ -201,14 +201,14 @@ def resume(trainer: Trainer) -> Any:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Arguments of TrainingArguments, of Trainer (made by functions, since each run needs its own), and what to do."""
+    """Arguments of TrainingArguments and Trainer (from functions, since each run needs its own), and what to run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Callable[[], Any]] = field(default_factory=dict)
     act: Callable[[Trainer], Any] = train
     model: Callable[[], torch.nn.Module] = lambda: Tagger(TaggerConfig())
     optimizers: Callable[[torch.nn.Module], tuple] | None = None
-    # Why ONNX Runtime cannot run it; it says so itself.
+    # Why ONNX Runtime refuses the scenario; empty if it can run it.
     no_ort: str = ""
 
 
@@ -280,7 +280,7 @@ def written(folder: Path) -> list[str]:
 
 
 def comparable(result: Any) -> Any:
-    """Dictionaries less times and measured memory; the rest as it is."""
+    """Remove times and measured memory from dictionaries; other values are unchanged."""
     if isinstance(result, dict):
         drop = re.compile("_runtime|_per_second|_preparation_time|mem_")
         return {key: value for key, value in result.items() if not drop.search(key)}
@@ -308,19 +308,19 @@ def script(scenario: Scenario) -> Callable[[Path, Memopt], Outcome]:
     return act
 
 
-# A scenario for each part of Trainer: its loss, evaluation, checkpoints, callbacks, precision.
+# One scenario for each part of Trainer: its loss, evaluation, checkpoints, callbacks, precision.
 COMPILED = ["accumulation-counted", "best-model", "bf16", "evaluate-around", "find-batch-size", "label-smoothing"]
 COMPILED += ["model-init", "own-loss", "own-optimizer", "resume-accumulation", "save"]
 
 
-# tracemalloc, which measures there, makes compiling several times slower.
+# "memory-metrics" is nightly: its tracemalloc makes compilation several times slower.
 @pytest.mark.parametrize("name", nightly(SCENARIOS, but=COMPILED))
 def test_compiled_as_stock(name, stock, tmp_path):
     done = script(SCENARIOS[name])
     assert_equal(run(done, tmp_path, "compile", memory_opt_level=0), stock(name, done))
 
 
-# The Trainer's side of a scenario is the same for both engines; here what a session of ONNX Runtime could spoil.
+# Trainer's part of a scenario is the same for both engines; these scenarios could break in an ONNX Runtime session.
 ON_ORT = ["accumulation-counted", "best-model", "dict", "find-batch-size", "label-smoothing", "own-loss"]
 ON_ORT += ["predict", "resume-accumulation"]
 
@@ -335,7 +335,8 @@ def test_on_onnx_runtime_as_stock(name, stock, tmp_path):
 
 @pytest.mark.parametrize("engine", ["compile", "ort"])
 def test_accumulated_batches_are_the_large_batch(engine, tmp_path):
-    """With rows of unequal length, so that only a loss divided by all items of the global batch is right."""
+    """Accumulated micro-batches equal the large batch: with rows of unequal length, only a loss divided by the global
+    number of items is right."""
     model = {"model": lambda: CountingTagger(TaggerConfig())}
     steps = {"max_steps": 2, "max_grad_norm": 0.0}
     small = Scenario({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **steps}, **model)

@@ -1,4 +1,4 @@
-"""TRL's trainers with an engine against the same script without: losses, all that they log, and weights."""
+"""TRL's trainers with an engine against the same script without one: losses, all log entries, and weights."""
 
 import functools
 import random
@@ -24,7 +24,7 @@ from tests.train.trainers import harness
 from tests.train.trainers.harness import Memopt, Outcome
 from tests.trainer_runs import log_lines
 
-# TRL asks for bf16 and activation checkpointing by default.
+# TRL enables bf16 and activation checkpointing by default.
 UNCHECKED = {"bf16": False, "gradient_checkpointing": False}
 QUIET = {**UNCHECKED, "max_length": 32}
 SAMPLED = {**UNCHECKED, "num_generations": 2, "max_completion_length": 5, "max_steps": 4}
@@ -63,7 +63,7 @@ def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
 
 
 def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
-    # Without LoRA the reference model is loaded from where the model came from.
+    # Without LoRA the reference model is loaded from the model's folder.
     LlamaForCausalLM(harness.llama_config()).save_pretrained(folder / "model")
     trainer = trl.DPOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
@@ -95,7 +95,7 @@ def prompts(count: int) -> Dataset:
 
 
 def distinct(completions: list[str], **_: Any) -> list[float]:
-    """A reward that differs among completions of as many words."""
+    """Return a reward that differs between completions with the same number of words."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 
@@ -117,12 +117,12 @@ def grpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **
 
 
 def grpo_again(folder: Path, memopt: Memopt) -> Outcome:
-    """Two optimizer steps on the same completions, whose first probabilities a forward without gradients computes."""
+    """Run two optimizer steps on the same completions; a forward without gradients computes the old probabilities."""
     return grpo(folder, memopt, num_iterations=2)
 
 
 def grpo_lora_accumulated(folder: Path, memopt: Memopt) -> Outcome:
-    """The reference is the model without its adapter."""
+    """Run GRPO with LoRA and accumulation; the reference is the model without its adapter."""
     return grpo(folder, memopt, lora(), beta=0.1, gradient_accumulation_steps=2)
 
 
@@ -181,7 +181,7 @@ def test_reward_on_onnx_runtime(stock, tmp_path):
 
 @pytest.mark.parametrize("script", nightly([sft, sft_lora, dpo], but=[sft_lora]))
 def test_its_own_defaults_under_auto(script, tmp_path):
-    """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
+    """TRL's defaults, with activation checkpointing, train under auto, which switches from ONNX Runtime to compile."""
     asked = functools.partial(script, gradient_checkpointing=True)
     with log_lines() as lines:
         ours = harness.run(asked, tmp_path / "ours", "auto")
@@ -192,14 +192,14 @@ def test_its_own_defaults_under_auto(script, tmp_path):
 
 
 class BelowTheHead(Memopt):
-    """The trainer projects to the vocabulary by itself, and calls what is below."""
+    """Optimizes only the model below the head, since the trainer calls that and computes the logits itself."""
 
     def attach(self, trainer: Trainer) -> None:
         self.optimize(trainer.model.base_model)
 
 
 def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
-    with pytest.raises(UnsupportedModelError, match="calls parts of LlamaForCausalLM, and not its forward.*level 1"):
+    with pytest.raises(UnsupportedModelError, match="calls submodules of LlamaForCausalLM instead of.*level 1"):
         harness.run(distillation, tmp_path / "refused", "compile")
     set_seed(0)
     memopt = BelowTheHead("compile")
@@ -209,7 +209,7 @@ def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
 
 
 class Observed:
-    """Gives a trainer callbacks where others give it an engine."""
+    """Attaches callbacks to a trainer instead of an engine."""
 
     def __init__(self, *callbacks: Any) -> None:
         self.callbacks = callbacks
@@ -220,7 +220,7 @@ class Observed:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's curves of a run, less times."""
+    """Returns TensorBoard's curves of a run, without times."""
     (file,) = folder.rglob("events.*")
     events = EventAccumulator(str(file))
     events.Reload()
@@ -230,7 +230,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize("script", nightly([sft, dpo, reward, grpo], but=[sft, grpo]))
 def test_observers_leave_log_entries_as_they_are(tmp_path, monkeypatch, script):
-    """TRL's trainers average and clear counters of their own in `log`."""
+    """Observers do not change log entries, although TRL's trainers average and clear their own counters in `log`."""
     observers = [InputDensityCallback(log_steps=1), MemoryPhasesCallback(log_steps=1), PlanStatsCallback()]
     found = {}
     for name, callbacks in (("plain", []), ("observed", observers)):

@@ -79,7 +79,7 @@ class OrtSession:
             self._ort = ort.ORTModule(module, debug_options)
             self.internals = internals.SessionInternals(self._ort)
             if ignored := ignored_options(options, self.internals.options):
-                raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
+                raise MemOptError(f"this build of ONNX Runtime does not support {', '.join(ignored)}; leave it out")
             self._patch_instance()
         # ORT's import replaces torch.manual_seed to forward every seed; compat undoes that, so forward it here.
         importlib.import_module("onnxruntime").set_seed(torch.initial_seed() % (2**63 - 1))
@@ -281,8 +281,8 @@ def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         # Autograd enables gradients during a backward only for create_graph.
         if torch.is_grad_enabled():
             raise MemOptError(
-                "backward with create_graph=True through ONNX Runtime, whose gradients have no graph; leave the "
-                "engine out for a loss that depends on gradients"
+                "backward with create_graph=True through ONNX Runtime, whose gradients have no graph; train "
+                "without the engine if the loss depends on gradients"
             )
         # ORT's backward deletes `state` (onnxruntime-training 1.19.2, `_training_manager.py`).
         if not hasattr(ctx.run_info, "state"):
