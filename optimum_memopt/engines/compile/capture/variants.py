@@ -35,8 +35,8 @@ from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import held_bytes
 
-# Overhead of the device's allocator, as a share of the tensors' bytes.
-_BLOCKS = 0.01
+# Share by which blocks of the allocator may exceed the tensors of a draft, whose blocks are not predicted.
+_DRAFTS_OVERHEAD = 0.01
 
 
 class Variants:
@@ -212,5 +212,5 @@ def _may_be_draft(graph: AnalyzedGraph, modules: Modules, held: int, limit: int)
     with best_effort("the peak of a forward, operator by operator"):
         forward = timeline_of(replace(graph, inlined=Inlined()), modules).predict(graph.size_hints).forward
         earlier = (graph.layers_at_once - 1) * forward.end if graph.layer else 0
-        is_within = (held + earlier + forward.peak) * (1 + _BLOCKS) <= limit
+        is_within = (held + earlier + forward.peak) * (1 + _DRAFTS_OVERHEAD) <= limit
     return is_within

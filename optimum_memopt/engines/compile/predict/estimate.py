@@ -237,7 +237,7 @@ def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_dec
 # Upper bound of the search, far beyond the rows of any step.
 _MOST_ROWS = 2**24
 # Share by which the allocator's blocks waste more under a plan than without one; not tuned.
-_BLOCKS = 0.005
+_WASTE_OF_PLANS = 0.005
 # Percent of the rows to try next if their plan does not fit in the allocator's blocks.
 _FEWER = 99
 
@@ -276,7 +276,7 @@ def largest_batch(workload: Workload, selection: Selection, spec: StepSpec, budg
         """Returns whether a plan fits, if its blocks exceed its tensors by the same ratio as without a plan."""
         less = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
         of_rows = model.around(replace(context, limit=less)).with_rows(rows)
-        within = int(of_rows.context.allowed * (1 - _BLOCKS))
+        within = int(of_rows.context.allowed * (1 - _WASTE_OF_PLANS))
         return of_rows.peak(0) <= less and of_rows.solver.fits(within)
 
     def has_plan(rows: int) -> bool:

@@ -23,7 +23,7 @@ from optimum_memopt.sizes import Budget, gib_text
 # Share by which CUDA's allocator may exceed the predicted blocks: 0.1% in steps like the preceding ones, 0.3% in a
 # step that begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to
 # 4 GiB.
-_BLOCKS = 3e-3
+_ALLOCATOR_ERROR = 3e-3
 # Maximum number of re-solves of one plan until its tensors are within the limit in these blocks.
 _MOST_SOLVES = 4
 
@@ -279,7 +279,7 @@ class StepLimit:
 
 def _with_blocks(peak: int) -> int:
     """Returns the upper bound of a peak on CUDA."""
-    return math.ceil(peak * (1 + _BLOCKS))
+    return math.ceil(peak * (1 + _ALLOCATOR_ERROR))
 
 
 def bounded_bytes(
