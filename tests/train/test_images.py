@@ -17,6 +17,7 @@ from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
 from tests.compiled import recorded
@@ -57,6 +58,42 @@ def test_hooks_around_what_runs_ahead():
     assert_bitwise_same_step(model, plain, CASE.batch(2, 8, seed=2))
     engine.detach()
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Around(torch.nn.Module):
+    """A script's own forward around a LLaVA, which may not run twice in a step.
+
+    Attributes:
+        calls: number of forwards; each scales the loss.
+    """
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.inner, self.head = llava(), torch.nn.Linear(SIZES["hidden_size"], 64)
+
+    def forward(self, labels, **inputs):
+        self.calls += 1
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                hidden = self.inner.model(**inputs).last_hidden_state
+            return CausalLMOutput(loss=torch.nn.functional.cross_entropy(self.head(hidden)[:, 0], labels[:, -1]))
+        loss = self.inner(labels=labels, **inputs).loss * self.calls
+        if self.kind == "twice":
+            loss = loss - 2 * self.inner(labels=labels.flip(0), **{k: each.flip(0) for k, each in inputs.items()}).loss
+        return CausalLMOutput(loss=loss)
+
+
+@pytest.mark.parametrize("kind", nightly(["counted", "twice", "no_grad"], but=["twice"]))
+def test_the_forward_of_a_script_runs_once(kind):
+    """Only code of libraries that changes nothing runs twice, before the module that finds images."""
+    torch.manual_seed(0)
+    model = Around(kind).train()
+    plain = copy.deepcopy(model)
+    compiled(model)
+    for rows, length in ((3, 12), (2, 14)):
+        assert_bitwise_same_step(model, plain, images_first(rows, length))
+    assert model.calls == plain.calls == 2
 
 
 @pytest.mark.nightly

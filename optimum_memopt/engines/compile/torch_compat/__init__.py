@@ -20,5 +20,6 @@ expert_adapters     PEFT's adapters of fused experts
 liger               Liger Kernel
 patches             patches, and what is lost without one
 releases            patches that do not apply to installed releases
+run_ahead           the module of images in a text, run before a forward
 trace_fixes         replacements for code that torch cannot trace
 """

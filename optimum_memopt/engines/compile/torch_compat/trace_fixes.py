@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.bitsandbytes import gathered_products, is_8bit, move_to_state
-from optimum_memopt.compat.torch import hooks_around_call
 from optimum_memopt.engines.compile.torch_compat import expert_adapters, fused_lm_head, liger, zero3
 from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.compile.torch_compat.dynamo import (
@@ -24,15 +23,14 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
     arguments_of,
     draws_with_numpy,
     file_of,
-    global_hooks,
     is_fake,
     own_forward,
     untraced,
 )
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.compile.torch_compat.run_ahead import RunAhead
 from optimum_memopt.engines.compile.torch_compat.traced_sizes import mark_static
-from optimum_memopt.generators import GeneratorStates
 
 
 class _OneAtATime(contextlib.ContextDecorator):
@@ -147,7 +145,7 @@ class TraceFixes:
         finders = [module for module in inner if module is not model and _finds_images(module)]
         loops = () if compiled is None else _loop_over_images(model)
         self._read_values = [*finders, *(each for each in loops if each not in finders)]
-        self._ahead = _RunAhead(model, finders)
+        self._ahead = RunAhead(model, finders)
         for module in model.modules():
             if vars(module).get("loss_type", "") is None:
                 self._replaced.append((module, "loss_type", _LOSS_WITHOUT_NAME))
@@ -248,69 +246,6 @@ class TraceFixes:
                 config.problem_type = before
 
 
-class _ReachedError(Exception):
-    """Raised when a forward calls a given module; holds the arguments of the call."""
-
-    def __init__(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        self.given = args, inputs
-
-
-class _RunAhead:
-    """Runs the module that reads values ahead of a forward of transformers that calls it once and computes a loss from
-    its results. It then breaks no graph: the logits stay in the graph of the loss."""
-
-    def __init__(self, model: torch.nn.Module, finders: list[torch.nn.Module]) -> None:
-        calls = [
-            (outer, module)
-            for outer in model.modules()
-            for module in outer.children()
-            if module in finders and file_of(outer) is file_of(module)
-        ]
-        self._module = calls[0][1] if len(calls) == len(finders) == 1 else None
-        self._results: Any = None
-
-    def is_for(self, module: torch.nn.Module) -> bool:
-        """True for the module that runs ahead; with hooks on it, it runs at its call."""
-        return module is self._module and not any(hooks_around_call(module)) and not global_hooks()
-
-    def forward(self) -> Callable[..., Any]:
-        """Returns the stand-in for the module's forward, which returns the results of the run ahead."""
-
-        def results(*args: Any, **kwargs: Any) -> Any:
-            return self._results
-
-        return results
-
-    def run(self, forward: Callable[[], Any]) -> None:
-        module = self._module
-        if module is None or not self.is_for(module):
-            return
-
-        def reached(*args: Any, **kwargs: Any) -> None:
-            raise _ReachedError(args, kwargs)
-
-        before = GeneratorStates.of(next((each.device for each in module.parameters()), None))
-        try:
-            with with_attributes([(module, "forward", reached)]):
-                forward()
-        except _ReachedError as call:
-            args, inputs = call.given
-        else:
-            return
-        reached_with = GeneratorStates.of(before.device) if before.changed() else None
-        self._results = type(module).forward(module, *args, **inputs)
-        if reached_with is not None:
-            # The traced forward draws the numbers before the module again. Later ones are right if the module draws
-            # none.
-            if reached_with.changed():
-                self._module = None
-            before.restore()
-
-    def forget(self) -> None:
-        """Release the results."""
-        self._results = None
-
-
 def _untraced_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return untraced(functools.partial(type(module).forward, module))
 
@@ -402,7 +337,7 @@ class _Collector:
 
 
 # One object for all forwards, since torch guards on it.
-_collector = _Collector()
+COLLECTOR = _Collector()
 
 
 def kind_of(hook: Any) -> str | None:
@@ -416,19 +351,19 @@ def kind_of(hook: Any) -> str | None:
 
 def collected_kinds() -> frozenset[str]:
     """Returns the kinds of output that the current forward collects, traced or not; call within `around_call`."""
-    traced = Trace.keys_set_to(_collector, "collected") if Trace.current() is not None else None
-    return frozenset(_collector.collected or ()) if traced is None else traced
+    traced = Trace.keys_set_to(COLLECTOR, "collected") if Trace.current() is not None else None
+    return frozenset(COLLECTOR.collected or ()) if traced is None else traced
 
 
 def without_collecting(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a forward during which hooks collect nothing."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, _collector.collected = _collector.collected, None
+        before, COLLECTOR.collected = COLLECTOR.collected, None
         try:
             return forward(*args, **kwargs)
         finally:
-            _collector.collected = before
+            COLLECTOR.collected = before
 
     return run
 
@@ -448,6 +383,6 @@ def _collector_replacements(stops_at_hooks: bool) -> Iterator[Replacement]:
         if not getattr(model, _HAS_HOOKS, False):
             stopped(model)
 
-    _collector.collected = getattr(file, _COLLECTOR).get()
-    yield file, _COLLECTOR, _collector
+    COLLECTOR.collected = getattr(file, _COLLECTOR).get()
+    yield file, _COLLECTOR, COLLECTOR
     yield file, _PUTS_HOOKS, put
