@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
@@ -32,6 +33,9 @@ LIGER = Patch(
         Name(_DISPATCH, "dispatch", ("op_name",)),
     ),
 )
+# torch 2.11 fails to trace the kernel with sizes that are symbols (`overwrite_tensor_vt_proxy` in
+# `torch/_dynamo/variables/higher_order_ops.py`), 2.13 does not.
+_TRACES_ROPE = Version(torch.__version__) >= Version("2.13")
 _FUNCTIONS, _LOSS = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 # Liger Kernel's loss without logits waits for the device, and reads attributes of a function that torch cannot trace.
 LOSS = Patch(
@@ -69,6 +73,8 @@ def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
         # An operator without a kernel raises at its call. A model on a CPU may be planned for a GPU.
         with contextlib.suppress(RuntimeError):
             calls[name] = file.resolve_impl(name, device=device if device.type == "cuda" else None).call
+    if not _TRACES_ROPE and "rope" in calls:
+        calls["rope"] = _rope_or(calls["rope"])
     dispatch = file.dispatch
 
     def dispatched(op_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +83,25 @@ def _traceable(file: Any, device: torch.device) -> Callable[..., Any]:
         return dispatch(op_name, *args, **kwargs)
 
     return dispatched
+
+
+def _rope_or(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the rotary embedding of a whole head in torch's operators, as `apply_rotary_pos_emb` in transformers'
+    `modeling_llama.py`; other ones are computed by Liger Kernel."""
+
+    def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or kwargs.get("rotary_dim") is not None:
+            return stock(q, k, cos, sin, *args, **kwargs)
+        # Heads are the second dimension, whatever `unsqueeze_dim` is.
+        cos, sin = cos.unsqueeze(1).to(q.dtype), sin.unsqueeze(1).to(q.dtype)
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+        return rotated(q), rotated(k)
+
+    return rope
 
 
 def _loss_of_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
