@@ -33,6 +33,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
     described,
+    recorded_reads,
     replaced,
     with_attributes,
     without_launches,
@@ -456,8 +457,7 @@ class Regions:
         Raises:
             RuntimeError: the outer code would not see what the layer sets, or the other way round.
         """
-        if trace.changes(_state(layer)):
-            raise self._refused(f"attributes of {region.name} are set outside of it")
+        changes = self._pending(trace, layer, region)
         given, structure = dynamo.tree_flatten((args, kwargs))
         constants = list(map(_constants, given))
         region.constants = list(map(_common, constants, region.constants or constants))
@@ -465,7 +465,10 @@ class Regions:
         if region not in self._attributes:
             alive = [each for held in region.layers if (each := held()) is not None]
             self._attributes[region] = _relevant_attributes(alive)
-        way = region, self._attributes[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
+        way = (
+            *(region, self._attributes[region].get(layer), str(structure), id(trace.context)),
+            *(torch.is_grad_enabled(), tuple((change.module, change.names) for change in changes)),
+        )
         if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
             return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
@@ -475,7 +478,12 @@ class Regions:
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
         with preserved_generators(), replaced([layer], fakes), trace.with_fake_states(layer), without_launches():
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
-            results, name = attribute_set_by(forward, layer)
+            attributes = [(change.module, change.names) for change in changes if change.module is not None]
+            with recorded_reads(attributes) as read:
+                results, name = attribute_set_by(forward, layer)
+        for change in changes:
+            if read & set(change.names):
+                raise self._refused(f"code before {region.name} sets {change}, which the layer reads")
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
         if list(map(writes_to, tensors)) != before:
@@ -489,6 +497,21 @@ class Regions:
             # The forward may have unified symbols of equal sizes, so the key is computed again for later layers.
             self._results[(*way, tuple(map(described, given)))] = results
         return results
+
+    def _pending(self, trace: dynamo.Trace, layer: torch.nn.Module, region: Region) -> list[dynamo.PendingChange]:
+        """Returns the changes of modules around a layer that are pending when it is called; its forward would read
+        their values of the previous step.
+
+        Raises:
+            RuntimeError: another object or a module in the layer changes, or the layer has hooks, so that its code may
+                read the change.
+        """
+        changes = list(trace.pending_changes(trace_fixes.COLLECTOR))
+        inside = set(layer.modules())
+        for change in changes:
+            if change.module is None or change.module in inside or self._has_hooks(layer):
+                raise self._refused(f"code before {region.name} sets {change}, which the layer may read")
+        return changes
 
 
 # How many kinds of `hooks_around_call` are removed.
@@ -517,12 +540,6 @@ def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> N
         since = dict(place)
         place.clear()
         place.update({**hooks, **since})
-
-
-def _state(layer: torch.nn.Module) -> Iterator[object]:
-    """Yields a layer's modules and all of their attributes."""
-    for module in layer.modules():
-        yield from (module, *vars(module).values())
 
 
 def _held(function: Any) -> Iterator[object]:

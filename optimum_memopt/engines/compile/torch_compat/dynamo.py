@@ -25,6 +25,7 @@ from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import remove_from_cache, skip_code
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.misc import RandomVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -345,6 +346,24 @@ def forget(codes: Iterable[types.CodeType]) -> None:
 
 
 @dataclass(frozen=True)
+class PendingChange:
+    """A change to an object that traced code has not created; dynamo applies it after the graph has run.
+
+    Attributes:
+        module: the changed module; None for other objects, and for containers of a module.
+        names: names of the attributes that are set; none if items of a container change.
+        place: dynamo's name for the object.
+    """
+
+    module: torch.nn.Module | None
+    names: tuple[str, ...]
+    place: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names) or 'items'} of {self.place}"
+
+
+@dataclass(frozen=True)
 class Trace:
     """Dynamo's trace of a frame: its fake tensors, symbols and guards (`TracingContext`)."""
 
@@ -394,6 +413,26 @@ class Trace:
         effects = _translator().output.side_effects
         variables = (effects.id_to_variable.get(id(each)) for each in objects)
         return any(variable is not None and effects.is_modified(variable) for variable in variables)
+
+    @staticmethod
+    def pending_changes(ignored: object) -> Iterator[PendingChange]:
+        """Yields the changes that the traced code has made so far to objects that it has not created itself.
+
+        Args:
+            ignored: an object that may change.
+        """
+        effects = _translator().output.side_effects
+        for known, variable in effects.id_to_variable.items():
+            is_new = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
+            if variable.mutation_type is None or is_new or known == id(ignored) or not effects.is_modified(variable):
+                continue
+            held, place = getattr(variable, "value", None), getattr(variable.source, "name", "an object")
+            yield PendingChange(
+                held if isinstance(held, torch.nn.Module) else None,
+                tuple(effects.store_attr_mutations.get(variable, ())),
+                # A method before torch 2.13.
+                place() if callable(place) else place,
+            )
 
     @staticmethod
     def keys_set_to(held: object, name: str) -> frozenset[str] | None:

@@ -361,6 +361,32 @@ def replaced(
             tensor.grad = gradient
 
 
+@contextlib.contextmanager
+def recorded_reads(attributes: Iterable[tuple[torch.nn.Module, Collection[str]]]) -> Iterator[set[str]]:
+    """Yields a set that gets the names of those attributes that are read within the context.
+
+    Args:
+        attributes: modules, and names of their attributes.
+    """
+    read: set[str] = set()
+    watched = {module: frozenset(names) for module, names in attributes}
+
+    def recording(kind: type[torch.nn.Module]) -> Callable[[torch.nn.Module, str], Any]:
+        get = kind.__getattribute__
+
+        def recorded(module: torch.nn.Module, name: str) -> Any:
+            if any(name in names for each, names in watched.items() if each is module):
+                read.add(name)
+            return get(module, name)
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for kind in {type(module) for module in watched}:
+            stack.enter_context(mock.patch.object(kind, "__getattribute__", recording(kind)))
+        yield read
+
+
 def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[Any, str]:
     """Returns the result of a layer's forward on fake tensors, and the name of state that it changes; empty if none.
 
