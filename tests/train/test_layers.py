@@ -2,6 +2,7 @@
 gradients of all models."""
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -442,6 +443,47 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     assert [len(layer.losses) for layer in model.layers] == [len(layer.losses) for layer in plain.layers]
     assert [line for line in lines if "falling back to one graph" in line and why in line]
     engine.detach()
+
+
+class Biased(torch.nn.Module):
+    """Blocks whose bias by position comes from a cache that their first forward fills."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        @staticmethod
+        @functools.lru_cache
+        def bias() -> tuple[torch.Tensor, int]:
+            return torch.arange(8) / 8, 8
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x + self.bias()[0]).relu()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def test_a_cache_that_layers_fill_keeps_no_tensor_without_data() -> None:
+    model, x = Biased(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"), AUTO)
+    for each in (x, torch.randn(6, 8)):
+        Biased.Block.bias.cache_clear()
+        assert all(map(torch.equal, stepped(model, each), stepped(plain, each)))
+        with torch.no_grad():
+            assert torch.equal(model(each)["loss"], plain(each)["loss"])
+    assert "for 4 layers" in engine.plans().header[0]
+    engine.detach()
+    assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
 
 
 class Optional(torch.nn.Module):

@@ -32,6 +32,7 @@ from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
+    clean_caches,
     described,
     recorded_reads,
     replaced,
@@ -476,7 +477,8 @@ class Regions:
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         # The layer's Python code runs here, and may draw random numbers of Python and NumPy.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
-        with preserved_generators(), replaced([layer], fakes), trace.with_fake_states(layer), without_launches():
+        states = replaced([layer], fakes), trace.with_fake_states(layer)
+        with preserved_generators(), states[0], states[1], without_launches(), clean_caches():
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             attributes = [(change.module, change.names) for change in changes if change.module is not None]
             with recorded_reads(attributes) as read:
