@@ -154,7 +154,7 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("lengths", nightly([(60,), (60, 60), (20, 60), (60, 20, 40)], but=[(60, 20, 40)]))
+@pytest.mark.parametrize("lengths", nightly([((60,),), ((60, 60),), ((20, 60),), ((60, 20, 40),)], but=[(60, 20, 40)]))
 def test_a_budget_is_for_all_forwards_before_one_backward(
     free: Footprint, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_a_dry_run_counts_all_of_them(tmp_path: Path) -> None:
     assert f"{COUNT} micro-batches" in found[COUNT].header
     limit = forward[COUNT] - COUNT * BATCH_BYTES // 2
     over = dry_run(trainer_of(tmp_path / "over", COUNT), "h100", Budget("some", limit))
-    count = re.search(r"--gradient_accumulation_steps (\d+), since Trainer holds all 200", over.suggestions[0])
+    count = re.search(r"--gradient_accumulation_steps (\d+), because Trainer holds all 200", over.suggestions[0])
     assert count is not None and 1 < int(count[1]) < COUNT
 
 
