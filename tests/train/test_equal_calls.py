@@ -101,3 +101,29 @@ def test_an_argument_that_is_another_one_is_recorded(recorded: list[int]) -> Non
         assert_bitwise_same_step(model, plain, {**batch, "labels": labels})
     assert len(recorded) == 2
     engine.detach()
+
+
+class Counting(Stack):
+    """Counts its forwards in Python code that a graph break in the loop leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Output:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return Output(loss=x.square().mean())
+
+
+def test_code_between_graphs_runs_once() -> None:
+    """A forward of another size runs other graphs; rerunning it to record them would repeat what Python did."""
+    model = Counting().train()
+    engine = CompileEngine(selection("level 1"), compiler="aot_eager")
+    engine.attach(model)
+    for step in range(5):
+        model(torch.randn(4, 6 + step % 2, 16)).loss.backward()
+        assert model.calls == step + 1
+    engine.detach()

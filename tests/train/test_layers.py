@@ -368,8 +368,13 @@ class Stateful(torch.nn.Module):
             writes = self.how == "it writes to its input"
             y = self.linear(x.clone() if writes else x).relu() * self.condition
             y = y * condition_of(self.how)
-            if self.how == "the model has a condition":
-                y = y * self.model[0].condition
+            model = self.model[0]
+            if self.how == "the model has a condition" or (
+                self.how == "the last layer has a condition" and self is model.layers[-1]
+            ):
+                y = y * model.condition
+            if self.how == "the model's dict has a condition":
+                y = y * vars(model)["condition"]
             if self.how == "its loss is read":
                 self.loss = y.square().mean()
             if writes:
@@ -397,7 +402,7 @@ class Stateful(torch.nn.Module):
             if self.how == "it is given a condition" or (self.how == "later" and len(x) > 4):
                 layer.condition = x.mean()
             set_condition(self.how, x.mean())
-            if self.how == "the model has a condition":
+            if self.how.startswith(("the model", "the last layer")):
                 self.condition = x.mean()
             if self.how == "its weights are others":
                 weights = {name: weight * 2 for name, weight in layer.named_parameters()}
@@ -422,6 +427,11 @@ class Stateful(torch.nn.Module):
             ("an object has a condition", "code before Block sets condition of "),
             ("a dict has a condition", "code before Block sets items of "),
             ("the model has a condition", "code before Block sets condition of L['self'], which the layer reads"),
+            (
+                "the model's dict has a condition",
+                "code before Block sets condition of L['self'], which the layer reads",
+            ),
+            ("the last layer has a condition", "code before Block sets condition of L['self'], which the layer reads"),
         ],
         but=[
             "its loss is read",

@@ -32,13 +32,13 @@ from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
-    clean_caches,
     described,
     recorded_reads,
     replaced,
     with_attributes,
     without_launches,
 )
+from optimum_memopt.engines.compile.torch_compat.function_caches import clean_caches
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.errors import UnsupportedModelError
@@ -466,10 +466,9 @@ class Regions:
         if region not in self._attributes:
             alive = [each for held in region.layers if (each := held()) is not None]
             self._attributes[region] = _relevant_attributes(alive)
-        way = (
-            *(region, self._attributes[region].get(layer), str(structure), id(trace.context)),
-            *(torch.is_grad_enabled(), tuple((change.module, change.names) for change in changes)),
-        )
+        way = region, self._attributes[region].get(layer), str(structure), id(trace.context), torch.is_grad_enabled()
+        # Only one of several equal layers may read a change.
+        known = known and not changes
         if known and (equal := self._results.get((*way, tuple(map(described, given))))) is not None:
             return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
@@ -478,7 +477,7 @@ class Regions:
         # The layer's Python code runs here, and may draw random numbers of Python and NumPy.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
         states = replaced([layer], fakes), trace.with_fake_states(layer)
-        with preserved_generators(), states[0], states[1], without_launches(), clean_caches():
+        with preserved_generators(), states[0], states[1], without_launches(), clean_caches(layer):
             forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
             attributes = [(change.module, change.names) for change in changes if change.module is not None]
             with recorded_reads(attributes) as read:

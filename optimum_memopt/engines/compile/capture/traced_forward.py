@@ -141,7 +141,7 @@ class TracedForward:
         self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
         # By the attention masks of a batch.
         self._shardings: dict[KeptMasks, Sharding] = {}
-        self._has_run = self.would_chunk = False
+        self._has_run = self.would_chunk = self._has_breaks = False
         self.is_first = True
         self.variants = Variants(model, spec, self._state, self.shared.is_shared, weak_method(self.say))
 
@@ -381,10 +381,12 @@ class TracedForward:
 
     def _may_play(self, run: ForwardRun) -> bool:
         """True if the tape of this run may be played for equal calls. A call that then runs other graphs is rerun, so
-        the forward must write nothing and involve no other rank and no hook."""
+        the forward must write nothing and involve no other rank, no hook and no Python code between its graphs."""
         is_one = run.tape.count == 1 and all(graph.is_all_of_forward for graph in run.ran)
         has_written = run.has_written and not is_one
-        return self.spec.is_run and not (has_written or self.shared.is_shared or self._regions.has_run_others)
+        self._has_breaks |= bool(run.watch.graph_breaks())
+        runs_python = self._has_breaks or self._regions.has_run_others
+        return self.spec.is_run and not (has_written or self.shared.is_shared or runs_python)
 
     def _has_put_hooks(self, before: ForwardState | None, next_hook: int) -> bool:
         """True if the call registered module hooks, with this id or a later one, and may be rerun. A forward that

@@ -9,6 +9,7 @@ kernels             which kernels run, and their memory
 autograd            operators outside of graphs
 autocast            CUDA's autocast on machines without a GPU
 fake_tensors        Python on tensors without data
+function_caches     caches that such Python fills
 allocation_history  the history of CUDA's allocator
 recompiles          reasons for recompiles
 fully_shard         FSDP2

@@ -426,7 +426,8 @@ class Trace:
             is_new = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
             if variable.mutation_type is None or is_new or known == id(ignored) or not effects.is_modified(variable):
                 continue
-            held, place = getattr(variable, "value", None), getattr(variable.source, "name", "an object")
+            # Not by `getattr`: dynamo computes the value of a list, which breaks the graph if it holds a tensor.
+            held, place = vars(variable).get("value"), getattr(variable.source, "name", "an object")
             yield PendingChange(
                 held if isinstance(held, torch.nn.Module) else None,
                 tuple(effects.store_attr_mutations.get(variable, ())),

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.engines.compile.torch_compat.function_caches import clean_caches
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.forward_patch import Attribute
 from optimum_memopt.engines.shared.function_state import variables_around
@@ -174,58 +175,6 @@ def without_launches() -> Iterator[None]:
         for kernels in () if triton is None else (triton.JITFunction, triton.Autotuner, triton.Heuristics):
             stack.enter_context(mock.patch.object(kernels, "run", _unless_fake(kernels.run)))
         yield
-
-
-@contextlib.contextmanager
-def clean_caches() -> Iterator[None]:
-    """Empty the caches of `functools.lru_cache` that code has filled with fake tensors within the context, such as a
-    table of frequencies: a later forward would get them."""
-    before = {id(cache): cache.cache_info().currsize for cache in _caches()}
-    try:
-        yield
-    finally:
-        for cache in _caches():
-            if cache.cache_info().currsize > before.get(id(cache), 0) and _holds_fake(cache):
-                cache.cache_clear()
-
-
-_CACHE: Any = type(functools.lru_cache(int))
-# Packages whose functions keep no tensors of models.
-_WITHOUT_TENSORS = frozenset({"torch", "sympy", "mpmath", "triton", "numpy", *sys.stdlib_module_names})
-
-
-def _caches() -> Iterator[Any]:
-    """Yields the cached functions and methods of all imported files but those of `_WITHOUT_TENSORS`."""
-    for name, file in list(sys.modules.items()):
-        if name.partition(".")[0] not in _WITHOUT_TENSORS:
-            yield from _caches_in(file, name)
-
-
-def _caches_in(holder: object, file: str) -> Iterator[Any]:
-    # Names of classes that this class defines begin with its own.
-    inside = f"{holder.__qualname__}." if isinstance(holder, type) else ""
-    for value in list(getattr(holder, "__dict__", {}).values()):
-        value = getattr(value, "__func__", value) if isinstance(value, staticmethod | classmethod) else value
-        if isinstance(value, _CACHE):
-            yield value
-        elif isinstance(value, type) and value.__module__ == file and value.__qualname__.startswith(inside):
-            yield from _caches_in(value, file)
-
-
-def _holds_fake(cache: object) -> bool:
-    """True if a cached function has returned fake tensors, alone or in a container."""
-    held = [cache]
-    for _ in range(4):
-        # A bounded cache links its results (`lru_list_elem` in CPython's `Modules/_functoolsmodule.c`).
-        inside = (each for of in held for each in gc.get_referents(of))
-        held = [
-            each
-            for each in inside
-            if isinstance(each, dict | list | tuple | FakeTensor) or type(each).__name__ == "_lru_list_elem"
-        ]
-        if any(isinstance(each, FakeTensor) for each in held):
-            return True
-    return False
 
 
 def _unless_fake(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -428,8 +377,9 @@ def recorded_reads(attributes: Iterable[tuple[torch.nn.Module, Collection[str]]]
         get = kind.__getattribute__
 
         def recorded(module: torch.nn.Module, name: str) -> Any:
-            if any(name in names for each, names in watched.items() if each is module):
-                read.add(name)
+            for names in (names for each, names in watched.items() if each is module):
+                # `vars` may read any of them.
+                read.update(names if name == "__dict__" else names & {name})
             return get(module, name)
 
         return recorded
