@@ -92,7 +92,7 @@ class StepSpec:
         "its memory, speed, attention kernels, workspaces and allocator. Default: this machine.",
     )
     compiler: str | None = flag(
-        None, "Like --memory_opt_compiler (default: the one that would train, or inductor with --device)."
+        None, "Like --memory_opt_compiler (default: the compiler that training here uses; with --device inductor)."
     )
     bf16: bool = flag(False, "Autocast to bfloat16, like Trainer's --bf16.")
     fp16: bool = flag(False, "Autocast to float16, like Trainer's --fp16.")

@@ -476,12 +476,16 @@ class Regions:
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         # The layer's Python code runs here, and may draw random numbers of Python and NumPy.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
-        states = replaced([layer], fakes), trace.with_fake_states(layer)
-        with preserved_generators(), states[0], states[1], without_launches(), clean_caches(layer):
-            forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
-            attributes = [(change.module, change.names) for change in changes if change.module is not None]
-            with recorded_reads(attributes) as read:
-                results, name = attribute_set_by(forward, layer)
+        forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
+        with (
+            preserved_generators(),
+            replaced([layer], fakes),
+            trace.with_fake_states(layer),
+            without_launches(),
+            clean_caches(layer),
+            recorded_reads((change.module, change.names) for change in changes if change.module is not None) as read,
+        ):
+            results, name = attribute_set_by(forward, layer)
         for change in changes:
             if read & set(change.names):
                 raise self._refused(f"code before {region.name} sets {change}, which the layer reads")
@@ -500,8 +504,8 @@ class Regions:
         return results
 
     def _pending(self, trace: dynamo.Trace, layer: torch.nn.Module, region: Region) -> list[dynamo.PendingChange]:
-        """Returns the changes of modules around a layer that are pending when it is called; its forward would read
-        their values of the previous step.
+        """Returns the pending changes of modules around a layer when it is called. If its forward read a changed
+        attribute, it would get the value of the previous step.
 
         Raises:
             RuntimeError: another object or a module in the layer changes, or the layer has hooks, so that its code may

@@ -301,8 +301,10 @@ class TracedForward:
             self.say(errors_line(run.errors))
         self._state.end()
         tape = run.tape.tape([graph.programs for graph in run.ran])
-        if isinstance(run.tape, TapeRecorder) and self._may_play(run):
-            choices.tapes.add(like, run.tape, tape)
+        if isinstance(run.tape, TapeRecorder):
+            self._has_breaks = self._has_breaks or bool(run.watch.graph_breaks())
+            if self._may_play(run):
+                choices.tapes.add(like, run.tape, tape)
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
         return self._traced_call(run, outputs, graphs, tape.under(self._sharding_of(call, tape)), before)
@@ -384,7 +386,6 @@ class TracedForward:
         the forward must write nothing and involve no other rank, no hook and no Python code between its graphs."""
         is_one = run.tape.count == 1 and all(graph.is_all_of_forward for graph in run.ran)
         has_written = run.has_written and not is_one
-        self._has_breaks |= bool(run.watch.graph_breaks())
         runs_python = self._has_breaks or self._regions.has_run_others
         return self.spec.is_run and not (has_written or self.shared.is_shared or runs_python)
 

@@ -9,7 +9,7 @@ kernels             which kernels run, and their memory
 autograd            operators outside of graphs
 autocast            CUDA's autocast on machines without a GPU
 fake_tensors        Python on tensors without data
-function_caches     caches that such Python fills
+function_caches     `functools.lru_cache` filled on tensors without data
 allocation_history  the history of CUDA's allocator
 recompiles          reasons for recompiles
 fully_shard         FSDP2
@@ -21,6 +21,6 @@ expert_adapters     PEFT's adapters of fused experts
 liger               Liger Kernel
 patches             patches, and what is lost without one
 releases            patches that do not apply to installed releases
-run_ahead           the module of images in a text, run before a forward
+run_ahead           a module that finds images in a text, run before the forward
 trace_fixes         replacements for code that torch cannot trace
 """

@@ -377,9 +377,9 @@ def recorded_reads(attributes: Iterable[tuple[torch.nn.Module, Collection[str]]]
         get = kind.__getattribute__
 
         def recorded(module: torch.nn.Module, name: str) -> Any:
-            for names in (names for each, names in watched.items() if each is module):
-                # `vars` may read any of them.
-                read.update(names if name == "__dict__" else names & {name})
+            names = watched.get(module, frozenset())
+            # `vars` may read any of them.
+            read.update(names if name == "__dict__" else names & {name})
             return get(module, name)
 
         return recorded

@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_CACHE: Any = type(functools.lru_cache(int))
+# Packages whose functions keep no tensors of models.
+_WITHOUT_TENSORS = frozenset({"torch", "sympy", "mpmath", "triton", "numpy", *sys.stdlib_module_names})
+# Objects that a cache holds beside its results: the function, its classes and files.
+_NO_RESULTS = type, types.ModuleType, types.FunctionType, torch.nn.Module
+
 
 @contextlib.contextmanager
 def clean_caches(model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -29,17 +35,8 @@ def clean_caches(model: torch.nn.Module | None = None) -> Iterator[None]:
                 cache.cache_clear()
 
 
-_CACHE: Any = type(functools.lru_cache(int))
-# Packages whose functions keep no tensors of models.
-_WITHOUT_TENSORS = frozenset({"torch", "sympy", "mpmath", "triton", "numpy", *sys.stdlib_module_names})
-
-
-# What a cache holds beside its results: the function, and its classes and files.
-_NO_RESULTS = type, types.ModuleType, types.FunctionType, torch.nn.Module
-
-
 def _caches(model: torch.nn.Module | None) -> Iterator[Any]:
-    """Yields the cached functions and methods of a model's modules, and of all imported files but those of
+    """Yields the cached functions and methods in a model's modules and in imported files, except the files of
     `_WITHOUT_TENSORS`."""
     for module in () if model is None else model.modules():
         yield from _caches_in(module, "")
@@ -62,7 +59,7 @@ def _caches_in(holder: object, file: str) -> Iterator[Any]:
 
 
 def _caches_of(function: types.FunctionType) -> Iterator[Any]:
-    """Yields the cached functions in a function's closure, as those of a decorator."""
+    """Yields the cached functions in a function's closure; a decorator may keep one there."""
     for cell in function.__closure__ or ():
         # A variable of the closure may not be set yet.
         with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
 """The module that puts images into a text runs ahead of the forward that calls it.
 
-Its forward reads values, so torch cannot trace it, and a graph break at its call would split the forward of the model
-around it: the logits would be results of one frame and the loss those of another. So the module runs first, on the
-arguments of its call, and the traced forward finds its results at the call.
+Its forward reads values, so torch cannot trace it. A graph break at its call would split the model's forward, and put
+the logits and the loss into different frames. So the module runs first, on the arguments of its call, and the traced
+forward gets these results at the call.
 
 The code before the call then runs twice in each step. That is right only if it changes nothing: in a forward of
 transformers that computes a loss from the module's results and stores into no object, inside PEFT's wrappers or none.
@@ -52,7 +52,7 @@ class RunAhead:
             if _may_run_twice(model, path, outer):
                 self._module = module
         inside = set() if self._module is None else set(self._module.modules())
-        # Their hooks would run twice; those of the model itself run around its forward.
+        # Modules whose hooks would run twice. The model's own hooks run outside of its forward.
         self._others = [each for each in model.modules() if each is not model and each not in inside]
         self._results: Any = None
 
@@ -148,7 +148,7 @@ def _stores(kind: type, method: str, seen: set[str]) -> Iterator[bool]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields a code object and those of the functions in it."""
+    """Yields a code object and the code objects nested in it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

@@ -1,10 +1,10 @@
-"""Whether the device waits for Python in the forward, as under a model that is small for its GPU."""
+"""Detects a device that waits for Python in the forward, for example if the model is small for its GPU."""
 
 import torch
 
-# The first forwards compile, and their kernels are loaded or autotuned.
+# The first forwards, which compile, load and autotune kernels, are not watched.
 _WARM, _WATCHED = 8, 10
-# Forwards at whose end the device may still compute, of those watched: another process may have been slow once.
+# Maximum number of watched forwards that may end on a busy device: another process may have delayed it once.
 _BUSY = 1
 
 FASTER_AS_ONE_GRAPH = (
