@@ -166,7 +166,8 @@ def from_keywords(**options: Any) -> MemOptOptions:
     names = [option.name for option in fields(MemOptOptions)]
     for name in options:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=2)
+            prefixed = f"memory_opt_{name}"
+            near = [prefixed] if prefixed in names else difflib.get_close_matches(name, names, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else "; see optimum_memopt.MemOptOptions"
             raise MemOptError(f"there is no option {excerpt(name)}{hint}")
     return MemOptOptions(**options)

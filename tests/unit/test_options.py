@@ -302,5 +302,7 @@ def test_arguments_with_any_form_of_a_config_stay_serialisable(tmp_path, monkeyp
 def test_an_unknown_option_is_told_with_near_ones():
     with pytest.raises(MemOptError, match="there is no option memory_opt_levl; did you mean memory_opt_level"):
         from_keywords(memory_opt_levl=1)
+    with pytest.raises(MemOptError, match=r"there is no option level; did you mean memory_opt_level\?"):
+        from_keywords(level=1)
     with pytest.raises(MemOptError, match="there is no option zzz; see optimum_memopt.MemOptOptions"):
         from_keywords(zzz=1)
