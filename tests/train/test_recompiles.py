@@ -305,3 +305,37 @@ def test_layers_are_compiled_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         failed.add([recompile(f"self.scale == {count}")])
         assert bool(failed.too_many(recompile("self.scale == 1"), is_in_layers=False)) == (count >= _MOST_OF_CAUSE)
         assert bool(failed.too_many(recompile("self.scale == 1"), is_in_layers=True)) == (count == 2 * _MOST_OF_CAUSE)
+
+
+class Pictures(torch.nn.Module):
+    """Strided convolutions over images, added to a mask of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.second = torch.nn.Conv2d(8, 4, 3, stride=2, padding=1)
+
+    def forward(self, pixel_values: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.second(torch.nn.functional.gelu(self.first(pixel_values)))
+        return {"loss": hidden.flatten(1).std(1).sum() * mask.mean()}
+
+
+@in_turn
+def test_images_of_other_sizes_recompile_once() -> None:
+    model = Pictures()
+    plain = copy.deepcopy(model)
+    engine = attached(model, Selection(parse("Gelu+:1:-1")), dynamic=True)
+    symbols, recompiles = [], []
+    for rows, size, length in ((2, 32, 8), (3, 32, 12), (2, 48, 8), (4, 40, 9)):
+        images, mask = torch.randn(rows, 3, size, size), torch.rand(rows, 1, length, length)
+        with log_lines() as lines:
+            for each in (model, plain):
+                each.zero_grad()
+                each(pixel_values=images, mask=mask)["loss"].backward()
+        recompiles.append([line for line in lines if "recompiled" in line])
+        symbols.append(set(engine.plans().symbols))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert "_dynamo_static_indices" not in vars(images)
+    assert symbols[0] == {"inputs_mask_dim0", "inputs_mask_dim2", "inputs_mask_dim3"}, "masks differ between batches"
+    assert list(map(len, recompiles)) == [0, 0, 1, 0], "the second size has symbols"
+    assert "size mismatch at index 2" in recompiles[2][0]

@@ -28,6 +28,11 @@ class ForwardArgs:
     reader: str
     drops_cache: bool = False
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """Returns all arguments by name, positional ones by their place."""
+        return {**{f"argument {place}": each for place, each in enumerate(self.args)}, **self.inputs}
+
     @classmethod
     def of(
         cls, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool, reader: str

@@ -139,6 +139,7 @@ class TracedForward:
         # Functions left to plain Python, and the places in the code that made argument sizes constants of a graph.
         self._in_python: frozenset[dynamo.CodePlace] = frozenset()
         self._constant_sizes: dict[tuple[str, int], tuple[dynamo.CodePlace, ...]] = {}
+        self._image_sizes = traced_sizes.ImageSizes()
         # By the attention masks of a batch.
         self._shardings: dict[KeptMasks, Sharding] = {}
         self._has_run = self.would_chunk = self._has_breaks = False
@@ -344,6 +345,7 @@ class TracedForward:
         with (
             dynamo.configured(kind.has_regions, self._in_python, self._codes),
             process.fewer_collections() if self.is_first else contextlib.nullcontext(),
+            self._image_sizes.constant(call.named),
             self._trace_fixes.around_call(call.inputs, masks, stops_at_hooks=stops_at_hooks),
             self._announced(self.is_first, run.choices.purpose) as run.progress,
             self._regions.in_place(kind) if kind.has_regions else contextlib.nullcontext(),

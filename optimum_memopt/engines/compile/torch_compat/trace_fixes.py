@@ -30,7 +30,6 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.compile.torch_compat.run_ahead import RunAhead
-from optimum_memopt.engines.compile.torch_compat.traced_sizes import mark_static
 
 
 class _OneAtATime(contextlib.ContextDecorator):
@@ -60,9 +59,6 @@ _LOSS_WITHOUT_NAME = "ForCausalLM"
 _SIZE_IN_A_TENSOR = "compute_attention_span"
 # PEFT's DoRA reads the `__module__` of a weight's class, in each of its layers (seen in PEFT 0.21).
 _CLASS_OF_WEIGHT = "dequantize_module_weight"
-# The fewest dimensions of images and videos: batch, channels, height, width. With symbols for all of them, Swin
-# compiles for minutes.
-_IMAGE_DIMS = 4
 # In models that pack images of several sizes into a row: the prefix of functions that read these sizes
 # (`transformers/vision_utils.py`, 5.23), and methods of the modules that find the places of images in a text (Idefics:
 # the second).
@@ -175,9 +171,6 @@ class TraceFixes:
         """
         # A graph that is compiled before the move would have guards on the scales' old place.
         self.move_scales()
-        for tensor in inputs.values():
-            if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
-                mark_static(tensor, range(1, tensor.dim()))
         try:
             with (
                 with_attributes(self._replacements()),
@@ -338,6 +331,12 @@ class _Collector:
 
 # One object for all forwards, since torch guards on it.
 COLLECTOR = _Collector()
+
+
+def collecting() -> tuple[object, ...]:
+    """Returns the objects that hooks change when they collect an output."""
+    collected = COLLECTOR.collected
+    return (COLLECTOR, collected, *(collected or {}).values())
 
 
 def kind_of(hook: Any) -> str | None:

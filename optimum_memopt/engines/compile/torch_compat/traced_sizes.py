@@ -6,7 +6,7 @@ Checked in torch 2.13.0, and present since 2.9, unless stated otherwise.
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -15,7 +15,11 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
 from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, source_name, specialized_sizes
+
+# Channels, height and width.
+_SIZES_OF_IMAGE = 3
 
 
 def _shapes_of_trace() -> ShapeEnv | None:
@@ -36,6 +40,50 @@ def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
         torch._dynamo.mark_static(tensor, list(dims))
     else:
         vars(tensor).update((name, copy.copy(mark)) for name, mark in _static_marks(dims))
+
+
+class ImageSizes:
+    """Makes the sizes of images constants of a forward's graphs, until it gets images of other sizes.
+
+    Nearly all runs have images of one size. As a symbol it passes through each strided convolution, and torch
+    simplifies ever longer fractions of it: the first step of a DenseNet took four minutes. When another size comes,
+    the forward recompiles with symbols for all sizes.
+
+    Images are floating-point tensors with four or more dimensions, the last three being channels, height and width;
+    masks are none.
+    """
+
+    def __init__(self) -> None:
+        # By the argument's name; None: its sizes differ.
+        self._known: dict[str, tuple[int, ...] | None] = {}
+
+    def constant(self, inputs: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which constant sizes are marked; the marks are removed afterwards.
+
+        Args:
+            inputs: all arguments of the forward by name.
+        """
+        return with_attributes(
+            (image, name, copy.copy(mark))
+            for image, dims in self._constant_dims(inputs)
+            for name, mark in _static_marks(dims)
+        )
+
+    def _constant_dims(self, inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        for name, image in inputs.items():
+            if not _is_image(name, image):
+                continue
+            sizes = tuple(image.shape[-_SIZES_OF_IMAGE:])
+            if self._known.setdefault(name, sizes) != sizes:
+                self._known[name] = None
+            else:
+                yield image, tuple(range(image.dim() - _SIZES_OF_IMAGE, image.dim()))
+
+
+def _is_image(name: str, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() <= _SIZES_OF_IMAGE or "mask" in name:
+        return False
+    return value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 
 @functools.cache
