@@ -455,6 +455,38 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     engine.detach()
 
 
+class KeywordArguments(torch.nn.Module):
+    """A forward that changes the dict of its keyword arguments, as TRL's and PEFT's do; its layers get the dict."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+            return x + self.linear(x).relu() * given["scale"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, **given: Any) -> Output:
+        x = given.pop("x")
+        for layer in self.layers:
+            given["scale"] = x.mean()
+            x = layer(x, given)
+        return Output(loss=x.square().mean())
+
+
+def test_layers_may_get_keyword_arguments_that_the_forward_changes() -> None:
+    model = KeywordArguments()
+    plain, engine = copy.deepcopy(model), attached(model, selection("level 1"))
+    assert_bitwise_same_step(model, plain, *({"x": torch.randn(rows, 8)} for rows in (4, 6)))
+    assert "for 4 layers, equal layers share one" in engine.plans().header[0]
+    engine.detach()
+
+
 class Biased(torch.nn.Module):
     """Blocks whose bias by position comes from a cache that their first forward fills."""
 

@@ -511,7 +511,7 @@ class Regions:
             RuntimeError: another object or a module in the layer changes, or the layer has hooks, so that its code may
                 read the change.
         """
-        changes = list(trace.pending_changes(trace_fixes.COLLECTOR))
+        changes = list(trace.pending_changes(trace_fixes.collecting()))
         inside = set(layer.modules())
         for change in changes:
             if change.module is None or change.module in inside or self._has_hooks(layer):

@@ -415,25 +415,27 @@ class Trace:
         return any(variable is not None and effects.is_modified(variable) for variable in variables)
 
     @staticmethod
-    def pending_changes(ignored: object) -> Iterator[PendingChange]:
-        """Yields the changes that the traced code has made so far to objects that it has not created itself.
+    def pending_changes(ignored: Iterable[object]) -> Iterator[PendingChange]:
+        """Yields the changes that the traced code has made so far to objects that it has not created itself. Python
+        creates the dict of a function's keyword arguments (`**kwargs`) for each call, so it is no such object.
 
         Args:
-            ignored: an object that may change.
+            ignored: objects that may change.
         """
-        effects = _translator().output.side_effects
+        output, ids = _translator().output, set(map(id, ignored))
+        effects, of_call = output.side_effects, _dict_of_arguments(output.root_tx.f_code)
         for known, variable in effects.id_to_variable.items():
             is_new = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
-            if variable.mutation_type is None or is_new or known == id(ignored) or not effects.is_modified(variable):
+            if variable.mutation_type is None or is_new or known in ids or not effects.is_modified(variable):
                 continue
             # Not by `getattr`: dynamo computes the value of a list, which breaks the graph if it holds a tensor.
             held, place = vars(variable).get("value"), getattr(variable.source, "name", "an object")
-            yield PendingChange(
-                held if isinstance(held, torch.nn.Module) else None,
-                tuple(effects.store_attr_mutations.get(variable, ())),
-                # A method before torch 2.13.
-                place() if callable(place) else place,
-            )
+            # A method before torch 2.13.
+            place = place() if callable(place) else place
+            if place != of_call:
+                is_module = isinstance(held, torch.nn.Module)
+                names = tuple(effects.store_attr_mutations.get(variable, ()))
+                yield PendingChange(held if is_module else None, names, place)
 
     @staticmethod
     def keys_set_to(held: object, name: str) -> frozenset[str] | None:
@@ -555,6 +557,14 @@ def traced_module() -> torch.nn.Module | None:
     translator = _translator()
     traced = translator.f_locals.get("self") if translator is not None else None
     return traced if isinstance(traced, torch.nn.Module) else None
+
+
+def _dict_of_arguments(code: types.CodeType) -> str:
+    """Returns dynamo's name for the dict of a function's further keyword arguments; empty if it takes none."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return ""
+    before = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    return f"L[{code.co_varnames[before]!r}]"
 
 
 def _translator() -> Any:
