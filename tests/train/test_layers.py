@@ -13,6 +13,7 @@ import torch
 from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.predict.planner import Planner
@@ -160,7 +161,7 @@ class Counted(torch.nn.Module):
 
     def __init__(self, same: bool) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(Scaled(1.0 if same else 1.0 + n) for n in range(LAYERS))
+        self.layers = torch.nn.ModuleList(Scaled(1 if same else 1 + n) for n in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         for layer in self.layers:
@@ -181,6 +182,18 @@ def stepped(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     model(x=x)["loss"].backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_layers_with_other_fractions_are_in_other_groups() -> None:
+    """A fraction is read by nearly every forward, a whole number may be a layer's index."""
+    layers = [Scaled(scale) for scale in (0.1, 0.2, 1, 0.1, 0.2, 2)]
+    for listed in (torch.nn.ModuleList(layers), torch.nn.Sequential(*layers)):
+        groups = layer_groups(torch.nn.ModuleDict({"layers": listed}))
+        assert [[path.removeprefix("layers.") for path in group] for group in groups] == [
+            ["0", "3"],
+            ["1", "4"],
+            ["2", "5"],
+        ]
 
 
 def attached_as_a_whole(model: torch.nn.Module, x: torch.Tensor) -> tuple[CompileEngine, str]:

@@ -49,7 +49,7 @@ LayerGroup = Mapping[str, torch.nn.Module]
 
 
 def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
-    """Returns groups of equal layers of a `ModuleList` with at least two layers each, in module order.
+    """Returns groups of equal layers of a `ModuleList` or `Sequential` with at least two layers each, in module order.
 
     A list inside an item of a list belongs to that item: the experts of a layer are no layers. Modules without
     children are left out, since they are cheaper to compile in the outer graph, and so are layers with a replaced
@@ -58,7 +58,7 @@ def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
     groups: list[LayerGroup] = []
     inside: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.ModuleList) or module in inside:
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or module in inside:
             continue
         kinds: dict[Hashable, dict[str, torch.nn.Module]] = {}
         for name, layer in module.named_children():
@@ -125,10 +125,21 @@ def _contains(path: str, inner: str) -> bool:
 
 
 def _structure(layer: torch.nn.Module) -> Hashable:
-    """Returns a key that is equal for layers of one class with the same modules and parameter shapes."""
+    """Returns a key that is equal for layers of one class with the same modules and parameter shapes.
+
+    Also with the same fractions, which a forward reads almost always, such as the rate of a stochastic depth: layers
+    that differ in one would each have a graph of their own.
+    """
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
-    return kinds, tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    fractions = tuple(
+        (path, name, repr(value))
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is float
+    )
+    shapes = tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    return kinds, shapes, fractions
 
 
 class ResultsChangedError(RuntimeError):
