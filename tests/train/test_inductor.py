@@ -1,5 +1,6 @@
 """Plans with inductor on the CPU; it compiles for many seconds, so tests with transformers are nightly."""
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
+from transformers import MiniMaxConfig
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import LAYER, MODEL
@@ -20,7 +23,15 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.sizes import parse_budget
 from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, recorded, run
-from tests.gradients import TOLERANCE, Batch, accumulate, assert_bitwise_same, assert_same, wrong_gradients
+from tests.gradients import (
+    TOLERANCE,
+    Batch,
+    accumulate,
+    assert_bitwise_same,
+    assert_same,
+    assert_same_step,
+    wrong_gradients,
+)
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn
 from tests.train.test_layers import Perceptrons
@@ -108,6 +119,34 @@ def test_a_gradient_of_words_is_pytorchs_and_held_once():
     words = model.words.weight.nbytes
     assert "embedding_dense_backward" in ours.split.run_in_backward
     assert words <= ours.split.graph.prediction.backward.peak < 2 * words
+
+
+class Chunks(torch.nn.Module):
+    """A linear attention over chunks of four tokens, of which the last one may have fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        self.layers = torch.nn.ModuleList([MiniMaxLightningAttention(MiniMaxConfig(block_size=4, **sizes), 0)])
+
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x, *_ = layer(x, None, None)
+        return CausalLMOutput(loss=x.square().sum())
+
+
+@in_turn
+def test_a_chunk_of_one_token() -> None:
+    """inductor's gradients are wrong if the last chunk's size is an expression that is 1 in the traced batch."""
+    model = Chunks()
+    plain = copy.deepcopy(model)
+    engine = CompileEngine(Selection(level=1), "inductor")
+    engine.attach(model)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for length in (9, 11):
+            assert_same_step(model, plain, {"x": torch.randn(2, length, HIDDEN)})
+    assert engine.plans().enabled
 
 
 def test_a_level_is_applied(batch):

@@ -30,7 +30,7 @@ from optimum_memopt.engines.compile.partition.partitioned_graph import (
     partitioned,
     timeline_of,
 )
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat import fx_graph, traced_sizes
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import held_bytes
@@ -160,6 +160,8 @@ class Variants:
         cuda = spec.target.cuda if spec.target is not None else None
         state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
         fuses = spec.compiler == "inductor"
+        if fuses:
+            traced_sizes.make_unit_sizes_constant(module.graph)
         # A backward that runs operator by operator draws other random numbers than inductor's. In a layer's graph, all
         # outputs have gradients.
         may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))

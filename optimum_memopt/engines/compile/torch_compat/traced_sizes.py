@@ -6,13 +6,16 @@ Checked in torch 2.13.0, and present since 2.9, unless stated otherwise.
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
@@ -126,3 +129,23 @@ def size_guards() -> list[sympy.Basic]:
     graph."""
     shapes = _shapes_of_trace()
     return [] if shapes is None else [guard.expr for guard in shapes.guards]
+
+
+def make_unit_sizes_constant(graph: fx.Graph) -> None:
+    """Make the symbols in computed sizes of 0 or 1 constants, while a joint graph is partitioned for inductor.
+
+    Of a size such as `min(12, length) - 8`, which is 1 for 9 tokens, inductor's backward reads memory that it has not
+    written: with all activations recomputed, stock torch 2.13 computes gradients of 1e35 for the linear attention of a
+    MiniMax. The guards of torch already keep such a graph from other sizes.
+    """
+    shapes = _shapes_of_trace()
+    if shapes is None:
+        return
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    sizes: Iterable[Any] = itertools.chain.from_iterable(tensor.shape for tensor in tensors)
+    symbolic = {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
+    for expression, hint in symbolic.items():
+        for symbol in expression.free_symbols if hint in (0, 1) and not expression.is_Symbol else ():
+            # Evaluated for a graph, a symbol becomes a constant of it.
+            shapes.evaluate_expr(symbol)
