@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,3 +340,16 @@ def test_images_of_other_sizes_recompile_once() -> None:
     assert symbols[0] == {"inputs_mask_dim0", "inputs_mask_dim2", "inputs_mask_dim3"}, "masks differ between batches"
     assert list(map(len, recompiles)) == [0, 0, 1, 0], "the second size has symbols"
     assert "size mismatch at index 2" in recompiles[2][0]
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        ("not hasattr(attention_mask, '_memopt_has_no_padding')", "attention_mask has padding"),
+        ("hasattr(kwargs['attention_mask'], '_memopt_has_no_padding')", "attention_mask has no padding"),
+    ],
+)
+def test_a_guard_on_padding_is_in_words(guard: str, words: str) -> None:
+    place = {"co_name": "forward", "co_firstlineno": 1, "co_filename": "model.py"}
+    recompile = Recompile.of(SimpleNamespace(recompile_reason=f"0/0: {guard}", **place))
+    assert recompile is not None and recompile.guard == words

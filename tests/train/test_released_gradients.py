@@ -25,8 +25,9 @@ from tests.compiled import hold_still
 from tests.gradients import Batch
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
+from tests.train.test_layers import Perceptrons
 from tests.train.test_step_memory import EXACT
-from tests.trainer_runs import arguments, build, make, weights
+from tests.trainer_runs import arguments, build, log_lines, make, weights
 
 LAYERS, STEPS = 4, 4
 COMPILED = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"}
@@ -279,3 +280,13 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
         model(**batch).loss.backward()
     engine.detach()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("layers", nightly([2, 4], but=[2]))
+def test_layers_in_one_graph_are_warned_of(layers: int) -> None:
+    model, batch = Perceptrons(layers), {"x": torch.randn(4, 32)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with log_lines() as lines:
+        optimize(model, optimizer=optimizer, **RELEASED)
+        trained(model, optimizer, [batch, batch])
+    assert len([line for line in lines if "saves little here: the layers of Perceptrons" in line]) == (layers < 4)

@@ -182,8 +182,8 @@ class ReleasedGradients:
             if parameter in self._stepped or any(parameter is each for each in unit.complete):
                 raise MemOptError(
                     f"{FLAG}: a gradient of shape {tuple(parameter.shape)} was computed twice before the optimizer's "
-                    "step, by several backwards or a reentrant checkpoint; call optimizer.step() after each backward, "
-                    "or leave the flag out"
+                    "step: by several backwards, by a reentrant checkpoint, or after a backward that failed or whose "
+                    "step was skipped; call optimizer.step() after each backward, or leave the flag out"
                 )
             if self._order is not None:
                 if not self._order or self._units[self._order[-1][-1]] is not unit:

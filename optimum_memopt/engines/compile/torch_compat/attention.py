@@ -31,11 +31,10 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.compile.torch_compat.host_masks import is_true
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.compile.torch_compat.recompiles import NO_PADDING
 from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"
-# An attribute of masks without padding; torch guards on whether an input of a traced forward has it.
-_MARK = "_memopt_has_no_padding"
 _PREPARES = "_preprocess_mask_arguments"
 _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
 # Always true in a trace before torch 2.14 (pytorch#176499); transformers then keeps masks that are None.
@@ -178,7 +177,7 @@ class AttentionMasks:
         has_caches = drops_cache and all(_makes_cache(module) for module in self._makers)
         is_in_order = self._numbers_tokens and not _may_be_packed(args, inputs)
         functions = self._functions(has_caches or is_in_order, self.kept.local)
-        return [*((mask, _MARK, True) for mask in masks), *functions]
+        return [*((mask, NO_PADDING, True) for mask in masks), *functions]
 
     def _functions(self, is_in_order: bool, keeps_local: bool) -> list[Replacement]:
         """Returns replacements for functions of transformers, the same at each call, since torch guards on them."""
@@ -263,7 +262,7 @@ def _is_from(function: Any, places: tuple[str, ...]) -> bool:
 def _without_full_mask(before: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     def prepared(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         is_ready, mask, *sizes = before(config, inputs_embeds, attention_mask, *args, **kwargs)
-        is_full = isinstance(attention_mask, Tensor) and hasattr(attention_mask, _MARK)
+        is_full = isinstance(attention_mask, Tensor) and hasattr(attention_mask, NO_PADDING)
         return (is_ready, None if is_full and not is_ready else mask, *sizes)
 
     return prepared

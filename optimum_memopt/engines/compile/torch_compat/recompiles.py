@@ -22,6 +22,9 @@ MEANT = "optimum_memopt runs it untraced"
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[3])
 _HERE = str(Path(__file__).parent)
+# An attribute of masks without padding; torch guards on whether an input of a traced forward has it.
+NO_PADDING = "_memopt_has_no_padding"
+_NO_PADDING = re.compile(rf"(?P<not>not )?hasattr\((?P<mask>[^,]+), '{NO_PADDING}'\)")
 # Prefix of a recompile reason.
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 # Dynamo's name for the rest of a function after a graph break.
@@ -169,6 +172,7 @@ def first_line(text: str) -> str:
 def _guard_in(reason: str) -> str:
     """Returns the guard in a recompile reason of torch, `0/1: x > 1  # if x > 1`."""
     guard = _COMPILE_ID.sub("", first_line(reason))
+    guard = _NO_PADDING.sub(lambda match: f"{match['mask']} has {'' if match['not'] else 'no '}padding", guard)
     return _MODULES.sub(r".\g<name>", _BY_NAME.sub(r"\g<name>", _MODEL.sub("self", guard)))
 
 

@@ -310,9 +310,19 @@ class CompileEngine(in_place.InPlaceEngine):
             # Only with room for it: the next step may not be able to reuse the blocks that malloc keeps.
             self._keep_freed(host_available() >= peak)
         self._outputs.watch(outputs)
+        if is_first and self._released is not None:
+            self._warn_of_one_graph()
         if self._host is not None:
             self._watch_host(self._host)
         return outputs
+
+    def _warn_of_one_graph(self) -> None:
+        """Warn if gradients are released, but most are returned at once, by one graph for all layers."""
+        if self._planned is not None and not (self._planned.is_plain or self._planned.traced.has_regions):
+            get_logger().warning(
+                f"{released_gradients.FLAG} saves little here: the layers of {type(self._model).__name__} are not "
+                "compiled separately, and one graph returns all their gradients at once"
+            )
 
     def _watch_host(self, watch: HostWatch) -> None:
         """Count a forward; after the last one to watch, say if one graph for the whole forward would be faster."""
