@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from optimum_memopt.compat.torch import without_modes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
 from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, source_name, specialized_sizes
 
@@ -93,7 +94,9 @@ def _is_image(name: str, value: Any) -> bool:
 def _static_marks(dims: tuple[int, ...]) -> list[tuple[str, Any]]:
     """Returns the tensor attributes that mark these sizes as static. Copying them takes a tenth of the time of
     `mark_static`, which would run for each layer of each step."""
-    marked = torch.empty([0] * (max(dims, default=-1) + 1))
+    # Under a fake mode, the tensor would have attributes of this mode, too.
+    with without_modes():
+        marked = torch.empty([0] * (max(dims, default=-1) + 1))
     torch._dynamo.mark_static(marked, list(dims))
     return list(vars(marked).items())
 
