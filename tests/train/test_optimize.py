@@ -195,7 +195,7 @@ def test_states_that_are_there_count_once(kind, monkeypatch):
     """The states of an optimizer that stepped before the engine was attached count once."""
     # A process's own size changes between two readings.
     monkeypatch.setattr(variants, "held_bytes", lambda device: 2**30)
-    model = torch.nn.Sequential(*(Layer() for _ in range(3)))
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
     optimizer, x = kind(model.parameters(), lr=1e-4), torch.randn(4, WIDTH)
 
     def step():

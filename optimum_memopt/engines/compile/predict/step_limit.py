@@ -115,6 +115,11 @@ class StepLimit:
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self.bytes, largest=self.largest, margin=self._margin)
 
+    @property
+    def reads_process(self) -> bool:
+        """True if `resident` derives its result from the bytes that the process holds."""
+        return self._resident is None and self._target is None
+
     def resident(self, held: int) -> int:
         """Returns the process's bytes without optimizer states: as of the last plan, else derived from `held`."""
         if self._resident is not None:
