@@ -309,7 +309,7 @@ def test_layers_are_compiled_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Pictures(torch.nn.Module):
-    """Strided convolutions over images, added to a mask of four dimensions."""
+    """Strided convolutions over images, whose results are scaled by a mask of four dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

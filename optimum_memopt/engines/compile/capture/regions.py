@@ -125,21 +125,15 @@ def _contains(path: str, inner: str) -> bool:
 
 
 def _structure(layer: torch.nn.Module) -> Hashable:
-    """Returns a key that is equal for layers of one class with the same modules and parameter shapes.
+    """Returns a key that is equal for layers of one class with the same modules, parameter shapes and fractions.
 
-    Also with the same fractions, which a forward reads almost always, such as the rate of a stochastic depth: layers
-    that differ in one would each have a graph of their own.
+    A fraction, such as the rate of stochastic depth, is read by almost every forward, so layers that differ in one
+    would need a graph each.
     """
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
-    fractions = tuple(
-        (path, name, repr(value))
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if type(value) is float
-    )
     shapes = tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
-    return kinds, shapes, fractions
+    return kinds, shapes, tuple(each for each in _attributes(layer) if each[1][0] is float)
 
 
 class ResultsChangedError(RuntimeError):

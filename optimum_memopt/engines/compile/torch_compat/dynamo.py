@@ -561,10 +561,8 @@ def traced_module() -> torch.nn.Module | None:
 
 def _dict_of_arguments(code: types.CodeType) -> str:
     """Returns dynamo's name for the dict of a function's further keyword arguments; empty if it takes none."""
-    if not code.co_flags & inspect.CO_VARKEYWORDS:
-        return ""
-    before = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    return f"L[{code.co_varnames[before]!r}]"
+    name = inspect.getargs(code).varkw
+    return "" if name is None else f"L[{name!r}]"
 
 
 def _translator() -> Any:

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from optimum_memopt.compat.torch import without_modes
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
@@ -43,18 +43,18 @@ def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     if is_traceable_wrapper_subclass(tensor) or vars(tensor):
         torch._dynamo.mark_static(tensor, list(dims))
     else:
-        vars(tensor).update((name, copy.copy(mark)) for name, mark in _static_marks(dims))
+        vars(tensor).update(_static_marks(dims))
 
 
 class ImageSizes:
-    """Makes the sizes of images constants of a forward's graphs, until it gets images of other sizes.
+    """Makes image sizes constants of a forward's graphs, until it gets images of other sizes.
 
-    Nearly all runs have images of one size. As a symbol it passes through each strided convolution, and torch
+    Nearly all runs have images of one size. A symbolic size passes through each strided convolution, and torch
     simplifies ever longer fractions of it: the first step of a DenseNet took four minutes. When another size comes,
     the forward recompiles with symbols for all sizes.
 
-    Images are floating-point tensors with four or more dimensions, the last three being channels, height and width;
-    masks are none.
+    Every floating-point tensor with four or more dimensions counts as images, unless its name says that it is a mask;
+    its last three dimensions are channels, height and width.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class ImageSizes:
             inputs: all arguments of the forward by name.
         """
         return with_attributes(
-            (image, name, copy.copy(mark))
+            (image, name, mark)
             for image, dims in self._constant_dims(inputs)
-            for name, mark in _static_marks(dims)
+            for name, mark in _static_marks(dims).items()
         )
 
     def _constant_dims(self, inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
@@ -90,15 +90,19 @@ def _is_image(name: str, value: Any) -> bool:
     return value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 
+def _static_marks(dims: tuple[int, ...]) -> dict[str, Any]:
+    """Returns new values of the tensor attributes that mark these sizes as static. Copying them takes a tenth of the
+    time of `mark_static`, which would run for each layer of each step."""
+    return {name: copy.copy(mark) for name, mark in _known_marks(dims).items()}
+
+
 @functools.cache
-def _static_marks(dims: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """Returns the tensor attributes that mark these sizes as static. Copying them takes a tenth of the time of
-    `mark_static`, which would run for each layer of each step."""
+def _known_marks(dims: tuple[int, ...]) -> dict[str, Any]:
     # Under a fake mode, the tensor would have attributes of this mode, too.
     with without_modes():
         marked = torch.empty([0] * (max(dims, default=-1) + 1))
     torch._dynamo.mark_static(marked, list(dims))
-    return list(vars(marked).items())
+    return vars(marked)
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:
@@ -137,14 +141,14 @@ def size_guards() -> list[sympy.Basic]:
 def make_unit_sizes_constant(graph: fx.Graph) -> None:
     """Make the symbols in computed sizes of 0 or 1 constants, while a joint graph is partitioned for inductor.
 
-    Of a size such as `min(12, length) - 8`, which is 1 for 9 tokens, inductor's backward reads memory that it has not
-    written: with all activations recomputed, stock torch 2.13 computes gradients of 1e35 for the linear attention of a
-    MiniMax. The guards of torch already keep such a graph from other sizes.
+    With a size such as `min(12, length) - 8`, which is 1 for 9 tokens, inductor's backward reads uninitialized memory:
+    with all activations recomputed, stock torch 2.13 computes gradients of 1e35 for MiniMax's linear attention. The
+    guards of torch already exclude other batches from such a graph.
     """
     shapes = _shapes_of_trace()
     if shapes is None:
         return
-    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    values = tree_leaves([node.meta.get("val") for node in graph.nodes])
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     sizes: Iterable[Any] = itertools.chain.from_iterable(tensor.shape for tensor in tensors)
     symbolic = {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
