@@ -9,9 +9,13 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
+from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture import variants
+from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
+from optimum_memopt.sizes import parse_budget
 from tests.gradients import accumulate, assert_bitwise_same_step
 from tests.model_zoo import SMALL as CASE
 from tests.model_zoo import ZOO
@@ -217,6 +221,25 @@ def test_states_that_are_there_count_once(kind, monkeypatch):
     assert parts["not told"].constant - parts["told"].constant == states
     with pytest.raises(MemOptError, match=r"optimizer must be a torch\.optim\.Optimizer, not list"):
         optimize(model, optimizer=[optimizer], **OPTIONS["compile"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_later_plan_counts_states_once(kind, is_told, monkeypatch):
+    model = Layer()
+    optimizer = kind(model.parameters(), lr=1e-4)
+    limit = StepLimit(model, parse_budget("4GiB"), lambda: Run(optimizer if is_told else None), None)
+
+    def states() -> int:
+        return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values() if tensor.dim())
+
+    # The optimizer's states are all that is added between the two plans.
+    monkeypatch.setattr(footprint, "held_bytes", lambda device: 2**30 + states())
+    before = limit.context(TracedBatch()).fixed
+    model(torch.randn(4, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert limit.context(TracedBatch()).fixed.peak == before.peak
 
 
 def test_unsloths_forwards_are_refused(monkeypatch):

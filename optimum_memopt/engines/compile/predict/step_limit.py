@@ -96,14 +96,17 @@ class StepLimit:
             constant: bytes that the process may grow to, beside the step.
         """
         assert self._budget is not None
+        run = self._run()
         around = step_around(
-            self._model, batch.inputs, self._budget, self._run(), self._target, batch.untrained, trained=batch.trained
+            self._model, batch.inputs, self._budget, run, self._target, batch.untrained, trained=batch.trained
         )
         if batch.loss is not None:
             # The loss is already among the events of the step.
             beside = max(0, around.fixed.constant - batch.loss.events.resident)
             around = replace(around, fixed=replace(around.fixed, constant=beside))
-        step = _without_second_room(around, self._first_constant)
+        # The states of an optimizer that `optimize` was not given are counted as assumed, and grow the process.
+        assumed = around.fixed.optimizer if run.optimizer is None else 0
+        step = _without_second_room(around, self._first_constant, assumed)
         self.constant = step.fixed.constant
         if self._first_constant is None:
             self._first_constant = self.constant
@@ -311,8 +314,8 @@ def bounded_bytes(
     return max(peak, blocks.allocated if blocks is not None else 0)
 
 
-def _without_second_room(step: StepContext, first: int | None) -> StepContext:
-    """Returns the context without reserving growth headroom twice.
+def _without_second_room(step: StepContext, first: int | None, assumed: int) -> StepContext:
+    """Returns the context without counting growth of the process twice: by optimizer states and by headroom.
 
     Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With another
     full headroom on top, no step of a RoBERTa of 4 layers of 256 used the last 26 MiB of 732; now it is 9. Once the
@@ -321,10 +324,12 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
 
     Args:
         first: `constant` before the first plan was made; None: no plan was made yet.
+        assumed: bytes of the states of an optimizer that is not known.
     """
     grown = step.fixed.constant - first if first is not None else 0
     if first is None or grown <= 0:
         return step
+    grown = max(0, grown - assumed)
     beyond = max(0, grown - step.room)
     return _with_constant(step, first + beyond + min(beyond, step.room // 2))
 
