@@ -1,7 +1,9 @@
 import pytest
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv, Max
 
+from optimum_memopt.engines.compile.graph.symbols import formula
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.partition.partitioned_graph import SymbolNames
 from optimum_memopt.engines.compile.predict.table import to_table
@@ -45,6 +47,14 @@ def test_symbolic_savings_are_those_of_other_batches(roberta, roberta_of_another
     values = {sympy.Symbol(name): size for name, size in zip(sorted(table.symbols), (7, 29), strict=True)}
     found = {plan.config: sympy.sympify(plan.saving_symbolic).subs(values) for plan in table.plans}
     assert found == {plan.config: plan.saving_bytes for plan in there.plans}
+
+
+def test_a_saving_names_no_strides_of_empty_tensors():
+    rows, length = sympy.symbols("rows length", integer=True, positive=True)
+    frames = FloorDiv(length - 127, 64)
+    extent = 1 + (rows - 1) * 256 * Max(1, frames) + 256 * Max(1, frames) - 1
+    assert formula(4 * extent) == str(1024 * rows * frames)
+    assert formula(sympy.Max(7, length)) == "Max(7, length)"
 
 
 def test_what_is_on_is_shown_with_what_it_saves(roberta):

@@ -59,6 +59,21 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
     return evaluate
 
 
+def formula(size: sympy.Expr) -> str:
+    """Returns a number of bytes as text, with common factors pulled out.
+
+    torch computes strides as `Max(1, n)`; no dimension of a batch is 0.
+    """
+
+    def is_stride(part: sympy.Basic) -> bool:
+        return type(part).__name__ == "Max" and len(part.args) == 2 and 1 in part.args
+
+    def dimension(stride: sympy.Basic) -> sympy.Basic:
+        return next(each for each in stride.args if each != 1)
+
+    return str(sympy.factor_terms(sympy.expand(size.replace(is_stride, dimension))))
+
+
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
     """Returns a function from symbols' values to an expression's value; None if it is computed from its terms."""
     if isinstance(expression, sympy.Symbol):

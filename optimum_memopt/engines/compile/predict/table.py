@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
-from optimum_memopt.engines.compile.graph.symbols import compile_sizes
+from optimum_memopt.engines.compile.graph.symbols import compile_sizes, formula
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
@@ -207,7 +207,7 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
             config=ROW,
             frequency=len(losses),
             saving_bytes=sum(loss.first.saving for loss in losses),
-            saving_symbolic=str(sympy.factor_terms(sympy.expand(saving))),
+            saving_symbolic=formula(saving),
             requested_count=ALL if any(loss.is_requested for loss in losses) else 0,
             applied_count=len(chunked),
             note="; ".join(dict.fromkeys(loss.note for loss in losses)),
@@ -248,7 +248,7 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
         config=row,
         frequency=frequency,
         saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,
-        saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
+        saving_symbolic=formula(sympy.Add(*(part.saving for part in parts if saves))),
         requested_count=request.count if request else 0,
         applied_count=sum(part.count(part.chosen) for part in parts),
         note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
