@@ -1,7 +1,7 @@
 """Private names of torch: modules and their hooks, tensors, the running backward, the process group."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,30 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
+
+
+@contextmanager
+def clipping_watched(watch: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """Returns a context in which `clip_grad_norm_` first calls `watch` with the gradients that it has found
+    (`torch/nn/utils/clip_grad.py`, torch 2.9 to 2.15)."""
+    module: Any = torch.nn.utils.clip_grad
+    original = module._get_total_norm
+    is_watched = True
+
+    def total_norm(gradients: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_watched:
+            watch(gradients)
+        norm: torch.Tensor = original(gradients, *args, **kwargs)
+        return norm
+
+    module._get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        is_watched = False
+        # Contexts of several models may end in any order.
+        if module._get_total_norm is total_norm:
+            module._get_total_norm = original
 
 
 def world_size() -> int:

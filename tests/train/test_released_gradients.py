@@ -282,6 +282,26 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def test_clipping_is_warned_of() -> None:
+    model, other, batch = Perceptrons(4), torch.nn.Linear(4, 4), {"x": torch.randn(4, 32)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    original = torch.nn.utils.clip_grad._get_total_norm
+    other(torch.randn(2, 4)).sum().backward()
+
+    def warned(*clipped: torch.nn.Module) -> int:
+        with log_lines() as lines:
+            model(**batch).loss.backward()
+            for each in clipped:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+        return len([line for line in lines if "clip_grad_norm_ does not clip the gradients that" in line])
+
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    assert (warned(), warned(other), warned(model), warned(model)) == (0, 0, 1, 0)
+    engine.detach()
+    assert torch.nn.utils.clip_grad._get_total_norm is original and not warned(model)
+
+
 @pytest.mark.parametrize("layers", nightly([2, 4], but=[2]))
 def test_layers_in_one_graph_are_warned_of(layers: int) -> None:
     model, batch = Perceptrons(layers), {"x": torch.randn(4, 32)}

@@ -12,17 +12,17 @@ Based on "How to save memory by fusing the optimizer step into the backward pass
 its own optimizer. Here the single optimizer is kept, with its schedule and checkpoints, and steps one layer at a time.
 """
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from optimum_memopt.compat.torch import step_without_hooks
+from optimum_memopt.compat.torch import clipping_watched, step_without_hooks
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import MemOptError, excerpt
@@ -152,8 +152,13 @@ class ReleasedGradients:
             step_without_hooks(optimizer)
         # Tensor hooks that hold this object strongly would keep the model alive.
         note, finish = weak_method(self._note), weak_method(self._finish)
-        handles = [each.register_post_accumulate_grad_hook(note) for each in self._units]
-        self._stop = weakref.finalize(self, _remove, [*handles, optimizer.register_step_pre_hook(finish)])
+        undo = contextlib.ExitStack()
+        for each in self._units:
+            undo.callback(each.register_post_accumulate_grad_hook(note).remove)
+        undo.callback(optimizer.register_step_pre_hook(finish).remove)
+        undo.enter_context(clipping_watched(weak_method(self._warn_of_clipping)))
+        self._has_warned = False
+        self._stop = weakref.finalize(self, undo.close)
         self._stop.atexit = False
         get_logger().info(
             "gradients are released: the optimizer steps in the backward, so code that reads or clips gradients after "
@@ -174,6 +179,17 @@ class ReleasedGradients:
         others = torch.as_tensor(norm_of_others())
         norms = [norm.to(others.device, torch.float32) for norm in (*(self._norms or ()), others)]
         return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _warn_of_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Warn once of code that clips gradients after most of them were released."""
+        left = {id(each.grad) for unit in self._begun for each in unit.complete}
+        is_own = not gradients or any(id(each) in left for each in gradients)
+        if is_own and self._stepped and not self._has_warned:
+            self._has_warned = True
+            get_logger().warning(
+                f"clip_grad_norm_ does not clip the gradients that {FLAG} has released: their parameters were stepped "
+                "in the backward; remove the call, or leave the flag out"
+            )
 
     def _note(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete, and release the units that are done."""
@@ -236,11 +252,6 @@ class ReleasedGradients:
         self._stepped.clear()
         if self._norms is not None:
             self._norms.clear()
-
-
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _units(
