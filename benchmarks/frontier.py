@@ -257,7 +257,7 @@ def size(text: str) -> int:
     """Returns the bytes of a size such as `40GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are sizes such as 40GiB and 1500MiB")
+        raise argparse.ArgumentTypeError(f"{text}: allowed: sizes such as 40GiB and 1500MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

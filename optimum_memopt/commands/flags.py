@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.option_values import Numbers, flag, without_numbers
+from optimum_memopt.option_values import Numbers, checked, flag, without_numbers
 from optimum_memopt.sizes import AUTO
 from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
 
@@ -147,10 +147,9 @@ def read(kind: type[Settings], args: Any, **others: Any) -> Settings:
 def check_numbers(args: Any, kind: type) -> None:
     """Raise a MemOptError for a number outside of its flag's range."""
     for name, field in flags_of(kind).items():
-        numbers, value = _numbers(field), getattr(args, field.name, None)
-        if numbers is not None and value is not None and not numbers.low <= value <= numbers.high:
-            allowed = f"{numbers.low} up" if value < numbers.low else f"{numbers.low} to {numbers.high}"
-            raise MemOptError(f"--{name} {excerpt(value)}: allowed: numbers from {allowed}")
+        value = getattr(args, field.name, None)
+        if value is not None and _numbers(field) is not None:
+            checked(f"--{name}", value, field.type)
 
 
 def workload_of(args: Any, rows: int = 8) -> "Workload":

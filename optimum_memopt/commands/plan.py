@@ -96,9 +96,9 @@ def batch_sizes(text: str | int) -> tuple[int, ...]:
     """
     numbers = [part.strip() for part in str(text).split(",")]
     if not all(_NUMBER.fullmatch(number) for number in numbers):
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: numbers from 1 up, several as 1,2,4,8")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: {COUNTS}, several as 1,2,4,8")
     if max(map(len, numbers)) > _MOST_DIGITS:
-        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: numbers from 1 to {COUNTS.high}")
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed: {COUNTS}")
     return tuple(sorted({int(number) for number in numbers}))
 
 

@@ -23,7 +23,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.predict.adapter import parse_adapter, parse_quantization, quantized, with_adapter
-from optimum_memopt.step_settings import ModelSettings
+from optimum_memopt.step_settings import COUNTS, ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -205,7 +205,7 @@ class Workload(ModelSettings):
             raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed: {', '.join(TASKS)}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
-                raise MemOptError(f"--{name} {getattr(self, name)}: allowed: numbers from 1 up")
+                raise MemOptError(f"--{name} {getattr(self, name)}: allowed: {COUNTS}")
         if self.batch_size * self.seq_len > _MOST_TOKENS:
             raise MemOptError(
                 f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed: up to {_MOST_TOKENS:,} tokens "
@@ -440,7 +440,7 @@ class ModuleWorkload:
             raise MemOptError("example_inputs: none of them is a tensor with a first dimension, the rows of a batch")
         rows = first.shape[0] if batch_size is None else batch_size
         if rows < 1:
-            raise MemOptError(f"batch_size={rows}: allowed: numbers from 1 up")
+            raise MemOptError(f"batch_size={rows}: allowed: {COUNTS}")
         return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
 
     @property

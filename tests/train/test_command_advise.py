@@ -116,7 +116,7 @@ def test_a_budget_that_a_larger_optimizer_exceeds(folder: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--fsdp", "0"), "--fsdp 0: allowed: numbers from 1 up"),
+        (("--fsdp", "0"), "--fsdp 0: allowed: whole numbers from 1 to 1048576"),
         (("--fsdp", "8", "--device", "here"), "--fsdp 8: ranks are predicted only for a named device"),
         (("--fsdp", "8", "--keep_outputs"), "--keep_outputs with --fsdp: plain PyTorch on one device"),
         (("--fsdp", "8", "--no_padding"), "--no_padding with --fsdp: plain PyTorch on one device"),
@@ -126,7 +126,7 @@ def test_a_budget_that_a_larger_optimizer_exceeds(folder: str, capsys: pytest.Ca
         (("--optim", "everything"), "--optim everything: its memory is unknown; supported are adamw_torch_fused, "),
         (("--optim", "paged_adamw_8bit"), "--optim paged_adamw_8bit: its states move between host and device"),
         (("--trainable", "nothing_so_called"), "--trainable"),
-        (("--global_batch", "0"), "--global_batch 0: allowed: numbers from 1 up"),
+        (("--global_batch", "0"), "--global_batch 0: allowed: whole numbers from 1 to 2147483648"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(

@@ -69,17 +69,20 @@ def refused(capsys, *arguments: str) -> str:
     [
         (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed: "),
         (["--model", "./nowhere/config.json"], "error: --model ./nowhere/config.json: no such folder or config file"),
-        (["--batch_size", "0"], "error: --batch_size 0: allowed: numbers from 1 up"),
+        (["--batch_size", "0"], "error: --batch_size 0: allowed: whole numbers from 1 to 2147483648"),
         (
             ["--batch_size", "1" + 20 * "0"],
-            "error: --batch_size 100000000000000000000: allowed: numbers from 1 to 2147",
+            "error: --batch_size 100000000000000000000: allowed: whole numbers from 1 to 2147",
         ),
         (["--batch_size", "1," + 5000 * "9"], "error: --batch_size 1,999"),
         (["--compress", "int8"], "error: --compress int8: allowed: fp8"),
         (["--compress", "fp8", "--measure"], "error: --compress with --measure: rows and levels are measured"),
         (["--compress", "fp8", "--ways", "plain"], "error: --compress with --ways plain: it applies only to"),
-        (["--steps", "0"], "error: --steps 0: allowed: numbers from 1 up"),
-        (["--steps", "1" + 20 * "0"], "error: --steps 100000000000000000000: allowed: numbers from 1 to 2147483648"),
+        (["--steps", "0"], "error: --steps 0: allowed: whole numbers from 1 to 2147483648"),
+        (
+            ["--steps", "1" + 20 * "0"],
+            "error: --steps 100000000000000000000: allowed: whole numbers from 1 to 2147483648",
+        ),
         (["--level", "5"], "error: --level 5: allowed: 0 (the config), 1 "),
         (["--level", "1", "--config", "Gelu+:1:-1"], "error: --level 1 together with --config: "),
         (["--level", "1", "--measure"], "error: --level 1 with --measure: both levels are measured anyway"),
@@ -103,7 +106,10 @@ def refused(capsys, *arguments: str) -> str:
         (["--html", "page.html", "--measure"], "error: --html with --measure: rows and levels are measured"),
         (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
         (["--max_runs", "3"], "error: --max_runs 3 needs --measure, whose processes it limits; leave it out"),
-        (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed: numbers from 1 up, several as 1,2,4,8"),
+        (
+            ["--batch_size", "1,2x"],
+            "error: --batch_size 1,2x: allowed: whole numbers from 1 to 2147483648, several as 1,2,4,8",
+        ),
         (["--batch_size", "1,2"], "error: --batch_size 1,2: several sizes can only be predicted; give one"),
         (["--at_peak"], "error: --at_peak: the ort engine is measured on this machine, not "),
         (["--at_peak", "--measure"], "error: --at_peak with --measure: rows and levels are measured"),
@@ -112,7 +118,10 @@ def refused(capsys, *arguments: str) -> str:
         (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? supported are "),
         (["--optim", "sgd"], "error: --optim sgd: used only in predictions, and this step is measured"),
         (["--trainable", "query"], "error: --trainable query: used only in predictions, and this step is measured"),
-        (["--gradient_accumulation_steps", "0"], "error: --gradient_accumulation_steps 0: allowed: numbers from 1"),
+        (
+            ["--gradient_accumulation_steps", "0"],
+            "error: --gradient_accumulation_steps 0: allowed: whole numbers from 1",
+        ),
     ],
 )
 def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
@@ -123,7 +132,7 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--seq_len", "0"], "error: --seq_len 0: allowed: numbers from 1 up"),
+        (["--seq_len", "0"], "error: --seq_len 0: allowed: whole numbers from 1 to 2147483648"),
         (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
         (["--steps", "3"], "error: --steps 3: the compile engine predicts without running steps; leave it "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),

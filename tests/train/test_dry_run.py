@@ -157,13 +157,13 @@ def test_flags_with_which_a_generation_fits(limit: int, flags: str) -> None:
 
 @pytest.mark.parametrize("value", ["b100", ""])
 def test_a_device_that_is_not_known(value: str, tmp_path: Path) -> None:
-    with pytest.raises(MemOptError, match="--memory_opt_dry_run: device .*allowed are H100"):
+    with pytest.raises(MemOptError, match="--memory_opt_dry_run: device .*allowed: H100"):
         arguments(MemOptTrainingArguments, tmp_path, memory_opt_dry_run=value)
 
 
 def test_a_device_is_checked_before_the_script_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError")
-    with pytest.raises(MemOptError, match="device b100: allowed are H100"):
+    with pytest.raises(MemOptError, match="device b100: allowed: H100"):
         run_script(str(tmp_path / "train.py"), [], "b100")
 
 

@@ -290,7 +290,7 @@ def test_inputs_that_are_none_of_the_modules(inputs: object, line: str) -> None:
         ({"bf16": True, "fp16": True}, "bf16 together with fp16: give only one"),
         ({"optim": "lomo"}, "--optim lomo: its memory is unknown; supported are "),
         ({"trainable": "nothing"}, "--trainable nothing: no parameter of GPT2LMHeadModel has this name; "),
-        ({"device": "h1000"}, "device h1000: allowed are H100, "),
+        ({"device": "h1000"}, "device h1000: allowed: H100, "),
         ({"budget": "24"}, "--memory_opt_budget 24: a number needs a unit"),
         ({"example_inputs": ()}, "example_inputs: only for a torch.nn.Module; leave them out"),
     ],

@@ -244,7 +244,7 @@ def test_plain_names_of_sizes(small_and_wide) -> None:
     assert predictor.footprint(batch_size=64, seq_len=20) == predictor.footprint(symbols) != predictor.footprint()
     first = small_and_wide.batches[0]["input_ids"].shape
     assert predictor.footprint(batch_size=first[0], seq_len=first[1]) == predictor.footprint()
-    with pytest.raises(MemOptError, match="allowed are numbers from 1 on"):
+    with pytest.raises(MemOptError, match="allowed: whole numbers from 1 up"):
         predictor.footprint(batch_size=0)
 
 
@@ -252,7 +252,7 @@ def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:
     predictor = small_and_wide.engine.predictor
     for sizes in ({"inputs_pixels_dim0": 3}, {"inputs_input_ids_dim0": 0}):
         with pytest.raises(
-            MemOptError, match="allowed are numbers from 1 on for inputs_input_ids_dim0, inputs_input_ids_dim1"
+            MemOptError, match="allowed: whole numbers from 1 up for inputs_input_ids_dim0, inputs_input_ids_dim1"
         ):
             predictor.footprint(sizes)
 

@@ -87,7 +87,7 @@ def test_a_config_file_and_the_same_numbers_each_time(tmp_path):
     [
         ({"task": "text-clasification"}, "--task text-clasification: did you mean text-classification?"),
         ({"task": "nonsense"}, "--task nonsense: Allowed: text-classification, "),
-        ({"batch_size": 0}, "--batch_size 0: allowed: numbers from 1 up"),
+        ({"batch_size": 0}, "--batch_size 0: allowed: whole numbers from 1 to 2147483648"),
         ({"seq_len": -1}, "--seq_len -1: allowed"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
         ({"model": "/nowhere"}, "--model /nowhere: no such folder or config file"),

@@ -196,7 +196,7 @@ def device_of(name: str) -> Device:
         if listed.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
             return device
     if not name.endswith(".json"):
-        raise MemOptError(f"device {excerpt(name)}: allowed are {', '.join(DEVICES)}, and a JSON file")
+        raise MemOptError(f"device {excerpt(name)}: allowed: {', '.join(DEVICES)}, and a JSON file")
     entry = read_json(Path(name), "device", _SHAPE, _LARGEST_FILE)
     if not isinstance(entry, dict):
         raise MemOptError(f"device file {path_excerpt(name)}: {_SHAPE}")

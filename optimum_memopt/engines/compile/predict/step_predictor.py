@@ -248,7 +248,7 @@ class StepMemoryPredictor:
         wanted, model = self._all_sizes(sizes, batch_size, seq_len), self._living_model()
         for name, size in wanted.items():
             if name not in self.first or size < 1:
-                raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
+                raise MemOptError(f"size {name}={size}: allowed: whole numbers from 1 up for {', '.join(self.first)}")
         weights = local_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
