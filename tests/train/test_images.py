@@ -16,6 +16,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -24,6 +26,7 @@ from tests.compiled import recorded
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly
+from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
 
 CASE = ZOO["qwen2-vl"]
@@ -147,6 +150,15 @@ def llava():
     return LlavaForConditionalGeneration(config).train()
 
 
+def paligemma():
+    """Returns a PaliGemma, which does not read its vision tower's head."""
+    torch.manual_seed(0)
+    vision = {**VISION, "model_type": "siglip_vision_model", "projection_dim": 16}
+    text = {**TEXT, "model_type": "gemma", "head_dim": 8}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16, image_token_index=IMAGE_TOKEN)
+    return PaliGemmaForConditionalGeneration(config).train()
+
+
 def images_first(rows, length, seed=0, tokens=(IMAGE // PATCH) ** 2):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 60, (rows, length), generator=generator)
@@ -174,6 +186,20 @@ def test_layers_of_which_hidden_states_are_collected_are_compiled_by_themselves(
     assert len(splits) == traced <= 7
     assert sum("registered module hooks" in line for line in lines) == 1, lines
     assert not any("recompiled" in line or "one graph for" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("make", nightly([llava, paligemma], but=[paligemma]))
+@pytest.mark.parametrize("level", nightly([0, 1], but=[0]))
+def test_what_no_loss_depends_on_is_not_predicted(make, level):
+    model, batch = make(), images_first(3, 12)
+    options = {"memory_opt_level": level, "memory_opt_loss": "plain"}
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **options)
+    measured(model, batch)
+    predicted, (saved, peak) = engine.predictor, measured(model, batch)
+    assert predicted.untrained == {name for name, each in model.named_parameters() if each.grad is None} != set()
+    # The stacked features of all images are held outside of the graphs.
+    assert predicted.saved() == pytest.approx(saved, rel=0.005)
+    assert predicted.footprint().activations == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """Forwards with several graphs: tensors passed between graphs are held once, and predictions are the allocator's."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,48 @@ def test_a_recorder_knows_storages_by_identity() -> None:
     assert second.inputs[1] == first.inputs[1]
     assert (first.sizes, second.sizes) == ({0: (3,), 2: (7,)}, {0: (3, 1)})
     assert recorder.tape(("second",)).calls[0].graph == 0
+
+
+def test_a_recorder_marks_results_that_no_output_depends_on() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def tape(outputs: Callable[..., list[object]]) -> Tape:
+        recorder = TapeRecorder([])
+        runs = []
+        for name in ("first", "second", "third"):
+            recorder.before(RunId(name), (weight,))
+            runs.append((weight * 2).split(2))
+            recorder.after(runs[-1])
+        recorder.end(outputs(*runs))
+        return recorder.tape(("first", "second", "third"))
+
+    marked = [(call.unread, call.is_unread) for call in tape(lambda first, second, third: [first[1], *third]).calls]
+    assert marked == [({0}, False), ({0, 1}, True), (set(), False)]
+    # The last run is always read: the outputs hold it where it is not found.
+    assert not any(call.unread for call in tape(lambda first, second, third: [*first]).calls)
+    assert not any(call.unread for call in tape(lambda first, second, third: [object()]).calls)
+
+
+# A graph that saves one tensor and returns another.
+SAVES_ANOTHER = replace(
+    LINK,
+    forward=(
+        Event("exp", allocates=(Storage("exp", 10, SAVED),)),
+        Event("sum", allocates=(Storage("sum", 5, TEMPORARY),)),
+    ),
+    outputs=((0, "sum"),),
+    saved_inputs=frozenset(),
+)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_run_without_a_backward_holds_what_it_saves_until_its_results_are_freed(last: int) -> None:
+    released = [frozenset({10} if index == last else ()) for index in range(3)]
+    calls = (Call(0, {0: 1}, {0: 10 + index}, released[index], is_unread=not index) for index in range(3))
+    tape = Tape(tuple(calls), given=frozenset({1}))
+    held = [bytes_left_by(tape, [SAVES_ANOTHER] * 3, count) for count in range(3)]
+    assert held == [15 * (count - (count > last)) for count in range(3)]
+    assert compose(tape, [SAVES_ANOTHER] * 3).saved_bytes == 2 * 10
 
 
 # A graph that saves only its input; each output is the input of the next run.

@@ -12,9 +12,9 @@ from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
 from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices, TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import compressions
-from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
+from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward, trained_by
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.conversions import conversions_of
@@ -184,7 +184,8 @@ class Capture:
             )
             for graph, chosen, partitioned in zip(call.analyzed, zip(*plans, strict=True), call.ran, strict=True)
         )
-        return CapturedForward(graphs, call.tape, without_gradient(graph.gradients for graph in call.ran))
+        _, untrained = trained_by(call.tape, call.ran)
+        return CapturedForward(graphs, call.tape, untrained)
 
     def _call(self) -> TracedCall:
         calls: list[TracedCall] = []

@@ -118,7 +118,17 @@ class _Composition:
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> None:
         self._tape, self._calls, self._given = tape, tape.calls, tape.given
-        self._graphs, self._frees_gradients = runs, frees_gradients
+        self._frees_gradients = frees_gradients
+        # Names of the storages saved by runs without a backward, by the call after which the runs' results are freed.
+        self._unread: dict[int, list[str]] = {}
+        for index, (graph, call) in enumerate(zip(runs, tape.calls, strict=True)):
+            if call.is_unread:
+                returned = {name for _, name in graph.outputs}
+                names = (each.name for each in graph.saved if each.name not in returned)
+                self._unread.setdefault(tape.ends_at(index), []).extend(f"{index} {name}" for name in names)
+        self._graphs = runs = [
+            graph.without_backward() if call.is_unread else graph for graph, call in zip(runs, tape.calls, strict=True)
+        ]
         # Per run: names in the step of the storages that its forward takes, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # Per run: arguments that its backward reads from a new storage; and names held for the forwards it reruns.
@@ -215,7 +225,7 @@ class _Composition:
             # Results that the caller does not get were written back to an input.
             dropped = [name for name in returned if name not in passed]
             released = [_shared(number) for number in sorted(self._calls[index].released)]
-            if frees := self._dropped([*dropped, *released]):
+            if frees := (*self._dropped([*dropped, *released]), *self._unread.get(index, ())):
                 yield Event("", frees=frees)
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
@@ -267,7 +277,8 @@ class _Composition:
 
     def drop_results(self, others: Sequence[Storage]) -> Event:
         """Returns the event at which the forward's caller drops its storages and these others."""
-        return Event("", frees=(*self._dropped([*self._of_caller]), *(storage.name for storage in others)))
+        unread = self._unread.get(len(self._calls) - 1, ())
+        return Event("", frees=(*self._dropped([*self._of_caller]), *unread, *(storage.name for storage in others)))
 
     def drop_held(self) -> Iterator[Event]:
         """Yields the event that frees the results that the caller held, and the tensors computed from them."""

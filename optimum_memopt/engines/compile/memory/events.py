@@ -165,6 +165,10 @@ class GraphEvents:
         backward = (event._replace(frees=frees) for event, frees in zip(self.backward, kept, strict=True))
         return replace(self, backward=tuple(backward))
 
+    def without_backward(self) -> "GraphEvents":
+        """Returns the events of the forward alone, after which what it saves is still held."""
+        return GraphEvents(self.forward, (), self.inputs, self.outputs, (), frozenset(), (), ())
+
     @property
     def returned(self) -> tuple[str, ...]:
         """Returns the names of the outputs' storages that are not saved: only the forward's caller holds them."""

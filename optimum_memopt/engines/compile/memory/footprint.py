@@ -495,18 +495,21 @@ def step_around(
     target: Device | None = None,
     untrained: Collection[str] = (),
     trained: Collection[str] = (),
+    resident: int | None = None,
 ) -> StepContext:
     """Returns the step around a graph that is being partitioned; AdamW is assumed until the optimizer exists.
 
     Args:
         target: the device that the step is planned for, which holds nothing else; None: the model's device.
+        resident: bytes that the process held before the forward; None: as many as now.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
-        held = held_bytes(device) - states_held(run.optimizer) - run.earlier_forwards
+        resident = held_bytes(device) if resident is None else resident
+        held = resident - states_held(run.optimizer) - run.earlier_forwards
         room = room_to_grow(device, held)
     held += room
     constant = constant_of(model, batch, held) + run.held_outputs.more

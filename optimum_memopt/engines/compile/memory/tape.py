@@ -21,7 +21,13 @@ from optimum_memopt.engines.compile.memory.around_runs import Collectives, Graph
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.events import Event, Schedule, Storage
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
+from optimum_memopt.engines.compile.torch_compat.autograd import (
+    Edge,
+    OutsideOperator,
+    edges_of,
+    graph_of,
+    outside_operators,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,10 @@ class Call:
         parameters: names of parameter arguments in the model, by position; for equal layers, those of the first layer.
         offloaded: positions of arguments that are kept on the host until the backward.
         recomputed: positions of arguments that are recomputed for the backward, by the run that returned them.
+        unread: positions of results that no output of the forward depends on, such as that of SigLIP's head in
+            PaliGemma.
+        is_unread: no output depends on any of its results, as in the last layer of LLaVA's vision tower; the run has
+            no backward.
     """
 
     graph: int
@@ -51,6 +61,8 @@ class Call:
     parameters: Mapping[int, str] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
+    is_unread: bool = False
 
 
 # Kind of the storages of operators outside of all graphs.
@@ -146,6 +158,12 @@ class Tape:
         made = {number for call in self.calls for number in call.outputs.values()}
         return frozenset(made - self.given).difference(*(call.released for call in self.calls))
 
+    def ends_at(self, call: int) -> int:
+        """Returns the last call after which a result of a call is freed, if only the forward's code holds them."""
+        results = set(self.calls[call].outputs.values()) - self.given
+        ends = {number: index for index, each in enumerate(self.calls) for number in each.released}
+        return max((ends.get(number, len(self.calls) - 1) for number in results), default=call)
+
     def saved_behind(self, call: int) -> dict[int, int]:
         """Returns the bytes of storages, by number, saved outside of all graphs after a call; -1: before the first."""
         behind = (operator for operator in self.outside if operator.call == call)
@@ -171,6 +189,10 @@ class Tape:
 
     def under(self, sharding: Sharding) -> "Tape":
         """Returns the tape of the same calls with this sharding."""
+        if sharding.is_sharded:
+            # Ranks exchange gradients of all layers.
+            calls = (replace(call, unread=frozenset(), is_unread=False) for call in self.calls)
+            self = replace(self, calls=tuple(calls))
         if not sharding.tells_outside or not self.calls:
             return replace(self, sharding=sharding)
         # The sharding's events include the operators that hold the last call's results.
@@ -253,10 +275,10 @@ class TapeRecorder:
     """Records the runs of graphs during a forward with these arguments."""
 
     def __init__(self, arguments: Iterable[object]) -> None:
-        # Per run: its id, its call and its autograd sequence number.
+        # Per run: its id, its call and the edges of its results in autograd's graph.
         self._ids: list[RunId] = []
         self._calls: list[Call] = []
-        self._orders: list[int] = []
+        self._edges: list[dict[int, Edge]] = []
         self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...], Tensor | None]] = []
         self._numbers = itertools.count()
         # Storages by address; the address of a freed storage may be reused.
@@ -282,13 +304,15 @@ class TapeRecorder:
     def after(self, results: Sequence[object]) -> None:
         """Record the results of the graph that `before` announced."""
         self._calls[-1] = replace(self._calls[-1], outputs=self._numbered(results))
-        self._orders.append(order_of(results))
+        self._edges.append(edges_of(results))
 
     def end(self, outputs: Iterable[object]) -> None:
         self._note_released()
         outputs = list(outputs)
         self._note_saved(set(self._numbered(outputs).values()))
-        for operator in outside_operators(outputs):
+        nodes, edges = graph_of(outputs)
+        self._note_unread(edges)
+        for operator in outside_operators(nodes):
             saved = tuple(map(self._tensor, operator.saved))
             workspace = None if operator.workspace is None else self._tensor(operator.workspace)
             self._outside.append((replace(operator, saved=(), workspace=None), saved, workspace))
@@ -309,10 +333,10 @@ class TapeRecorder:
         numbers = {graph: number for number, graph in enumerate(graphs)}
         calls: list[Call] = []
         orders: list[int] = []
-        for run, call, order in zip(self._ids, self._calls, self._orders, strict=False):
+        for run, call, edges in zip(self._ids, self._calls, self._edges, strict=False):
             if run.graph in numbers:
                 calls.append(replace(call, graph=numbers[run.graph]))
-                orders.append(order)
+                orders.append(max((edge.order for edge in edges.values()), default=-1))
             elif calls:
                 calls[-1] = replace(calls[-1], released=calls[-1].released | call.released)
         given = frozenset({*self._given, *self._parameters.values()})
@@ -329,12 +353,28 @@ class TapeRecorder:
     def _note_saved(self, returned: Collection[int]) -> None:
         """Mark storages that only a backward holds as released: another plan may free them after their last use."""
         kept = {*returned, *self._given, *self._parameters.values()}
+        # The forward's own code held these until they were released.
+        kept.update(*(call.released for call in self._calls))
         last: dict[int, int] = {}
         for index, call in enumerate(self._calls):
             last.update(dict.fromkeys((*call.inputs.values(), *call.outputs.values()), index))
         for number in last.keys() - kept:
             call = self._calls[last[number]]
             self._calls[last[number]] = replace(call, released=call.released | {number})
+
+    def _note_unread(self, read: set[Edge]) -> None:
+        """Mark results that get no gradient, and runs without a backward.
+
+        Args:
+            read: the edges that the outputs depend on.
+        """
+        # If nothing depends on the last run, the outputs are in objects whose tensors are not found.
+        if not self._edges or read.isdisjoint(self._edges[-1].values()):
+            return
+        for index, edges in enumerate(self._edges):
+            if unread := frozenset(place for place, edge in edges.items() if edge not in read):
+                is_unread = len(unread) == len(edges)
+                self._calls[index] = replace(self._calls[index], unread=unread, is_unread=is_unread)
 
     def _numbered(self, values: Sequence[object]) -> dict[int, int]:
         return {place: self._number(tensor) for place, tensor in enumerate(values) if isinstance(tensor, torch.Tensor)}

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
@@ -13,8 +14,28 @@ from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 
 _T = TypeVar("_T")
+
+
+def trained_by(tape: Tape, graphs: Sequence[PartitionedGraph]) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the names of the parameters that get a gradient from the graphs of a tape, and of those that require one
+    and get none. Parameters that no graph reads are in neither, since they may be read elsewhere."""
+    trained, unread = set[str](), set[str]()
+    for number, graph in enumerate(graphs):
+        calls = [call for call in tape.calls if call.graph == number]
+        places = {name: place for call in calls for place, name in call.parameters.items()}
+        for name in with_gradient([graph.gradients]):
+            # A graph names parameters after the layer that it was traced for.
+            traced = next((call.layer for call in calls if call.layer and name.startswith(f"{call.layer}.")), "")
+            results = graph.sources.get(places.get(name, -1), frozenset())
+            for call in calls:
+                own = f"{call.layer}{name.removeprefix(traced)}" if traced else name
+                is_unread = call.is_unread or (bool(results) and results <= call.unread)
+                (unread if is_unread else trained).add(own)
+    without = without_gradient(graph.gradients for graph in graphs)
+    return frozenset(trained), without | (unread - trained)
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,6 +163,9 @@ class Planner:
             DoesNotFitError: no plan fits.
         """
         self.loss = self._spec.loss(inputs or {})
+        # Under FSDP2 and ZeRO 3, memory is counted with the parameters gathered in the forward.
+        if not self.is_sharded:
+            self.limit.begin_forward()
         if not self.solves:
             return self._plan_by_rule(attempt, again)
         entry = self._prepare(inputs or {})
@@ -471,7 +474,7 @@ class Planner:
         self._batch = replace(self._batch, untrained=predictor.untrained, trained=predictor.trained)
         captured = {graph.digest: self._captured_graph(self._analyzed[graph.digest]) for graph in predictor.graphs}
         graphs = tuple(replace(captured[graph.digest], partitioned=graph) for graph in predictor.graphs)
-        return CapturedForward(graphs, predictor.tape)
+        return CapturedForward(graphs, predictor.tape, predictor.untrained)
 
     def _solve(self, forward: CapturedForward, segments: tuple[Link, ...] = ()) -> SolvedForward:
         """Solve; measuring operators grows resident memory, so the context is read again."""

@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer
+from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget, gib_text
 
 # Share by which CUDA's allocator may exceed the predicted blocks: 0.1% in steps like the preceding ones, 0.3% in a
@@ -75,6 +76,8 @@ class StepLimit:
         self.is_nearest = False
         self._margin = 0
         self._resident: int | None = None
+        # Bytes that the process held before the forward that is being planned.
+        self._before: int | None = None
         # `constant` before the run's first plan was made.
         self._first_constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
@@ -98,7 +101,7 @@ class StepLimit:
         assert self._budget is not None
         run = self._run()
         around = step_around(
-            self._model, batch.inputs, self._budget, run, self._target, batch.untrained, trained=batch.trained
+            self._model, batch.inputs, self._budget, run, self._target, batch.untrained, batch.trained, self._before
         )
         if batch.loss is not None:
             # The loss is already among the events of the step.
@@ -118,18 +121,27 @@ class StepLimit:
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self.bytes, largest=self.largest, margin=self._margin)
 
+    def begin_forward(self) -> None:
+        """Read the bytes that the process holds before a forward that is to be planned.
+
+        Not on a CPU, where compiling the forward makes the process grow.
+        """
+        if self.is_on_cuda and self._target is None:
+            self._before = held_bytes(next(self._model.parameters()).device)
+
     @property
-    def reads_process(self) -> bool:
-        """True if `resident` derives its result from the bytes that the process holds."""
-        return self._resident is None and self._target is None
+    def reads_partitioned(self) -> bool:
+        """True if `resident` derives its result from its argument."""
+        return self._resident is None and self._target is None and self._before is None
 
     def resident(self, held: int) -> int:
-        """Returns the process's bytes without optimizer states: as of the last plan, else derived from `held`."""
+        """Returns the process's bytes without optimizer states: as of the last plan, else before the forward, else
+        derived from `held`."""
         if self._resident is not None:
             return self._resident
         if self._target is not None:
             return self._target.libraries
-        run = self._run()
+        run, held = self._run(), held if self._before is None else self._before
         return held - states_held(run.optimizer) - run.earlier_forwards
 
     def excess(self, predictor: StepMemoryPredictor) -> int:

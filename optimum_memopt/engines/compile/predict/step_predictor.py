@@ -3,7 +3,7 @@
 import copy
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.api.run import HeldOutputs
-from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
 from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
@@ -32,6 +31,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
 )
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
+from optimum_memopt.engines.compile.partition.captured_forward import trained_by
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, SymbolNames
 from optimum_memopt.engines.compile.predict.pending import (
     BatchSizes,
@@ -46,14 +46,6 @@ from optimum_memopt.memory.optimizers import Optimizer
 
 # Maximum number of batch sizes whose tapes are kept.
 _MOST_TAPES = 256
-
-
-def _trained(graph: PartitionedGraph, layers: Collection[str]) -> Iterator[str]:
-    """Yields the names of the parameters that a graph computes gradients of, in each of its layers; in the graph they
-    are named after the layer that it was traced for."""
-    for name in with_gradient([graph.gradients]):
-        first = next((layer for layer in layers if layer and name.startswith(f"{layer}.")), "")
-        yield from (f"{layer}{name.removeprefix(first)}" for layer in (layers if first else ("",)))
 
 
 class StepMemoryPredictor:
@@ -99,13 +91,7 @@ class StepMemoryPredictor:
         # Tapes of batches that have run: with several graphs, not all sizes follow from those of the first batch.
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self._saved: dict[frozenset[tuple[str, int]], int] = {}
-        self.untrained = without_gradient(graph.gradients for graph in graphs)
-        runs = {(call.graph, call.layer) for call in self.tape.calls}
-        self.trained = frozenset(
-            name
-            for number, graph in enumerate(self.graphs)
-            for name in _trained(graph, {layer for run, layer in runs if run == number})
-        )
+        self.trained, self.untrained = trained_by(self.tape, self.graphs)
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)

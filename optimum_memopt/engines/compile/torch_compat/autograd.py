@@ -31,9 +31,17 @@ _VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose"
 _HANDS_ON = "RegisterPostBackwardFunction"
 
 
-def order_of(results: Iterable[object]) -> int:
-    """Returns the autograd sequence number of the operator that returned these results; -1 if autograd has none."""
-    return max((order(result.grad_fn) for result in results if isinstance(result, torch.Tensor)), default=-1)
+class Edge(NamedTuple):
+    """A result of an operator: the operator's autograd sequence number, and the number of the result."""
+
+    order: int
+    number: int
+
+
+def edges_of(results: Iterable[object]) -> dict[int, Edge]:
+    """Returns the edges of results that have a gradient, by their positions."""
+    tensors = ((place, each) for place, each in enumerate(results) if isinstance(each, torch.Tensor))
+    return {place: Edge(order(each.grad_fn), each.output_nr) for place, each in tensors if each.grad_fn is not None}
 
 
 def current_node() -> Any:
@@ -174,19 +182,27 @@ class OutsideOperator:
     passed: tuple[tuple[int, int, int], ...]
 
 
-def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
+def graph_of(outputs: Iterable[object]) -> tuple[set[Any], set[Edge]]:
+    """Returns the nodes and edges of autograd's graph that the outputs of a forward depend on."""
+    own = [output for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    todo: list[Any] = [output.grad_fn for output in own]
+    seen, edges = set(todo), set(edges_of(own).values())
+    while todo:
+        following = [(node, number) for node, number in todo.pop().next_functions if node is not None]
+        edges.update(Edge(order(node), number) for node, number in following)
+        new = {node for node, _ in following} - seen
+        seen |= new
+        todo += new
+    return seen, edges
+
+
+def outside_operators(of_graph: Iterable[Any]) -> list[OutsideOperator]:
     """Returns the operators that autograd runs outside of all compiled graphs, in the order of the backward.
 
     Args:
-        outputs: the outputs of a forward; only operators that they depend on are found.
+        of_graph: the nodes of autograd's graph.
     """
-    todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn]
-    seen = set(todo)
-    while todo:
-        new = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-        seen |= new
-        todo += new
-    nodes = [node for node in seen if type(node).__name__ not in (_COMPILED, "AccumulateGrad")]
+    nodes = [node for node in of_graph if type(node).__name__ not in (_COMPILED, "AccumulateGrad")]
     numbers = itertools.count()
     # The gradient by node and output position; and the number of nodes that have yet to read each gradient.
     given: dict[tuple[Any, int], Gradient] = {}

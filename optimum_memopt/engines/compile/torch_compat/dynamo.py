@@ -85,6 +85,8 @@ _ONCE = tuple(filter(None, [getattr(logging.Logger, "warning_once", None)]))
 _LOGS_CONFIG, _IGNORED = "_get_dynamo_config_for_logging", "ignore_logging_functions"
 # `_HELD` finds an attribute or a global variable in a source name whose quoted keys (`_QUOTED`) are removed.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
+# The attribute by which traced code finds the results of a module that has run ahead.
+RUN_AHEAD = "results_of_run_ahead"
 # Types of values that are not containers.
 _LEAVES = (torch.Tensor, bool, int, float, str)
 
@@ -633,8 +635,20 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def state_source(node: fx.Node) -> str:
     """Returns the source of an input that is an attribute or a global, as `L['self']._buffers['bias']`; empty for
     arguments of the traced function (`torch/_dynamo/source.py`)."""
-    name = source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
-    return name if _HELD.search(_QUOTED.sub("", name)) else ""
+    name = _source_of(node)
+    return name if _HELD.search(_QUOTED.sub("", name)) and RUN_AHEAD not in name else ""
+
+
+def _source_of(node: fx.Node) -> str:
+    return source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
+
+
+def let_move(module: fx.GraphModule) -> None:
+    """Let the results of a module that has run ahead be other tensors in each step: torch assumes that a tensor that
+    it reaches through a module stays the same (`wrap_tensor` in `torch/_dynamo/variables/builder.py`, 2.13)."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        if RUN_AHEAD in _source_of(node):
+            node.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)
 
 
 def inductor_works(device_type: str) -> bool:

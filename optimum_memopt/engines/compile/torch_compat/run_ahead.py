@@ -54,7 +54,7 @@ class RunAhead:
         inside = set() if self._module is None else set(self._module.modules())
         # Modules whose hooks would run twice. The model's own hooks run outside of its forward.
         self._others = [each for each in model.modules() if each is not model and each not in inside]
-        self._results: Any = None
+        self.results_of_run_ahead: Any = None
 
     def is_for(self, module: torch.nn.Module) -> bool:
         """True for the module that runs ahead; with hooks on it or on modules outside of it, it runs at its call."""
@@ -66,7 +66,7 @@ class RunAhead:
         """Returns the stand-in for the module's forward, which returns the results of the run ahead."""
 
         def results(*args: Any, **kwargs: Any) -> Any:
-            return self._results
+            return self.results_of_run_ahead
 
         return results
 
@@ -85,7 +85,7 @@ class RunAhead:
         def reached(*args: Any, **kwargs: Any) -> None:
             nonlocal reached_with
             reached_with = GeneratorStates.of(before.device) if before.changed() else None
-            self._results = type(module).forward(module, *args, **kwargs)
+            self.results_of_run_ahead = type(module).forward(module, *args, **kwargs)
             raise _ReachedError
 
         try:
@@ -104,7 +104,7 @@ class RunAhead:
 
     def forget(self) -> None:
         """Release the results."""
-        self._results = None
+        self.results_of_run_ahead = None
 
 
 def _may_run_twice(model: torch.nn.Module, path: str, outer: torch.nn.Module) -> bool:

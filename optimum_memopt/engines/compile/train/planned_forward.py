@@ -430,7 +430,7 @@ class PlannedForward:
                 self.traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.limit.resident(self.traced.variants.held)
-        earlier = self.traced.variants.held_after if self.planner.limit.reads_process else -1
+        earlier = self.traced.variants.held_after if self.planner.limit.reads_partitioned else -1
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks.kept
         now = self.planner.run
