@@ -124,8 +124,8 @@ class _Composition:
         for index, (graph, call) in enumerate(zip(runs, tape.calls, strict=True)):
             if call.is_unread:
                 returned = {name for _, name in graph.outputs}
-                names = (each.name for each in graph.saved if each.name not in returned)
-                self._unread.setdefault(tape.ends_at(index), []).extend(f"{index} {name}" for name in names)
+                own = (each.name for each in graph.saved if each.name not in returned)
+                self._unread.setdefault(tape.ends_at(index), []).extend(f"{index} {name}" for name in own)
         self._graphs = runs = [
             graph.without_backward() if call.is_unread else graph for graph, call in zip(runs, tape.calls, strict=True)
         ]

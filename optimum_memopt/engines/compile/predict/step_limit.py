@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, Run
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
@@ -78,8 +79,9 @@ class StepLimit:
         self._resident: int | None = None
         # Bytes that the process held before the forward that is being planned.
         self._before: int | None = None
-        # `constant` before the run's first plan was made.
+        # `constant`, and how often parameters were written to, before the run's first plan was made.
         self._first_constant: int | None = None
+        self._writes: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         # Memory held beside the step may have changed since the plan was solved.
         self._is_stale = False
@@ -88,7 +90,7 @@ class StepLimit:
         """Returns the same limit for batches of another kind."""
         limit = StepLimit(self._model, self._budget, self._run, self._target)
         limit.largest, limit.bytes, limit._margin = largest, self.bytes, self._margin
-        limit._first_constant = self._first_constant
+        limit._first_constant, limit._writes = self._first_constant, self._writes
         return limit
 
     def context(self, batch: TracedBatch, growth: float = 1.0, constant: int = 0) -> StepContext:
@@ -107,8 +109,10 @@ class StepLimit:
             # The loss is already among the events of the step.
             beside = max(0, around.fixed.constant - batch.loss.events.resident)
             around = replace(around, fixed=replace(around.fixed, constant=beside))
-        # The states of an optimizer that `optimize` was not given are counted as assumed, and grow the process.
-        assumed = around.fixed.optimizer if run.optimizer is None else 0
+        # The states of an optimizer that `optimize` was not given are assumed; they exist once parameters have changed.
+        writes = sum(map(writes_to, self._model.parameters()))
+        self._writes = writes if self._writes is None else self._writes
+        assumed = around.fixed.optimizer if run.optimizer is None and writes != self._writes else 0
         step = _without_second_room(around, self._first_constant, assumed)
         self.constant = step.fixed.constant
         if self._first_constant is None:
@@ -336,7 +340,7 @@ def _without_second_room(step: StepContext, first: int | None, assumed: int) -> 
 
     Args:
         first: `constant` before the first plan was made; None: no plan was made yet.
-        assumed: bytes of the states of an optimizer that is not known.
+        assumed: bytes of the states that an unknown optimizer has created since.
     """
     grown = step.fixed.constant - first if first is not None else 0
     if first is None or grown <= 0:
