@@ -109,7 +109,7 @@ class StepLimit:
             # The loss is already among the events of the step.
             beside = max(0, around.fixed.constant - batch.loss.events.resident)
             around = replace(around, fixed=replace(around.fixed, constant=beside))
-        # The states of an optimizer that `optimize` was not given are assumed; they exist once parameters have changed.
+        # States of an optimizer that `optimize` was not given are assumed; they exist once parameters have changed.
         writes = sum(map(writes_to, self._model.parameters()))
         self._writes = writes if self._writes is None else self._writes
         assumed = around.fixed.optimizer if run.optimizer is None and writes != self._writes else 0
