@@ -39,12 +39,6 @@ class FromBudget(Producer):
     def solve(self, step: StepModel, with_curve: bool = False, with_lengths: bool = False) -> SolvedForward:
         """Finds the fastest plan that fits; torch's own partition if that fits too and nothing must be recomputed."""
         context = step.context
-        without_graphs = replace(context.fixed, activations=0).peak
-        if without_graphs > context.limit:
-            lowest = max(without_graphs, step.peak(step.solver.lowest)) if context.micro_batches > 1 else 0
-            why = _fewer_batches(context, lowest) or "give a larger budget, or an optimizer with fewer states"
-            why = f"that is without any activations: {why}"
-            raise self._does_not_fit(context, without_graphs, {}, why, has_activations=False)
         try:
             plan, solved = cheapest(step)
         except Infeasible as infeasible:
@@ -53,18 +47,15 @@ class FromBudget(Producer):
         frontier = step.frontier(plan, context.limit) if with_curve else None
         return replace(solved, frontier=frontier, by_length=_by_length(step, plan) if with_lengths else None)
 
-    def _does_not_fit(
-        self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
-    ) -> DoesNotFitError:
-        fixed = replace(step.fixed, activations=0, gradients=0, step=0)
+    def _does_not_fit(self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str) -> DoesNotFitError:
+        fixed = step.fixed
         parts = {
             "parameters": fixed.parameters + fixed.buffers,
             "optimizer states": fixed.optimizer,
             "accumulated gradients": fixed.accumulated,
             "the batch" if step.micro_batches < 2 else f"{step.micro_batches} micro-batches": fixed.batch,
             "the process": fixed.constant,
-            **({} if has_activations else {"gradients and the optimizer's step": peak - fixed.peak}),
-            **holds,
+            **(holds if _fits_without_activations(step) else {"gradients": fixed.gradients}),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
@@ -127,7 +118,10 @@ def saved_nodes(forward: TapeProblem, plan: Plan) -> tuple[SavedNodes, ...]:
 
 def _suggestion(step: StepModel, lowest: int) -> str:
     """Returns the flags that make a step fit whose lowest peak does not."""
-    batch, fewer = smaller_batch(step), _fewer_batches(step.context, lowest)
+    fewer = _fewer_batches(step.context, lowest)
+    if not _fits_without_activations(step.context):
+        return fewer or "give a larger budget, or an optimizer with fewer states"
+    batch = smaller_batch(step)
     if batch is None and fewer:
         return fewer
     if batch is None and step.context.largest is not None and step.context.largest.flattened:
@@ -140,6 +134,10 @@ def _suggestion(step: StepModel, lowest: int) -> str:
         "number of rows per optimizer step"
     )
     return f"{smaller}; or {fewer}" if fewer else smaller
+
+
+def _fits_without_activations(step: StepContext) -> bool:
+    return replace(step.fixed, activations=0).peak <= step.limit
 
 
 def _fewer_batches(step: StepContext, peak: int) -> str:
