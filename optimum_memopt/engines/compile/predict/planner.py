@@ -280,7 +280,8 @@ class Planner:
         if self.is_sharded:
             return None
         siblings = (each for each in self.siblings() if each.covers(runs))
-        return next((each.solved for each in siblings if each.limit.is_solved_for(sizes)), None)
+        # The step under the plan is checked after it is compiled.
+        return next((each.solved for each in siblings if each.limit.was_solved_for(sizes)), None)
 
     def cover(self, runs: RunKeys) -> None:
         """Record that a forward with these runs is within the budget."""

@@ -259,8 +259,12 @@ class StepLimit:
         return self._excess(predictor, predictor.sizes_of(inputs)) <= 0
 
     def is_solved_for(self, sizes: Mapping[str, int]) -> bool:
+        """True if the plan in force was solved for a batch of at least these sizes, and need not be checked again."""
+        return not self._is_stale and self.was_solved_for(sizes)
+
+    def was_solved_for(self, sizes: Mapping[str, int]) -> bool:
         """True if the plan in force was solved for a batch of at least these sizes."""
-        return not self._is_stale and all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
+        return all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
 
     def expect_more(self) -> None:
         """Have the plan checked again: batches of another kind may have added optimizer states."""
