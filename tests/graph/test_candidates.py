@@ -63,8 +63,8 @@ def test_a_model_without_layers_has_rows_and_nothing_for_a_level():
     choice = captured.choose("level 2")
     assert choice.candidates == ()
     assert choice.matched.remarks == (
-        "--memory_opt_level 2: nothing that is saved lies in a layer, one of two of a class in a ModuleList or "
-        "Sequential; choose plans by name, or give a budget",
+        "--memory_opt_level 2: no saved activation in the table lies in a layer (layers: at least two modules of a "
+        "class in a ModuleList or Sequential); choose plans by name, or give a budget",
     )
 
 

@@ -46,6 +46,7 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts, with_attributes
 from optimum_memopt.engines.compile.torch_compat.recompiles import (
     MEANT,
+    RUN_AHEAD,
     CodePlace,
     Recompile,
     first_line,
@@ -85,8 +86,6 @@ _ONCE = tuple(filter(None, [getattr(logging.Logger, "warning_once", None)]))
 _LOGS_CONFIG, _IGNORED = "_get_dynamo_config_for_logging", "ignore_logging_functions"
 # `_HELD` finds an attribute or a global variable in a source name whose quoted keys (`_QUOTED`) are removed.
 _QUOTED, _HELD = re.compile(r"'[^']*'"), re.compile(r"\.\w|^G\[")
-# The attribute by which traced code finds the results of a module that has run ahead.
-RUN_AHEAD = "results_of_run_ahead"
 # Types of values that are not containers.
 _LEAVES = (torch.Tensor, bool, int, float, str)
 

@@ -25,6 +25,11 @@ _HERE = str(Path(__file__).parent)
 # An attribute of masks without padding; torch guards on whether an input of a traced forward has it.
 NO_PADDING = "_memopt_has_no_padding"
 _NO_PADDING = re.compile(rf"(?P<not>not )?hasattr\((?P<mask>[^,]+), '{NO_PADDING}'\)")
+# The attribute by which traced code finds the results of a module that has run ahead.
+RUN_AHEAD = "results_of_run_ahead"
+_RUN_AHEAD = re.compile(rf"\.forward\.__closure__\[\d+\]\.cell_contents\.{RUN_AHEAD}")
+# An entry of a dict by its number.
+_ENTRY = re.compile(r"dict\.__getitem__\((?P<of>.+?), list\(dict\.keys\((?P=of)\)\)\[(?P<number>\d+)\]\)")
 # Prefix of a recompile reason.
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 # Dynamo's name for the rest of a function after a graph break.
@@ -173,6 +178,7 @@ def _guard_in(reason: str) -> str:
     """Returns the guard in a recompile reason of torch, `0/1: x > 1  # if x > 1`."""
     guard = _COMPILE_ID.sub("", first_line(reason))
     guard = _NO_PADDING.sub(lambda match: f"{match['mask']} has {'' if match['not'] else 'no '}padding", guard)
+    guard = _ENTRY.sub(r"\g<of>[\g<number>]", _RUN_AHEAD.sub("(…)", guard))
     return _MODULES.sub(r".\g<name>", _BY_NAME.sub(r"\g<name>", _MODEL.sub("self", guard)))
 
 

@@ -80,7 +80,7 @@ class Recompiles:
         if not self.is_over and (is_in_layers or count < _MOST_OF_CAUSE):
             return ""
         name, times = recompile.number, f"{count} times" if count > 1 else f"in one of {self._count} forwards"
-        advice = _as_tensor(name) if name else "pad batches to fewer lengths (pad_to_multiple_of)"
+        advice = _as_tensor(name) if name else _advice(recompile.guard)
         return f"recompiled {times} for this guard: {_described(recompile)}; to keep it compiled, {advice}"
 
 
@@ -90,6 +90,13 @@ def _cause(recompile: Recompile) -> tuple[str, CodePlace | None]:
 
 def _described(recompile: Recompile) -> str:
     return recompile.guard if recompile.place is None else f"{recompile.guard}, at {recompile.place}"
+
+
+def _advice(guard: str) -> str:
+    """Returns advice on how to keep a guard from failing."""
+    if guard.startswith("len("):
+        return "use batches with the same number of rows (dataloader_drop_last)"
+    return "pad batches to fewer lengths (pad_to_multiple_of)"
 
 
 def _as_tensor(name: str) -> str:

@@ -103,7 +103,10 @@ class FromLevel(Producer):
             return Matched(requests, remarks=(waiting,))
         why = "nothing in a layer of this model can be recomputed from the layer's input"
         if not any(candidate.activation.layer for candidate in candidates):
-            why = "nothing that is saved lies in a layer, one of two of a class in a ModuleList or Sequential"
+            why = (
+                "no saved activation in the table lies in a layer (layers: at least two modules of a class in a "
+                "ModuleList or Sequential)"
+            )
         nothing = f"--memory_opt_level {self.level}: {why}; choose plans by name, or give a budget"
         return Matched(requests, remarks=(nothing,))
 
