@@ -57,8 +57,9 @@ def parse_budget(text: str) -> Budget:
         if unit in _UNITS and 0 < int(number * _UNITS[unit]) <= LARGEST:
             return Budget(text, int(number * _UNITS[unit]))
         if not unit:
-            why = f"a number needs a unit, such as {match[1]}GiB or {match[1]}%"
-    raise MemOptError(f"--memory_opt_budget {excerpt(text) or repr(text)}: {why}")
+            shown = match[1] if number <= 100 else 24
+            why = f"a number needs a unit, such as {shown}GiB or {shown}%"
+    raise MemOptError(f"--memory_opt_budget {excerpt(text).strip() or repr(text)}: {why}")
 
 
 def gib_text(size: int) -> str:

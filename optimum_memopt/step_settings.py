@@ -4,6 +4,7 @@ They are flags of `optimum-cli memopt plan` and `advise`, and keyword arguments 
 for `KEYWORDS`. Imports nothing heavy, since the commands read it before they run.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,7 +149,7 @@ class PlanSettings:
     )
     level: int = flag(0, "Like --memory_opt_level.")
     config: Any = flag(None, "Plans to enable, like --memory_opt_config.")
-    plan: str | None = flag(None, "A plan file, like --memory_opt_plan.")
+    plan: os.PathLike | str | None = flag(None, "A plan file, like --memory_opt_plan.")
     compress: str | None = flag(None, "Compress what the plan saves, like --memory_opt_compress.")
 
 

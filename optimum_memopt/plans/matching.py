@@ -108,8 +108,9 @@ def match(
                 listing = _listing(strategies, near=request.cluster_id)
                 mistakes.append(f'no plan "{excerpt(request.cluster_id)}" in this model; {listing}')
             else:
-                available = " or ".join(map(str, sorted(strategies[meant])))
-                mistakes.append(f"{excerpt(str(request))}: this plan supports only strategy {available}")
+                *others, last = map(str, sorted(strategies[meant]))
+                available = f"strategies {', '.join(others)} and {last}" if others else f"strategy {last}"
+                mistakes.append(f"{excerpt(str(request))}: this plan supports only {available}")
             remarks.append(f"{mistakes[-1]}; left out")
             continue
         row = f"{meant}:{int(request.strategy)}:{ALL}"
@@ -125,4 +126,4 @@ def _listing(strategies: Mapping[str, set[int]], near: str = "") -> str:
     by_likeness = difflib.get_close_matches(near, strategies, n=3, cutoff=0.5)
     ordered = by_likeness + sorted(set(strategies) - set(by_likeness))
     hint = f"did you mean {' or '.join(by_likeness)}? " if by_likeness else ""
-    return f"{hint}Available: {', '.join(ordered) or 'none'}"
+    return f"{hint}{'A' if hint else 'a'}vailable: {', '.join(ordered) or 'none'}"

@@ -202,7 +202,7 @@ class PlanFile:
 
 
 def _parameters(counts: Sequence[int] | None) -> str:
-    return f"{counts[0]} of {counts[1]:,} numbers" if counts else "none"
+    return f"{counts[0]} with {counts[1]:,} elements" if counts else "none"
 
 
 # The JSON type for a Python type, and its name in errors.

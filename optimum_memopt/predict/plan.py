@@ -47,7 +47,7 @@ def plan(
     budget: str | None = None,
     level: int = 0,
     config: Any = None,
-    plan_file: str | None = None,
+    plan_file: PathLike | str | None = None,
     device: str | PathLike[str] | None = None,
     bf16: bool = False,
     fp16: bool = False,

@@ -79,8 +79,8 @@ def _nothing(pattern: str, model: str, names: Iterable[str]) -> str:
     shown = kinds[: max(1, bisect.bisect(ends, _SHOWN))]
     more = ", …" if len(shown) < len(kinds) else ""
     return (
-        f"--trainable {excerpt(pattern) or repr(pattern)}: no parameter of {model} has this name; {hint}Available: "
-        f"{', '.join(shown)}{more}"
+        f"--trainable {excerpt(pattern) or repr(pattern)}: no parameter of {model} has this name; "
+        f"{hint}{'A' if hint else 'a'}vailable: {', '.join(shown)}{more}"
     )
 
 
@@ -202,7 +202,8 @@ class Workload(ModelSettings):
         if self.task not in TASKS:
             near = difflib.get_close_matches(str(self.task), TASKS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed: {', '.join(TASKS)}")
+            tasks = f"{'A' if hint else 'a'}llowed: {', '.join(TASKS)}"
+            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}{tasks}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise MemOptError(f"--{name} {getattr(self, name)}: allowed: {COUNTS}")

@@ -136,7 +136,7 @@ def test_a_mistyped_id_is_refused_with_near_ones(roberta, typed, near):
     message = str(caught.value)
     assert message.startswith(f'no plan "{typed}" in this model; did you mean ')
     assert near in re.search(r"did you mean (.*?)\?", message)[1].split(" or ")
-    assert set(re.search(r"Available: (.*)", message)[1].split(", ")) == {
+    assert set(re.search(r"[Aa]vailable: (.*)", message)[1].split(", ")) == {
         candidate.cluster_id for candidate in roberta.candidates
     }
     assert "\n" not in message
@@ -149,11 +149,11 @@ def test_a_mistyped_id_is_a_remark_where_not_strict(roberta):
 
 
 def test_another_strategy_is_refused_with_those_there_are(roberta):
-    with pytest.raises(ConfigError, match=r"^Gelu\+:2:-1: this plan supports only strategy 1 or 3 or 4$"):
+    with pytest.raises(ConfigError, match=r"^Gelu\+:2:-1: this plan supports only strategies 1, 3 and 4$"):
         asked(roberta, "Gelu+:2:-1")
 
 
 @pytest.mark.parametrize("count, graphs, said", [(2, 1, False), (3, 1, True), (3, 2, False), (-1, 1, False)])
 def test_more_than_there_are_are_all_of_them_with_a_remark(roberta, count, graphs, said):
     matched = asked(roberta, f"Gelu+:1:{count}", graphs=graphs)
-    assert matched.remarks == ((f"Gelu+:1:{count}: there are 2 only, all of them are on",) if said else ())
+    assert matched.remarks == ((f"Gelu+:1:{count}: there are only 2, and all of them are on",) if said else ())

@@ -127,6 +127,13 @@ def test_a_model_with_another_graph_is_refused_with_the_difference(made: PlanFil
         run_engine(ZOO["llama"].build(num_hidden_layers=1), Selection(plan=made))
 
 
+def test_a_file_of_fewer_layers_is_refused() -> None:
+    made = run_engine(ZOO["llama"].build(num_hidden_layers=4), Selection(level=1))
+    run_engine(ZOO["llama"].build(num_hidden_layers=4), Selection(plan=made))
+    with pytest.raises(MemOptError, match=r"it has plans for 4 layers, but none for model\.layers\.4"):
+        run_engine(ZOO["llama"].build(num_hidden_layers=6), Selection(plan=made))
+
+
 @in_turn
 def test_without_strict_another_graph_gets_what_fits(made: PlanFile, caplog: pytest.LogCaptureFixture) -> None:
     applied = run_engine(larger(), Selection(plan=made, strict=False))

@@ -283,7 +283,7 @@ def test_inputs_that_are_none_of_the_modules(inputs: object, line: str) -> None:
     [
         ({"model": 3}, "plan takes a folder, a name on the hub, a transformers config or a torch.nn.Module, not int"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
-        ({"task": "nonsense"}, "--task nonsense: Allowed: "),
+        ({"task": "nonsense"}, "--task nonsense: allowed: "),
         ({"batch_size": 0}, "batch_size 0: allowed: whole numbers from 1 to 2147483648"),
         ({"seq_len": -1}, "seq_len -1: allowed: whole numbers from 1 to 2147483648"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: allowed: whole numbers from 1 up"),

@@ -278,7 +278,7 @@ def test_an_id_like_nothing_lists_what_exists():
     with pytest.raises(ConfigError) as error:
         chosen("Xyz+:1:-1")
     assert "did you mean" not in str(error.value)
-    with pytest.raises(ConfigError, match="Available: none"):
+    with pytest.raises(ConfigError, match="available: none"):
         chosen("Gelu+:1:-1", existing=())
 
 

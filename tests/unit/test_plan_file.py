@@ -102,7 +102,10 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         (SIGNATURE, ""),
         (replace(SIGNATURE, digest="34cd"), "the same operators, but in other modules or in another order"),
         (replace(SIGNATURE, operators={"addmm": 24, "relu": 12}), "gelu: 12 in the file, 0 here; relu: 0 in the file"),
-        (replace(SIGNATURE, parameters={"float32": (12, 3500), "int64": (1, 8)}), "12 of 3,400 numbers in the file"),
+        (
+            replace(SIGNATURE, parameters={"float32": (12, 3500), "int64": (1, 8)}),
+            "12 with 3,400 elements in the file",
+        ),
         (replace(SIGNATURE, operators=dict.fromkeys("abcd", 1)), " and 3 more"),
     ],
 )

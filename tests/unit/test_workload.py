@@ -86,7 +86,7 @@ def test_a_config_file_and_the_same_numbers_each_time(tmp_path):
     "changes, message",
     [
         ({"task": "text-clasification"}, "--task text-clasification: did you mean text-classification?"),
-        ({"task": "nonsense"}, "--task nonsense: Allowed: text-classification, "),
+        ({"task": "nonsense"}, "--task nonsense: allowed: text-classification, "),
         ({"batch_size": 0}, "--batch_size 0: allowed: whole numbers from 1 to 2147483648"),
         ({"seq_len": -1}, "--seq_len -1: allowed"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
@@ -164,7 +164,7 @@ def test_all_others_are_frozen_and_a_tied_weight_goes_by_each_of_its_names() -> 
 
 def test_the_error_is_short_whatever_the_names_and_patterns() -> None:
     model = torch.nn.ModuleDict({letter * 70: torch.nn.Linear(4, 4) for letter in "abcdefgh"})
-    with pytest.raises(MemOptError, match=r"Available: a{70}\.weight, .*…$") as caught:
+    with pytest.raises(MemOptError, match=r"available: a{70}\.weight, .*…$") as caught:
         freeze_others(model, ["x" * 5000, "y" * 5000, "z" * 5000])
     assert len(str(caught.value)) <= 300
 

@@ -1,5 +1,6 @@
 """The flags of the compile engine. Importing this module imports none of torch's compilers."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +40,7 @@ class CompileOptions(EngineOptions):
         "per second. Their product stays --per_device_train_batch_size times --gradient_accumulation_steps.",
         choices=(AUTO,),
     )
-    memory_opt_plan: str | None = flag(
+    memory_opt_plan: os.PathLike | str | None = flag(
         None,
         "A plan file, as written by optimum-cli memopt plan --budget … --output and trainer.memopt.save_plan: it says "
         "for each activation whether it is recomputed. Refused for a model with a different graph. Instead of a "

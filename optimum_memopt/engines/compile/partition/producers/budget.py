@@ -147,8 +147,8 @@ def _fewer_batches(step: StepContext, peak: int) -> str:
     if count < 1:
         return ""
     return (
-        f"--gradient_accumulation_steps {count} fits: Trainer holds all {held} micro-batches of an optimizer step on "
-        "the device"
+        f"--gradient_accumulation_steps {count} fits: Trainer holds {'both' if held == 2 else f'all {held}'} "
+        "micro-batches of an optimizer step on the device"
     )
 
 

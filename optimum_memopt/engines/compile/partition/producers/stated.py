@@ -57,7 +57,7 @@ class FromConfig(Producer):
         frequencies = Counter(candidate.row for candidate in candidates) | Counter(self.rows)
         matched = matching.match(self.config, frequencies, here="engine", translate=translate)
         too_many = (
-            f"{request}: there are {frequencies[row]} only, all of them are on"
+            f"{request}: there are only {frequencies[row]}, and all of them are on"
             for row, request in matched.requests.items()
             if request.count != ALL and request.count > frequencies[row]
         )
@@ -212,6 +212,9 @@ class FromPlanFile(Producer):
         inputs = InputsPlan()
         if graph.layer:
             own = next((entry for entry in plan.layers if graph.layer in entry.layers), LayerEntry(()))
+            if not own.layers and not mismatch:
+                last = [layer for entry in plan.layers for layer in entry.layers]
+                mismatch = f"it has plans for {len(last)} layers, but none for {graph.layer}"
             inputs, own = InputsPlan.split_from(own)
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
