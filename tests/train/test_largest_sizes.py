@@ -17,6 +17,7 @@ from optimum_memopt.training.batches import ComplexityCallback, largest_batch
 from tests.rotation import nightly
 from tests.trainer_runs import log_lines, make, rows
 
+UNREAD = "planning for the first batch, since the lengths of the training data are not read"
 NAMES = {"a": "input_ids_dim0", "b": "input_ids_dim1", "c": "labels_dim1", "d": "pixel_values_dim1"}
 
 
@@ -131,3 +132,12 @@ def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None
     header = trainer.memopt.table.header[0]
     assert "for batches up to 4 x 9" in header and "fits without a plan" in header
     assert sum(line.startswith("compiling ") for line in lines) == 1
+    assert not any(UNREAD in line for line in lines)
+
+
+def test_lengths_that_are_not_read_are_said(tmp_path: Path) -> None:
+    data = torch.utils.data.Subset(rows("roberta-classification", 8), range(8))
+    options = {"memory_opt_engine": "compile", "memory_opt_budget": "90%", "max_steps": 2}
+    with log_lines() as lines:
+        make(tmp_path, "roberta-classification", **options, train_dataset=data).train()
+    assert sum(UNREAD in line for line in lines) == 1

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.symbols import input_sizes, larger_sizes, shaped_as
+from optimum_memopt.engines.compile.graph.symbols import input_sizes, is_length, larger_sizes, shaped_as
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.footprint import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape
@@ -223,7 +223,14 @@ class Planner:
         if self.limit.largest is None:
             # Not during tracing, when tensors cannot be read.
             largest = self.run.largest_batch()
-            self.limit.largest = largest and shaped_as(largest, input_sizes(inputs))
+            sizes = input_sizes(inputs)
+            self.limit.largest = largest and shaped_as(largest, sizes)
+            is_first_plan = self.limit.bytes is None
+            if largest is None and is_first_plan and self.run.rows and any(map(is_length, sizes)):
+                get_logger().info(
+                    "--memory_opt_budget: planning for the first batch, since the lengths of the training data are "
+                    "not read; a longer batch that no plan fits ends the run"
+                )
         self._warn_of_loss()
         entry, bound = None, self.producer.bound
         if bound is not None and self._spec.options:
