@@ -163,12 +163,13 @@ class Planner:
             DoesNotFitError: no plan fits.
         """
         self.loss = self._spec.loss(inputs or {})
-        # Under FSDP2 and ZeRO 3, memory is counted with the parameters gathered in the forward.
-        if not self.is_sharded:
-            self.limit.begin_forward()
-        if not self.solves:
-            return self._plan_by_rule(attempt, again)
-        entry = self._prepare(inputs or {})
+        with self.limit.planning(self.is_sharded):
+            if not self.solves:
+                return self._plan_by_rule(attempt, again)
+            return self._plan_by_budget(attempt, again, self._prepare(inputs or {}))
+
+    def _plan_by_budget(self, attempt: Callable[[], Attempt[_T]], again: Callable[[], None], entry: Path | None) -> _T:
+        """Returns the forward's outputs under a budget. Arguments as of `plan`, and `_plan_within`."""
         planned = self._attempt_first(attempt, again)
         first = planned.predictor
         if first is not None and (why := first.tape.sharding.unknown):

@@ -1,8 +1,9 @@
 """Limits the bytes of training steps, and compares predicted peaks with the limit."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,13 +126,20 @@ class StepLimit:
         fixed = replace(step.fixed, batch=math.ceil(step.fixed.batch * growth))
         return replace(step, fixed=fixed, limit=self.bytes, largest=self.largest, margin=self._margin)
 
-    def begin_forward(self) -> None:
-        """Read the bytes that the process holds before a forward that is to be planned.
+    @contextlib.contextmanager
+    def planning(self, is_sharded: bool) -> Iterator[None]:
+        """Returns a context that begins before a forward that is to be planned: the bytes that the process holds then
+        are those beside its step.
 
-        Not on a CPU, where compiling the forward makes the process grow.
+        Not on a CPU, where compiling the forward makes the process grow; nor under FSDP2 and ZeRO 3, where memory is
+        counted with the parameters that the forward gathers.
         """
-        if self.is_on_cuda and self._target is None:
+        if self.is_on_cuda and self._target is None and not is_sharded:
             self._before = held_bytes(next(self._model.parameters()).device)
+        try:
+            yield
+        finally:
+            self._before = None
 
     @property
     def reads_partitioned(self) -> bool:
