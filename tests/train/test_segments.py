@@ -94,7 +94,7 @@ def test_a_budget_below_level_1_runs_layers_in_segments(
     engine = attached(model, budget)
     assert_bitwise_same(seeded(model, batch), expected)
     predicted, count = engine.predictor.footprint(), len(recomputed(engine))
-    assert count and f"{count} layers recomputed twice (segments)" in engine.plans().header[0]
+    assert count and f"{count} layer{'s' if count > 1 else ''} recomputed twice (segments)" in engine.plans().header[0]
     saved, peak = measured(model, batch)
     states = count * RANDOM_STATE if CASES[name] else 0
     assert predicted.peak <= budget.budget.bytes
