@@ -1,5 +1,6 @@
 """Parses amounts of memory as users write them: `24GiB`, `800MiB`, `24GB`, `90%`, `auto`. Pure."""
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -65,3 +66,9 @@ def parse_budget(text: str) -> Budget:
 def gib_text(size: int) -> str:
     """Returns a size in bytes as text: `24.00 GiB`, `812.5 MiB`."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def text_of_at_least(size: int) -> str:
+    """Returns a size in bytes as text, rounded up: for a size that may be given as a budget."""
+    step = Fraction(2**30, 100) if size >= 2**30 else Fraction(2**20, 10)
+    return gib_text(math.ceil(math.ceil(size / step) * step))

@@ -1,7 +1,8 @@
 import pytest
+from hypothesis import given, strategies
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.sizes import gib_text, parse_budget
+from optimum_memopt.sizes import gib_text, parse_budget, text_of_at_least
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,9 @@ def test_what_is_no_size_is_refused_in_one_line(text, why):
 
 def test_sizes_are_shown_in_units_of_1024():
     assert [gib_text(size) for size in (24 * 2**30, 800 * 2**20, 0)] == ["24.00 GiB", "800.0 MiB", "0.0 MiB"]
+
+
+@given(strategies.integers(1, 2**40))
+def test_a_size_rounded_up_is_a_budget_of_at_least_that(size):
+    budget = parse_budget(text_of_at_least(size)).bytes
+    assert size - 1 <= budget <= size * 1.01 + 2**17

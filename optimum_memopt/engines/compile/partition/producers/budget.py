@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.solver import ExtraByLength, Infeasible, Plan, extra_by_length
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
-from optimum_memopt.sizes import Budget, gib_text
+from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
 
 _WORTH_NAMING = 2**20
 
@@ -66,7 +66,7 @@ class FromBudget(Producer):
         allowed = " and ".join(name for name, is_on in kinds if is_on)
         return DoesNotFitError(
             f"--memory_opt_budget {self.bound.text}: infeasible: even with {allowed} the step peaks at "
-            f"{gib_text(peak)}{batch}{among}, over {gib_text(step.limit)}; {held}{suggestion}",
+            f"{text_of_at_least(peak)}{batch}{among}, over {gib_text(step.limit)}; {held}{suggestion}",
             peak,
         )
 
