@@ -189,15 +189,15 @@ class Tape:
 
     def under(self, sharding: Sharding) -> "Tape":
         """Returns the tape of the same calls with this sharding."""
-        if not sharding.is_sharded:
+        if sharding.is_sharded:
+            # Ranks exchange gradients of all layers.
+            calls = (replace(call, unread=frozenset(), is_unread=False) for call in self.calls)
+            self = replace(self, calls=tuple(calls))
+        if not sharding.tells_outside or not self.calls:
             return replace(self, sharding=sharding)
-        # Ranks exchange the gradients of all layers.
-        calls = tuple(replace(call, unread=frozenset(), is_unread=False) for call in self.calls)
-        if not sharding.tells_outside or not calls:
-            return replace(self, calls=calls, sharding=sharding)
         # The sharding's events include the operators that hold the last call's results.
-        last = replace(calls[-1], released=frozenset())
-        return replace(self, calls=(*calls[:-1], last), outside=(), sharding=sharding)
+        last = replace(self.calls[-1], released=frozenset())
+        return replace(self, calls=(*self.calls[:-1], last), outside=(), sharding=sharding)
 
     @cached_property
     def again(self) -> tuple[tuple[int, ...], ...]:
