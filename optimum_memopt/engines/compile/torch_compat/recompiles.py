@@ -27,6 +27,8 @@ NO_PADDING = "_memopt_has_no_padding"
 _NO_PADDING = re.compile(rf"(?P<not>not )?hasattr\((?P<mask>[^,]+), '{NO_PADDING}'\)")
 # The attribute by which traced code finds the results of a module that has run ahead.
 RUN_AHEAD = "results_of_run_ahead"
+# Stands in guards for the call of that module.
+RUN_AHEAD_CALL = "(…)"
 _RUN_AHEAD = re.compile(rf"\.forward\.__closure__\[\d+\]\.cell_contents\.{RUN_AHEAD}")
 # An entry of a dict by its number.
 _ENTRY = re.compile(r"dict\.__getitem__\((?P<of>.+?), list\(dict\.keys\((?P=of)\)\)\[(?P<number>\d+)\]\)")
@@ -178,7 +180,7 @@ def _guard_in(reason: str) -> str:
     """Returns the guard in a recompile reason of torch, `0/1: x > 1  # if x > 1`."""
     guard = _COMPILE_ID.sub("", first_line(reason))
     guard = _NO_PADDING.sub(lambda match: f"{match['mask']} has {'' if match['not'] else 'no '}padding", guard)
-    guard = _ENTRY.sub(r"\g<of>[\g<number>]", _RUN_AHEAD.sub("(…)", guard))
+    guard = _ENTRY.sub(r"\g<of>[\g<number>]", _RUN_AHEAD.sub(RUN_AHEAD_CALL, guard))
     return _MODULES.sub(r".\g<name>", _BY_NAME.sub(r"\g<name>", _MODEL.sub("self", guard)))
 
 

@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import Predictors, St
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
 from optimum_memopt.engines.compile.torch_compat.compiler_errors import failure_of_compiler, is_of_trace, own_error
-from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, CodePlace, Recompile
+from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
@@ -94,7 +94,8 @@ def _described(recompile: Recompile) -> str:
 
 def _advice(guard: str) -> str:
     """Returns advice on how to keep a guard from failing."""
-    if guard.startswith("len("):
+    if guard.startswith("len(") and RUN_AHEAD_CALL in guard:
+        # A list with one entry per row, such as SmolVLM's image features.
         return "use batches with the same number of rows (dataloader_drop_last)"
     return "pad batches to fewer lengths (pad_to_multiple_of)"
 
