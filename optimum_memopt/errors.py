@@ -81,6 +81,11 @@ QUOTED = 80
 _BEFORE = 30
 
 
+def listing(word: str, names: str, near: Sequence[str]) -> str:
+    """Returns `available: a, b`; with names like the given one, `did you mean a? Available: a, b`."""
+    return f"did you mean {' or '.join(near)}? {word.capitalize()}: {names}" if near else f"{word}: {names}"
+
+
 def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
     """Returns a user's input for an error message: printable, at most `longest` characters, `…` where it is cut.
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from optimum_memopt.errors import excerpt
+from optimum_memopt.errors import excerpt, listing
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, PlanRequest
 
 # Maps a fused operator to unfused operators of the same activation, nearest first; the last of each produces it.
@@ -125,5 +125,4 @@ def match(
 def _listing(strategies: Mapping[str, set[int]], near: str = "") -> str:
     by_likeness = difflib.get_close_matches(near, strategies, n=3, cutoff=0.5)
     ordered = by_likeness + sorted(set(strategies) - set(by_likeness))
-    hint = f"did you mean {' or '.join(by_likeness)}? " if by_likeness else ""
-    return f"{hint}{'A' if hint else 'a'}vailable: {', '.join(ordered) or 'none'}"
+    return listing("available", ", ".join(ordered) or "none", by_likeness)

@@ -20,7 +20,7 @@ from optimum_memopt.compat.torch import tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
-from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.errors import MemOptError, excerpt, listing, path_excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.predict.adapter import parse_adapter, parse_quantization, quantized, with_adapter
 from optimum_memopt.step_settings import COUNTS, ModelSettings
@@ -74,13 +74,12 @@ def _nothing(pattern: str, model: str, names: Iterable[str]) -> str:
     kinds = list(dict.fromkeys(_NUMBER.sub(".*", name) for name in names))
     parts = dict.fromkeys(part for kind in kinds for part in kind.split("."))
     near = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}? " if near else ""
     ends = list(itertools.accumulate(len(kind) + 2 for kind in kinds))
     shown = kinds[: max(1, bisect.bisect(ends, _SHOWN))]
     more = ", …" if len(shown) < len(kinds) else ""
     return (
         f"--trainable {excerpt(pattern) or repr(pattern)}: no parameter of {model} has this name; "
-        f"{hint}{'A' if hint else 'a'}vailable: {', '.join(shown)}{more}"
+        f"{listing('available', ', '.join(shown) + more, near)}"
     )
 
 
@@ -201,9 +200,8 @@ class Workload(ModelSettings):
         """
         if self.task not in TASKS:
             near = difflib.get_close_matches(str(self.task), TASKS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            tasks = f"{'A' if hint else 'a'}llowed: {', '.join(TASKS)}"
-            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}{tasks}")
+            tasks = listing("allowed", ", ".join(TASKS), near)
+            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {tasks}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise MemOptError(f"--{name} {getattr(self, name)}: allowed: {COUNTS}")
