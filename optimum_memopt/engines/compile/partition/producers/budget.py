@@ -55,7 +55,11 @@ class FromBudget(Producer):
             "accumulated gradients": fixed.accumulated,
             "the batch" if step.micro_batches < 2 else f"{step.micro_batches} micro-batches": fixed.batch,
             "the process": fixed.constant,
-            **(holds if _fits_without_activations(step) else {"gradients": fixed.gradients}),
+            **(
+                holds
+                if _fits_without_activations(step)
+                else {"gradients and the optimizer's step": fixed.gradients + fixed.step}
+            ),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
