@@ -515,7 +515,7 @@ class TracedForward:
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns the function that runs in place of a graph traced by dynamo: the backend of `torch.compile`."""
         self._constant_sizes.update(traced_sizes.constant_sizes())
-        dynamo.let_move(module)
+        dynamo.clear_static_marks(module)
         fx_graph.drop_unread_results(module)
         fused_lm_head.with_labels(module)
         losses, reasons = decide_losses(module.graph, self.spec.loss, self._run.reader)

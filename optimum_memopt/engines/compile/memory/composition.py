@@ -118,17 +118,15 @@ class _Composition:
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> None:
         self._tape, self._calls, self._given = tape, tape.calls, tape.given
-        self._frees_gradients = frees_gradients
+        self._graphs, self._frees_gradients = list(runs), frees_gradients
         # Names of the storages saved by runs without a backward, by the call after which the runs' results are freed.
         self._unread: dict[int, list[str]] = {}
-        for index, (graph, call) in enumerate(zip(runs, tape.calls, strict=True)):
-            if call.is_unread:
+        for index, graph in enumerate(runs):
+            if self._calls[index].is_unread:
                 returned = {name for _, name in graph.outputs}
                 own = (each.name for each in graph.saved if each.name not in returned)
                 self._unread.setdefault(tape.ends_at(index), []).extend(f"{index} {name}" for name in own)
-        self._graphs = runs = [
-            graph.without_backward() if call.is_unread else graph for graph, call in zip(runs, tape.calls, strict=True)
-        ]
+                self._graphs[index] = graph.without_backward()
         # Per run: names in the step of the storages that its forward takes, returns and saves.
         self._names = [self._names_of(index) for index in range(len(self._calls))]
         # Per run: arguments that its backward reads from a new storage; and names held for the forwards it reruns.
@@ -166,7 +164,7 @@ class _Composition:
         self._gradient_bytes: dict[str, int] = {}
         # Gradients that only an operator outside of all graphs reads.
         self._passed: list[str] = []
-        self.collectives = tape.collectives([[at for at, _ in graph.gradients] for graph in runs])
+        self.collectives = tape.collectives([[at for at, _ in graph.gradients] for graph in self._graphs])
         self._around = self.collectives.runs
         # Gradients freed when their sharded group is reduced, by name; and those among them that are tangents.
         self._grouped: dict[str, object] = {}

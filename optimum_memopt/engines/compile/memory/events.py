@@ -167,7 +167,16 @@ class GraphEvents:
 
     def without_backward(self) -> "GraphEvents":
         """Returns the events of the forward alone, after which what it saves is still held."""
-        return GraphEvents(self.forward, (), self.inputs, self.outputs, (), frozenset(), (), ())
+        return GraphEvents(
+            self.forward,
+            backward=(),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            saved=(),
+            saved_inputs=frozenset(),
+            tangents=(),
+            gradients=(),
+        )
 
     @property
     def returned(self) -> tuple[str, ...]:

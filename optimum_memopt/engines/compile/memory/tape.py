@@ -189,15 +189,15 @@ class Tape:
 
     def under(self, sharding: Sharding) -> "Tape":
         """Returns the tape of the same calls with this sharding."""
+        calls = self.calls
         if sharding.is_sharded:
-            # Ranks exchange gradients of all layers.
-            calls = (replace(call, unread=frozenset(), is_unread=False) for call in self.calls)
-            self = replace(self, calls=tuple(calls))
-        if not sharding.tells_outside or not self.calls:
-            return replace(self, sharding=sharding)
+            # Ranks exchange the gradients of all layers.
+            calls = tuple(replace(call, unread=frozenset(), is_unread=False) for call in calls)
+        if not sharding.tells_outside or not calls:
+            return replace(self, calls=calls, sharding=sharding)
         # The sharding's events include the operators that hold the last call's results.
-        last = replace(self.calls[-1], released=frozenset())
-        return replace(self, calls=(*self.calls[:-1], last), outside=(), sharding=sharding)
+        last = replace(calls[-1], released=frozenset())
+        return replace(self, calls=(*calls[:-1], last), outside=(), sharding=sharding)
 
     @cached_property
     def again(self) -> tuple[tuple[int, ...], ...]:
@@ -418,7 +418,8 @@ def _outside(
     given: frozenset[int],
 ) -> Outside:
     of_call = {order: call for order, call in zip(orders, calls, strict=True) if order >= 0}
-    results = ((number, of_call[order].outputs.get(at)) for number, order, at in operator.passed if order in of_call)
+    passed = ((number, edge) for number, edge in operator.passed if edge.order in of_call)
+    results = ((number, of_call[edge.order].outputs.get(edge.number)) for number, edge in passed)
     return Outside(
         operator.name,
         sum(0 <= order < operator.order for order in orders) - 1,

@@ -20,8 +20,10 @@ _T = TypeVar("_T")
 
 
 def trained_by(tape: Tape, graphs: Sequence[PartitionedGraph]) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the names of the parameters that get a gradient from the graphs of a tape, and of those that require one
-    and get none. Parameters that no graph reads are in neither, since they may be read elsewhere."""
+    """Returns the names of a forward's trained parameters, and of its untrained ones, whose gradient stays None.
+
+    A parameter that no graph reads is in neither, since other code may read it.
+    """
     trained, unread = set[str](), set[str]()
     for number, graph in enumerate(graphs):
         calls = [call for call in tape.calls if call.graph == number]

@@ -169,8 +169,7 @@ class OutsideOperator:
         workspace: a saved tensor as large as the workspace of its backward; None: it has no workspace.
         allocates: the gradients that its backward allocates.
         frees: the numbers of gradients that nothing reads after its backward.
-        passed: the numbers of gradients passed to a compiled graph, with the graph's sequence number and the output's
-            position.
+        passed: the numbers of gradients passed to a compiled graph, with the graph's result that each belongs to.
     """
 
     name: str
@@ -179,7 +178,7 @@ class OutsideOperator:
     workspace: torch.Tensor | None
     allocates: tuple[Gradient, ...]
     frees: tuple[int, ...]
-    passed: tuple[tuple[int, int, int], ...]
+    passed: tuple[tuple[int, Edge], ...]
 
 
 def graph_of(outputs: Iterable[object]) -> tuple[set[Any], set[Edge]]:
@@ -235,13 +234,13 @@ def outside_operators(of_graph: Iterable[Any]) -> list[OutsideOperator]:
             given[following, place] = gradient
             waiting[gradient.number] += 1
             if type(following).__name__ == _COMPILED:
-                passed.append((gradient.number, following._sequence_nr(), place))
+                passed.append((gradient.number, Edge(order(following), place)))
         for gradient in inputs:
             waiting[gradient.number] -= 1
         done = tuple(dict.fromkeys([*summed, *(one.number for one in inputs if not waiting[one.number])]))
-        saved, order = tuple(_saved_tensors(node)), node._sequence_nr()
+        saved = tuple(_saved_tensors(node))
         workspace = getattr(node, _AS_LARGE_AS.get(name, ""), None)
-        found.append(OutsideOperator(name, order, saved, workspace, tuple(allocates), done, tuple(passed)))
+        found.append(OutsideOperator(name, order(node), saved, workspace, tuple(allocates), done, tuple(passed)))
     return found
 
 

@@ -642,9 +642,12 @@ def _source_of(node: fx.Node) -> str:
     return source_name(source) if (source := getattr(node, "_dynamo_source", None)) is not None else ""
 
 
-def let_move(module: fx.GraphModule) -> None:
-    """Let the results of a module that has run ahead be other tensors in each step: torch assumes that a tensor that
-    it reaches through a module stays the same (`wrap_tensor` in `torch/_dynamo/variables/builder.py`, 2.13)."""
+def clear_static_marks(module: fx.GraphModule) -> None:
+    """Clear the marks of static inputs from the results of a module that has run ahead, which change in each step.
+
+    torch marks every tensor that it reaches through a module (`wrap_tensor` in `torch/_dynamo/variables/builder.py`,
+    2.13).
+    """
     for node in module.graph.find_nodes(op="placeholder"):
         if RUN_AHEAD in _source_of(node):
             node.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)

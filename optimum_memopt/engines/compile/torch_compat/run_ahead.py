@@ -54,6 +54,7 @@ class RunAhead:
         inside = set() if self._module is None else set(self._module.modules())
         # Modules whose hooks would run twice. The model's own hooks run outside of its forward.
         self._others = [each for each in model.modules() if each is not model and each not in inside]
+        # `recompiles.RUN_AHEAD` has this name.
         self.results_of_run_ahead: Any = None
 
     def is_for(self, module: torch.nn.Module) -> bool:

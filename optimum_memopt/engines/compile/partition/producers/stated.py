@@ -213,8 +213,8 @@ class FromPlanFile(Producer):
         if graph.layer:
             own = next((entry for entry in plan.layers if graph.layer in entry.layers), LayerEntry(()))
             if not own.layers and not mismatch:
-                last = [layer for entry in plan.layers for layer in entry.layers]
-                mismatch = f"it has plans for {len(last)} layers, but none for {graph.layer}"
+                count = sum(len(entry.layers) for entry in plan.layers)
+                mismatch = f"it has plans for {count} layers, but none for {graph.layer}"
             inputs, own = InputsPlan.split_from(own)
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
