@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.partition.producers.budget import saved_node
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host
-from optimum_memopt.engines.compile.solver.segments import with_recomputed
+from optimum_memopt.engines.compile.solver.segments import links_of, with_recomputed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.plans.plan_file import LayerEntry, PlanFile
@@ -316,3 +316,24 @@ def test_segments_take_no_more_time_than_they_need(forward) -> None:
     for plan in plans:
         events = [problem_events(run, own) for run, own in zip(problem.runs, problem.of_runs(plan.saved), strict=True)]
         assert compose(with_recomputed(problem.tape, plan.segments), events).peak() == plan.peak
+
+
+@in_turn
+def test_a_budget_that_some_segments_fit_is_feasible() -> None:
+    """A layer that runs again may hold more than the inputs of all layers, so more segments may have a higher peak."""
+    forward = captured("llama", 4, 256, ranks=8, num_hidden_layers=LAYERS)
+    problem = forward.problem(forward.first)
+    solver = ForwardSolver(problem)
+    saved = problem.of_runs(solver.solver.lowest.saved)
+    runs = [problem_events(run, nodes) for run, nodes in zip(problem.runs, saved, strict=True)]
+    links = links_of(problem.tape, runs, [run.writes for run in problem.runs])
+
+    def peaks(size: int) -> list[int]:
+        """Returns the peaks of the first 0, 1, ... links inside segments of this size."""
+        inner = [link for place, link in enumerate(links, 1) if place % size]
+        return [compose(with_recomputed(problem.tape, inner[:count]), runs).peak() for count in range(len(inner) + 1)]
+
+    of_sizes = [peaks(size) for size in (2, 3, 4, 6)]
+    assert any(min(found) < found[-1] for found in of_sizes)
+    for budget in sorted({peak for found in of_sizes for peak in found if peak < solver.lowest}):
+        assert solver.cheapest(budget).peak <= budget

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.events import GraphEvents
@@ -108,12 +109,15 @@ def segments_within(
     places = _places(links)
 
     def segments(size: int) -> Segments:
-        """Returns the links inside segments of this size: as many of the first ones as it takes to fit, or all."""
+        """Returns the links inside segments of this size: as many of the first ones as it takes to fit, or to reach
+        their lowest peak."""
         inner = tuple(link for link, place in zip(links, places, strict=True) if place % size)
-        if (whole := of(inner)).peak > allowed:
-            return whole
+        first = cache(lambda count: of(inner[:count]))
+        # Each further link lowers the peak until a segment that runs again holds the most; then further ones, such as
+        # the last segment, whose inputs its backward would find anyway, may raise it.
         counts = range(len(inner))
-        return of(inner[: bisect.bisect_left(counts, True, key=lambda count: of(inner[:count]).peak <= allowed)])
+        lowest = bisect.bisect_left(counts, True, key=lambda count: first(count).peak <= first(count + 1).peak)
+        return first(bisect.bisect_left(counts, True, hi=lowest, key=lambda count: first(count).peak <= allowed))
 
     found = [segments(size) for size in _SIZES if size <= len(links) + 1]
     fitting = [each for each in found if each.peak <= allowed]

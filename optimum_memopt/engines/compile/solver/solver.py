@@ -233,7 +233,7 @@ def _holders(problem: Problem, simulation: GraphSimulation) -> tuple[tuple[str, 
     groups: dict[str, int] = {}
     for node, size in held.items():
         layer = problem.layers[node]
-        computed = f"layer {layer}" if layer else f"{operator_of(problem, node)} outside of layers"
+        computed = f"layer {layer}" if layer else f"operator {operator_of(problem, node)} outside of layers"
         where = "gradients of parameters" if node in gradients else computed
         groups[where] = groups.get(where, 0) + size
     return tuple(sorted(groups.items(), key=lambda item: -item[1])[:4])
