@@ -112,8 +112,10 @@ class TracedForward:
         self._model, self._forward, self.spec = model, forward, spec
         self._name = type(model).__name__
         compiles = None if spec.only_layers else weak_method(self._compile_alone)
-        self._trace_fixes = TraceFixes(model, compiles, spec.loss.may_chunk)
-        self.masks = AttentionMasks(model, forward)
+        # They look for functions that another thread's forward may have replaced.
+        with one_at_a_time:
+            self._trace_fixes = TraceFixes(model, compiles, spec.loss.may_chunk)
+            self.masks = AttentionMasks(model, forward)
         self._compiled: dict[CallKind, Callable[..., Any]] = {}
         self._traced_again = 0
         # Code objects of the compiled forwards and layers. The functions themselves would keep the model alive.
