@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.deberta import modeling_deberta
 
 from optimum_memopt import optimize
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, without_fixes
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
@@ -51,6 +52,23 @@ def rows(size, length):
 
 def images(size):
     return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.arange(size) % 2}
+
+
+def test_plain_code_within_a_traced_forward_runs_without_the_fixes():
+    """So it counts a loss that is simulated while the model is traced, such as that of a reference model."""
+    model, _ = deberta()
+    fixes, span = TraceFixes(model, None), modeling_deberta.compute_attention_span
+    of_call = [(modeling_deberta, "XSoftmax", None)]
+    with fixes.around_call({}, of_call, stops_at_hooks=False):
+        fixed = modeling_deberta.compute_attention_span
+        with without_fixes():
+            assert modeling_deberta.compute_attention_span is span is not fixed
+            assert not hasattr(modeling_deberta, "XSoftmax")
+        assert modeling_deberta.compute_attention_span is fixed
+        assert modeling_deberta.XSoftmax is None
+    with without_fixes():
+        assert modeling_deberta.compute_attention_span is span
+    assert not hasattr(modeling_deberta, "XSoftmax")
 
 
 @pytest.mark.nightly

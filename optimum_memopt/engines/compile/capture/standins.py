@@ -65,7 +65,7 @@ def eager_standin(device: Device | None) -> Iterator[None]:
         yield
 
 
-def _attention_of(device: Device) -> contextlib.AbstractContextManager[None]:
+def _attention_of(device: Device) -> contextlib.AbstractContextManager[Any]:
     capability = device.capability
 
     # A function, since dynamo would not trace a `functools.partial` in place of torch's function.

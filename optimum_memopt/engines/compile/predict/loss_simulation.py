@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.memory.events import Event, bytes_during
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
+from optimum_memopt.engines.compile.torch_compat.trace_fixes import without_fixes
 from optimum_memopt.engines.shared.forward_patch import TrainingForward
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
@@ -109,6 +110,8 @@ class LossSimulation:
             stack.enter_context(_outside_of_autocast(next(model.parameters()).device.type))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(torch.enable_grad())
+            # The batch of a budget is only known while the model's forward is traced.
+            stack.enter_context(without_fixes())
             stack.enter_context(self._step.prepared())
             stack.enter_context(fake_tensors.replaced(self._step.modules(), run.fakes_of))
             stack.enter_context(fake_tensors.run_as_eager())

@@ -315,15 +315,15 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def with_attributes(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Replace attributes, and restore them afterwards. Each is set before the next replacement is taken from the
-    iterable."""
-    before: list[tuple[Any, str, Any]] = []
+def with_attributes(replacements: Iterable[Replacement]) -> Iterator[Sequence[Replacement]]:
+    """Replace attributes, and restore them afterwards; yields replacements that restore them, the first one last. Each
+    is set before the next replacement is taken from the iterable."""
+    before: list[Replacement] = []
     try:
         for owner, name, value in replacements:
             before.append((owner, name, vars(owner).get(name, _MISSING)))
             _set(owner, name, value)
-        yield
+        yield tuple(reversed(before))
     finally:
         for owner, name, value in reversed(before):
             _set(owner, name, value)
@@ -443,7 +443,7 @@ def _containers_around(functions: Collection[Callable[..., Any]]) -> Iterator[At
         todo += called
 
 
-def without_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def without_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Disable the hooks of all modules of a model (torch 2.13)."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return with_attributes((module, name, {}) for module in model.modules() for name in names)

@@ -49,6 +49,22 @@ class _OneAtATime(contextlib.ContextDecorator):
 # process, and torch's fake tensors are in one mode.
 one_at_a_time = _OneAtATime()
 
+
+class _Applied:
+    """The fixes of the forward that is traced.
+
+    Attributes:
+        restoring: replacements that restore what plain PyTorch would run.
+    """
+
+    restoring: tuple[Replacement, ...] = ()
+
+
+def without_fixes() -> contextlib.AbstractContextManager[Any]:
+    """Run the code of plain PyTorch within a traced forward."""
+    return with_attributes(_Applied.restoring)
+
+
 # DeBERTa picks the rows that have a label by an index whose length depends on data; other models set `problem_type`.
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
 _ONE_LABEL = "single_label_classification"
@@ -173,9 +189,12 @@ class TraceFixes:
         self.move_scales()
         try:
             with (
-                with_attributes(self._replacements()),
-                with_attributes((*others, *(_collector_replacements(stops_at_hooks) if self._collects else ()))),
+                with_attributes(self._replacements()) as fixes,
+                with_attributes(
+                    (*others, *(_collector_replacements(stops_at_hooks) if self._collects else ()))
+                ) as of_call,
                 self._problem_type(inputs.get("labels")),
+                with_attributes([(_Applied, "restoring", (*of_call, *fixes, *_Applied.restoring))]),
             ):
                 yield
         finally:

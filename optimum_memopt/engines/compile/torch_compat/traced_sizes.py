@@ -61,7 +61,7 @@ class ImageSizes:
         # By the argument's name; None: its sizes differ.
         self._known: dict[str, tuple[int, ...] | None] = {}
 
-    def constant(self, inputs: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def constant(self, inputs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which constant sizes are marked; the marks are removed afterwards.
 
         Args:
@@ -121,7 +121,7 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     return texts
 
 
-def constant_numbers() -> contextlib.AbstractContextManager[None]:
+def constant_numbers() -> contextlib.AbstractContextManager[Any]:
     """Make Python integers constants of a trace, as in any trace that is not dynamic."""
     return torch._dynamo.config.patch(specialize_int=True)
 
