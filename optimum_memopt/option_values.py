@@ -5,7 +5,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -92,7 +92,8 @@ def check_drawing(flag: str, what: str = "the page", packages: Sequence[str] = (
 
 
 def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = None) -> Any:
-    """Returns a checked value, with a path as a string and another library's integer as Python's.
+    """Returns a checked value, with a path and a number for a string as a string, and another library's integer as
+    Python's.
 
     Args:
         name: the name of the option or parameter, for the error.
@@ -106,6 +107,9 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) if is_union else (hint,))}
     allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
+    if kinds <= {str, type(None)} and _is_a(value, float):
+        # Its parser says what is missing, such as a unit.
+        value = excerpt(value)
     if not any(_is_a(value, kind) for kind in kinds):
         shown = f"'{excerpt(value)}'" if isinstance(value, str) else excerpt(value)
         raise MemOptError(f"{name} {shown}: allowed: {allowed}")
@@ -129,9 +133,9 @@ def without_numbers(hint: Any) -> tuple[Any, Numbers]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Returns `isinstance`, but a bool is no int, and other libraries' integers are."""
-    if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
+    """Returns `isinstance`, but a bool is no number, and other libraries' numbers are."""
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 

@@ -13,7 +13,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
 # An exbibyte, more than any device has.
 LARGEST = 2**60
 _ALLOWED = (
@@ -53,12 +53,16 @@ def parse_budget(text: str) -> Budget:
     why = _ALLOWED
     if match := _SIZE.fullmatch(text.strip()):
         number, unit = Fraction(match[1]), match[2].lower()
-        if unit == "%" and 0 < number <= 100:
-            return Budget(text, share=number / 100)
-        if unit in _UNITS and 0 < int(number * _UNITS[unit]) <= LARGEST:
-            return Budget(text, int(number * _UNITS[unit]))
-        if not unit:
-            shown = match[1] if number <= 100 else 24
+        if unit == "%":
+            if 0 < number <= 100:
+                return Budget(text, share=number / 100)
+            why = "a share is more than 0% and at most 100%"
+        elif unit in _UNITS:
+            if 0 < int(number * _UNITS[unit]) <= LARGEST:
+                return Budget(text, int(number * _UNITS[unit]))
+            why = f"a size is at least one byte and at most {LARGEST // 2**40} TiB"
+        elif not unit:
+            shown = match[1] if 0 < number <= 100 else 24
             why = f"a number needs a unit, such as {shown}GiB or {shown}%"
     raise MemOptError(f"--memory_opt_budget {excerpt(text).strip() or repr(text)}: {why}")
 

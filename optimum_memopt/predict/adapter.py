@@ -157,11 +157,15 @@ def with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     if kind is None:
         raise MemOptError(f"--peft peft_type={excerpt(config['peft_type'])}: allowed: {', '.join(sorted(kinds))}")
     given = {name: value for name, value in config.items() if name != "peft_type" and value is not None}
-    known = {field.name for field in fields(kind) if field.init}
+    known = {field.name: field.type for field in fields(kind) if field.init}
     for name in given.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise MemOptError(f"--peft {excerpt(name)}: {kind.__name__} has no such field{hint}")
+    for name, value in given.items():
+        # Strings where annotations are not evaluated.
+        if known[name] in (int, float, "int", "float") and not isinstance(value, int | float):
+            raise MemOptError(f"--peft {name}={excerpt(value)}: allowed: numbers")
     try:
         with warnings.catch_warnings():
             # PEFT (0.21) calls deprecated functions of transformers.

@@ -41,6 +41,7 @@ def test_a_file_or_its_folder(tmp_path):
         ("r=", "--peft r=: r= is not a field; allowed:"),
         ("lora", "--peft lora: No such file or directory; allowed:"),
         ("r=8,rank=2", "--peft rank: LoraConfig has no such field"),
+        ("r=four", "--peft r=four: allowed: numbers"),
         ("type=lorra", "--peft peft_type=LORRA: allowed: .*LORA"),
         ("target=nothing", "--peft: PEFT rejects it: "),
     ],

@@ -41,7 +41,8 @@ def arguments(folder, **options):
         # With a level, ORT ignores the config, even if its file is missing.
         ({"memory_opt_level": 2, "memory_opt_config": "missing.json"}, "--memory_opt_level 2 together with"),
         ({"memory_opt_budget": "24"}, "--memory_opt_budget 24: a number needs a unit, such as 24GiB or 24%"),
-        ({"memory_opt_budget": 24}, "--memory_opt_budget 24: allowed: strings"),
+        ({"memory_opt_budget": 24}, "--memory_opt_budget 24: a number needs a unit, such as 24GiB or 24%"),
+        ({"memory_opt_budget": True}, "--memory_opt_budget True: allowed: strings"),
         ({"memory_opt_budget": "24GiB", "memory_opt_level": 1}, "24GiB together with --memory_opt_level 1: a"),
         ({"memory_opt_budget": "auto", "memory_opt_config": "Gelu+:1:-1"}, "with --memory_opt_config: a budget"),
         ({"memory_opt_plan": "missing.json"}, "plan file missing.json: No such file"),
