@@ -32,6 +32,24 @@ class DoesNotFitError(MemOptError):
         self.lowest = lowest
 
 
+_FLAG = re.compile(r"--(\w+)")
+
+
+@contextlib.contextmanager
+def flags_named(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Rename the flags in the message of a MemOptError that is raised within this context.
+
+    Args:
+        name_of: takes a flag without its dashes, `memory_opt_budget`, and returns its name there: `budget` in a
+            function's errors, `--budget` in a command's.
+    """
+    try:
+        yield
+    except MemOptError as error:
+        error.args = (_FLAG.sub(lambda match: name_of(match[1]), str(error)),)
+        raise
+
+
 _OF_DYNAMO = ("TorchRuntimeError", "Unsupported")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, flags_named
 from optimum_memopt.option_values import Numbers, checked, flag, without_numbers
 from optimum_memopt.sizes import AUTO
 from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
@@ -186,8 +186,6 @@ def checked_options(args: Any, engine: str) -> "MemOptOptions":
     from optimum_memopt.options import MemOptOptions
 
     chosen = MemOptOptions(memory_opt_engine=engine, **engine_options(vars(args)))
-    try:
+    with flags_named(lambda flag: f"--{flag.removeprefix('memory_opt_')}"):
         chosen.check()
-    except MemOptError as error:
-        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
     return chosen

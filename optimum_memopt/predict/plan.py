@@ -18,7 +18,7 @@ from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, 
 from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.registry import factory, predicting_engine
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, flags_named
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory import optimizers
 from optimum_memopt.memory.peak_monitor import MIB
@@ -81,13 +81,14 @@ def plan(
         MemOptError: one line: an unknown value, conflicting settings, a budget that no plan fits, or a model that
             cannot be traced without data.
     """
-    given = _given(locals()) | {"plan": plan_file, "trainable": patterns(trainable)}
-    given["device"] = checked("device", device, str | PathLike | None)
-    options = MemOptOptions(memory_opt_engine=predicting_engine(), **engine_options(given))
-    options.check()
-    spec = StepSpec(**_settings(StepSpec, given))
-    spec.check()
-    workload = _workload(model, example_inputs, _settings(ModelSettings, given))
+    given = _given(locals()) | {"plan": plan_file}
+    with flags_named(_parameter):
+        given |= {"trainable": patterns(trainable), "device": checked("device", device, str | PathLike | None)}
+        options = MemOptOptions(memory_opt_engine=predicting_engine(), **engine_options(given))
+        options.check()
+        spec = StepSpec(**_settings(StepSpec, given))
+        spec.check()
+        workload = _workload(model, example_inputs, _settings(ModelSettings, given))
     warn_of_precision(factory(options.memory_opt_engine).planned_device(spec.device), spec.autocast, workload)
     with without_kernel_warning():
         return Estimate(options.memory_opt_engine, workload, resolve(options).selection, spec)
@@ -95,6 +96,13 @@ def plan(
 
 _SETTINGS = "\n".join(f"        {keyword}: {text}" for _, keyword, text in described())
 plan.__doc__ = f"{plan.__doc__}\n    Settings:\n{_SETTINGS}\n    "
+
+
+def _parameter(flag: str) -> str:
+    """Returns the parameter of `plan` for a flag without its dashes; the flag if there is none."""
+    name = flag.removeprefix("memory_opt_")
+    name = {"plan": "plan_file", "per_device_train_batch_size": "batch_size"}.get(name, name)
+    return name if name in inspect.signature(plan).parameters else f"--{flag}"
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +264,8 @@ class Estimate:
             MemOptError: the budget is invalid, or the graph is specialized to one batch size.
         """
         wanted = _budget(budget) if budget is not None else self._selection.budget or Budget(AUTO)
-        return factory(self._engine).largest_batch(self._workload, self._selection, self._spec, wanted)
+        with flags_named(_parameter):
+            return factory(self._engine).largest_batch(self._workload, self._selection, self._spec, wanted)
 
     def save(self, path: Path | str) -> None:
         """Write the plan to a file for `--memory_opt_plan`.
@@ -282,16 +291,15 @@ class Estimate:
     def _ask(
         self, selection: Selection, with_curve: bool = False, with_ways: bool = False
     ) -> predictions.StepEstimate:
-        return factory(self._engine).estimate(
-            self._workload, selection, self._spec, with_curve=with_curve, with_ways=with_ways
-        )
+        with flags_named(_parameter):
+            return factory(self._engine).estimate(
+                self._workload, selection, self._spec, with_curve=with_curve, with_ways=with_ways
+            )
 
 
 def _budget(budget: str | int) -> Budget:
     budget = checked("budget", budget, Annotated[str | int, _BYTES])
     if isinstance(budget, int):
         return Budget(f"{budget} bytes", budget)
-    try:
+    with flags_named(_parameter):
         return parse_budget(budget)
-    except MemOptError as error:
-        raise MemOptError(str(error).replace("--memory_opt_budget", "budget")) from error
