@@ -233,7 +233,8 @@ class _Walk:
             self._attributes(value, package, depth - 1)
 
     def _array(self, value: Any) -> None:
-        is_tensor = type(value) is torch.Tensor and not value.requires_grad
+        # A tensor without data is that of a dry run.
+        is_tensor = type(value) is torch.Tensor and not value.requires_grad and not value.is_meta
         if is_tensor and value.nbytes <= _MOST_BYTES:
             self.arrays.append((value, value.detach().clone()))
         elif isinstance(value, np.ndarray | array | bytearray) and value.__sizeof__() <= _MOST_BYTES:
