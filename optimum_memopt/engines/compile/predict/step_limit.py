@@ -21,7 +21,7 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.sizes import Budget, gib_text
+from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
 
 # Share by which CUDA's allocator may exceed the predicted blocks: 0.1% in steps like the preceding ones, 0.3% in a
 # step that begins with an empty cache (RoBERTa in bf16 on a stand-in for a device); on an H100 0.3 to 5.2 MiB of 2 to
@@ -258,8 +258,8 @@ class StepLimit:
         if self.bytes is None or peak <= self.bytes:
             return ""
         return (
-            f"several forwards before one backward take {gib_text(peak)} in this step, {gib_text(peak - self.bytes)} "
-            "over the budget"
+            f"several forwards before one backward take {gib_text(peak)} in this step, "
+            f"{text_of_at_least(peak - self.bytes)} over the budget"
         )
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
@@ -299,7 +299,7 @@ class StepLimit:
     def _line(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int], what: str) -> str:
         if self.bytes is None or (excess := self._excess(predictor, sizes)) <= 0:
             return ""
-        return f"{what} takes {gib_text(self.bytes + excess)}, {gib_text(excess)} over the budget"
+        return f"{what} takes {gib_text(self.bytes + excess)}, {text_of_at_least(excess)} over the budget"
 
     def _excess(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
         """Returns the bytes by which a step exceeds the limit; 0 without a limit."""
