@@ -113,11 +113,12 @@ def segments_within(
         their lowest peak."""
         inner = tuple(link for link, place in zip(links, places, strict=True) if place % size)
         first = cache(lambda count: of(inner[:count]))
-        # Each further link lowers the peak until a segment that runs again holds the most; then further ones, such as
-        # the last segment, whose inputs its backward would find anyway, may raise it.
-        counts = range(len(inner))
-        lowest = bisect.bisect_left(counts, True, key=lambda count: first(count).peak <= first(count + 1).peak)
-        return first(bisect.bisect_left(counts, True, hi=lowest, key=lambda count: first(count).peak <= allowed))
+        most, counts = len(inner), range(len(inner))
+        if first(most).peak > allowed:
+            # Each link lowers the peak until a segment that runs again holds the most; further ones may raise it, such
+            # as those of the last segment, whose inputs are held in its backward anyway.
+            most = bisect.bisect_left(counts, True, key=lambda count: first(count).peak <= first(count + 1).peak)
+        return first(bisect.bisect_left(counts, True, hi=most, key=lambda count: first(count).peak <= allowed))
 
     found = [segments(size) for size in _SIZES if size <= len(links) + 1]
     fitting = [each for each in found if each.peak <= allowed]
