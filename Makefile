@@ -135,7 +135,7 @@ $(CUDA_STAMP): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -vE "^(torch|triton|setuptools)==" constraints.txt > $(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/pip install "torch===$(CUDA_TORCH)" -e . hypothesis liger-kernel peft pytest \
-		pytest-timeout pytest-xdist -c $(CUDA_VENV)/constraints.txt
+		pytest-timeout pytest-xdist trl -c $(CUDA_VENV)/constraints.txt
 	@touch $@
 
 test-cuda: export HF_HUB_OFFLINE := 1

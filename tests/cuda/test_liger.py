@@ -33,10 +33,11 @@ def model() -> Iterator[torch.nn.Module]:
     LlamaForCausalLM.forward = forward
 
 
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("unit", ["layer", "model"])
 @pytest.mark.parametrize("level", [0, 1])
-def test_bytes_are_the_prediction(model: torch.nn.Module, unit: str, level: int, caplog) -> None:
-    how = {"memory_opt_engine": "compile", "memory_opt_compiler": "inductor", "memory_opt_loss": "chunked"}
+def test_bytes_are_the_prediction(model: torch.nn.Module, compiler: str, unit: str, level: int, caplog) -> None:
+    how = {"memory_opt_engine": "compile", "memory_opt_compiler": compiler, "memory_opt_loss": "chunked"}
     engine = optimum_memopt.optimize(model, memory_opt_level=level, memory_opt_unit=unit, **how)
     ids = torch.randint(5, VOCABULARY, (8, 128), device="cuda")
     training = Training(model, engine, torch.optim.SGD(model.parameters()), {"input_ids": ids, "labels": ids}, "fp32")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.compile.torch_compat import fused_lm_head
 from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 aten = torch.ops.aten
@@ -99,3 +100,29 @@ def test_flash_attention(shape: tuple[int, ...], fewer_keys: bool) -> None:
     tensors = torch.empty_like(out), query, key, value, out, sums
     arguments = *tensors, of_q, of_k, most_q, most_k, 0.1, True, seed, offset
     assert predicted(operator, *arguments) == pytest.approx(excess(lambda: operator(*arguments)), rel=0.01)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("words", [32_000, 65_536, 100_000])
+@pytest.mark.parametrize("tokens", [2048, 4096, 12_288])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_the_head_of_trls_trainers(
+    autocast: torch.dtype | None, dtype: torch.dtype, words: int, tokens: int, trained: bool, monkeypatch
+) -> None:
+    pytest.importorskip("trl")
+    # As if every token had a label: a stand-in counts none.
+    monkeypatch.setattr(fused_lm_head, "_picked", lambda each, scored: each.clone())
+    monkeypatch.setattr(fused_lm_head, "_spread", lambda each, scored: torch.empty_like(each))
+    hidden, weight = tensor(tokens, 256, dtype=dtype), tensor(words, 256, dtype=dtype)
+    labels = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    given = (hidden, weight, None, labels, 1.0, 32_768, None, 1.0, "entropy", autocast)
+    _, log_z, entropy, *_ = fused_lm_head.label_log_probs(*given)
+    back = (tensor(tokens), None, hidden, weight, None, labels, log_z, entropy, 1.0, 32_768, None, 1.0, autocast)
+    of_both = torch.ops.optimum_memopt
+    for operator, arguments in (
+        (of_both.label_log_probs, given),
+        (of_both.label_log_probs_backward, (*back, [True, trained, False])),
+    ):
+        found = predicted(operator.default, *arguments)
+        assert found == pytest.approx(excess(lambda: operator(*arguments)), rel=0.01)  # noqa: B023

@@ -62,6 +62,12 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(value(node), torch.Tensor)
 
 
+def has_parts(node: fx.Node) -> bool:
+    """True for an operator that returns several tensors, which `is_output` nodes pick: a tuple, or a Triton kernel's
+    dict."""
+    return isinstance(value(node), tuple | list | dict)
+
+
 def is_number(node: fx.Node) -> bool:
     """True for a symbolic size or another symbolic number."""
     return isinstance(value(node), dynamo.SymbolicNumber)

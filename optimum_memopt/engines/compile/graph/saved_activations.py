@@ -13,13 +13,13 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     first_input,
+    has_parts,
     is_output,
     is_tensor,
     is_view,
     root,
     storage_bytes,
     tensor_value,
-    value,
 )
 
 # Names of layer lists in transformers and timm (also `albert_layers`); the first match in a path is the transformer
@@ -173,8 +173,7 @@ def _differentiated(joint: JointGraph) -> set[fx.Node]:
     gradients = joint.gradients
     found = {node for node in joint.inputs if _is_floating(node) and (not gradients or gradients[node] is not None)}
     for node in joint.forward:
-        holds = isinstance(value(node), tuple | list) or _is_floating(node)
-        if holds and any(read in found for read in node.all_input_nodes):
+        if (has_parts(node) or _is_floating(node)) and any(read in found for read in node.all_input_nodes):
             found.add(node)
     return found
 

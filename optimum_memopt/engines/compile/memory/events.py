@@ -6,7 +6,6 @@ tensors (`live.py`). `composition.py` merges the streams of a step's graphs into
 """
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +18,9 @@ from torch import fx
 from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.joint import (
     Inlined,
+    has_parts,
     is_on_host,
+    is_output,
     is_tensor,
     root,
     storage_bytes,
@@ -509,8 +510,8 @@ def _allocations(node: fx.Node, inlined: Inlined) -> list[fx.Node]:
     """Returns the roots that an operator allocates: itself, or those of its outputs that are picked."""
     if node.op != "call_function" or inlined.is_view(node):
         return []
-    if isinstance(value(node), tuple | list):
-        return [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
-    if node.target is operator.getitem or not is_tensor(node):
+    if has_parts(node):
+        return [user for user in node.users if is_output(user) and is_tensor(user)]
+    if is_output(node) or not is_tensor(node):
         return []
     return [node]

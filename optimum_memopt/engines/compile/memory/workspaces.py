@@ -203,29 +203,48 @@ _VECTORS = 4
 def _label_log_probs(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
     """Returns the bytes of a buffer for products of token chunks with vocabulary chunks, and of temporaries."""
     hidden, weight, _, labels, _, chunk, _, _, _, autocast = arguments
-    held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else _TILE)
+    held = _buffer(hidden, weight, chunk, autocast, None if by_kernel else _TILE)
+    held += sum(_casts_of_chunks(hidden, weight, chunk, autocast))
     held += _VECTORS * elements(labels) * _FLOAT_BYTES
-    return held + (_labelled(hidden, labels) if by_kernel else 0)
+    return held + (_bytes(hidden) + _bytes(labels) if by_kernel else 0)
 
 
 def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> sympy.Expr:
-    """Returns the same bytes for the backward, plus float32 copies of gradients with a smaller dtype."""
-    _, of_entropy, hidden, weight, bias, labels, _, _, _, chunk, softcap, _, autocast, needed = arguments
+    """Returns the bytes, beside the gradients, of the highest of three moments.
+
+    1. A product: all gradients in float32, the buffer and temporaries. Each chunk of a cast weight is made while the
+       one before it is held.
+    2. The end of TRL's function, whose local variables still hold the buffer while the gradients are cast.
+    3. With a kernel, which computes the tokens with a label: the gradient of their hidden states is spread over all.
+    """
+    gradient, of_entropy, hidden, weight, bias, labels, _, _, _, chunk, softcap, _, autocast, needed = arguments
     per_element = _TILE_BACKWARD + _TILE_OF_ENTROPY * (of_entropy is not None) + _TILE_OF_CAP * (softcap is not None)
-    held = _chunks(hidden, weight, chunk, autocast, None if by_kernel else per_element)
-    if by_kernel:
-        held += _labelled(hidden, labels) + _bytes(hidden)
+    of_hidden, of_weight = _casts_of_chunks(hidden, weight, chunk, autocast)
     results = [each for each, is_needed in zip((hidden, weight, bias), needed, strict=True) if is_needed]
-    cast = [each for each in results if each is not None and each.dtype != torch.float32]
-    accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in cast))
-    # Gradients are cast once all are accumulated.
-    return accumulated + sympy.Max(0, held - sympy.Add(*map(_bytes, cast)))
+    found = sympy.Add(*map(_bytes, results))
+    cast = sympy.Add(*(_bytes(each) for each in results if each.dtype != torch.float32))
+    accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in results)) + of_hidden
+    words, tokens = weight.shape[0], symbolic(hidden.shape[0])
+    last = sympy.Integer((words - 1) % chunk + 1) * of_weight // max(1, min(words, chunk))
+    # Several chunks of words, or of tokens, after the last of whose words the first ones are cast again.
+    is_again = 1 if words >= 2 * chunk else sympy.Min(1, sympy.Max(0, tokens - token_chunk()))
+    before = of_weight if words >= 2 * chunk else last if words > chunk else last * is_again
+    product = accumulated + of_weight + before
+    product += _buffer(hidden, weight, chunk, autocast, None if by_kernel else per_element)
+    end = accumulated + last + cast + _buffer(hidden, weight, chunk, autocast, None if by_kernel else 0)
+    if not by_kernel:
+        return sympy.Max(product, end) - found
+    vectors = 2 + (gradient is not None) + (of_entropy is not None)
+    # With a label: their hidden states, their labels twice, and vectors. Every token counts as such.
+    picked = _bytes(hidden) + 2 * _bytes(labels) + vectors * elements(labels) * _FLOAT_BYTES
+    spread = found + (_bytes(hidden) if needed[0] else 0)
+    return picked + sympy.Max(product, end, spread) - found
 
 
-def _chunks(
+def _buffer(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int | None
 ) -> sympy.Expr:
-    """Returns the bytes of the buffer, of casts of its factors, and of temporaries.
+    """Returns the bytes of the buffer and of temporaries.
 
     Rows of the buffer are longer than a small vocabulary; on a CPU the rest takes no pages.
 
@@ -233,16 +252,21 @@ def _chunks(
         per_element: bytes of temporaries per element of a product; None: products are processed in place.
     """
     tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
+    size = (hidden.dtype if autocast is None else autocast).itemsize
+    return tokens * (chunk * size if per_element is None else words * (size + per_element))
+
+
+def _casts_of_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """Returns the bytes of casts of a chunk of the hidden states, and of one of the weight."""
+    tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
     dtype = hidden.dtype if autocast is None else autocast
-    factors = ((tokens, hidden), (words, weight))
-    casts = (rows * symbolic(factor.shape[1]) for rows, factor in factors if factor.dtype != dtype)
-    row = chunk * dtype.itemsize if per_element is None else words * (dtype.itemsize + per_element)
-    return tokens * row + sympy.Add(*casts) * dtype.itemsize
-
-
-def _labelled(hidden: torch.Tensor, labels: torch.Tensor) -> sympy.Expr:
-    """Returns the bytes of copies of the tokens with a label, assuming that every token has one."""
-    return _bytes(hidden) + _bytes(labels)
+    of_hidden, of_weight = (
+        _ZERO if factor.dtype == dtype else rows * symbolic(factor.shape[1]) * dtype.itemsize
+        for rows, factor in ((tokens, hidden), (words, weight))
+    )
+    return of_hidden, of_weight
 
 
 def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:

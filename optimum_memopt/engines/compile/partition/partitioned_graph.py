@@ -79,6 +79,7 @@ class PartitionedGraph:
         has_convolutions: it has convolutions, whose kernels use workspaces that are not tensors of the graph.
         has_half_products: it has half-precision matrix products on a CPU, for which oneDNN keeps memory for each
             shape.
+        has_fused_head: it has TRL's head on CUDA, which computes only tokens with a label.
         attention: names of its fused attention kernels, see `fused_attention`.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
@@ -100,6 +101,7 @@ class PartitionedGraph:
     plan: GraphEntry
     has_convolutions: bool = False
     has_half_products: bool = False
+    has_fused_head: bool = False
     attention: tuple[str, ...] = ()
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
@@ -328,6 +330,7 @@ def partitioned(
         graph_plan(graph, choice),
         has_convolutions=any(operator_name(node).startswith("convolution") for node in forward),
         has_half_products=halves and graph.cuda is None,
+        has_fused_head=graph.cuda is not None and any(operator_name(node) == "label_log_probs" for node in forward),
         attention=fused_attention(forward),
         is_for_cuda=graph.cuda is not None,
         bound=bound,

@@ -133,7 +133,7 @@ class StepMemoryPredictor:
             reasons.append(f"without the workspaces of {' and '.join(kernels)}")
         if any(graph.has_half_products for graph in graphs):
             reasons.append("without the memory that oneDNN keeps for each shape in half precision")
-        if any(graph.chunks_loss for graph in graphs):
+        if any(graph.chunks_loss or graph.has_fused_head for graph in graphs):
             reasons.append("as if every token had a label")
         return "; ".join(filter(None, reasons))
 
