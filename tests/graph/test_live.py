@@ -113,6 +113,31 @@ def test_gradients_of_one_tensor_are_added_in_place(uses: int, has_hook: bool) -
     assert here == pytest.approx(measured(model, batch, EagerSettings()), abs=_SLACK)
 
 
+class Picks(torch.nn.Module):
+    """Log probabilities of labels, whose gradient is put into zeros: in place on real tensors."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self._way = torch.nn.Linear(64, 512), way
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores, places = self.linear(x), torch.zeros(len(x), 1, dtype=torch.long)
+        if self._way == "gather":
+            return {"loss": scores.gather(-1, places).sum()}
+        if self._way == "index":
+            return {"loss": scores[places[:, 0]].sum()}
+        return {
+            "loss": scores.max(-1).values.sum() if self._way == "max" else scores.index_select(0, places[:, 0]).sum()
+        }
+
+
+@pytest.mark.parametrize("way", ["gather", "max"])
+def test_a_gradient_is_put_into_zeros_in_place(way: str) -> None:
+    model, batch = Picks(way), {"x": torch.randn(256, 64)}
+    here = over_given(predicted(model, batch, EagerSettings()))
+    assert here == pytest.approx(measured(model, batch, EagerSettings()), abs=_SLACK)
+
+
 def test_it_names_who_holds_what() -> None:
     model, batch = ZOO["llama"].build().train(), ZOO["llama"].batch(4, 24)
     timeline = predicted(model, batch, EagerSettings(keeps_outputs=True)).timeline({})

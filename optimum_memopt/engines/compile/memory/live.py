@@ -455,22 +455,27 @@ class LiveRecorder(TorchDispatchMode):
                 allocation.is_recomputed = in_backward and bool(self._modules)
                 allocation.node = autograd.order(node)
         self._sum = None
-        if len(new) == 1 and autograd.adds_gradients(function):
-            self._note_sum(args[0], new[0], autograd.order(node))
+        scatters = autograd.scatters_gradient(function)
+        if len(new) == 1 and (scatters or autograd.adds_gradients(function)):
+            self._note_sum(args[0], new[0], autograd.order(node), scatters)
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
         return results
 
-    def _note_sum(self, first: torch.Tensor, total: fake_tensors.HeldStorage, node: int) -> None:
-        """Record that a sum of gradients may reuse the first one's storage, if nothing else holds that storage."""
+    def _note_sum(self, first: torch.Tensor, total: fake_tensors.HeldStorage, node: int, scatters: bool) -> None:
+        """Record that a sum of gradients may reuse the first one's storage, if nothing else holds that storage.
+
+        Args:
+            node: the autograd node that adds.
+            scatters: the first one is a tensor of zeros, which the node has made.
+        """
         for storage in fake_tensors.storages(first):
             number = self._alive.get(storage.address)
-            # Not if the backward formula has computed the first one itself (`node`), or the forward saved it (-1).
-            if (
-                number is not None
-                and storage.bytes == total.bytes
-                and self._allocations[number].node not in (-1, node)
-            ):
+            if number is None or storage.bytes != total.bytes:
+                continue
+            # Formulas only scatter in place; and a gradient that the forward saved (-1) is never added to.
+            made_by = self._allocations[number].node
+            if made_by == node if scatters else made_by not in (-1, node):
                 self._sum = number, total.address
 
     def _updated(self, *_: Any) -> None:

@@ -21,6 +21,8 @@ from torch.autograd.graph import _engine_run_backward
 
 # Files with torch's wrappers of untraced functions, which are on the stack between a mode and its caller.
 _WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+# What formulas of `gather`, `max` and `topk` call under a mode.
+_SCATTERS = {torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src}
 _COMPILED = "CompiledFunctionBackward"
 # Backwards that hold a workspace, and the saved tensor of the same size: CTC's betas are as large as its alphas
 # (`aten/src/ATen/native/LossCTC.cpp`).
@@ -56,10 +58,23 @@ def adds_gradients(function: Any) -> bool:
     Autograd adds in place if nothing else references the first gradient, but never to fake tensors. Call this directly
     from a mode's `__torch_dispatch__`.
     """
-    if function is not torch.ops.aten.add.Tensor or current_node() is None:
+    return function is torch.ops.aten.add.Tensor and _is_called_by_autograd()
+
+
+def scatters_gradient(function: Any) -> bool:
+    """True if a C++ backward formula, such as that of `gather`, puts a gradient into a tensor of zeros.
+
+    Formulas do so in place, but never under a mode (`areAnyTensorSubclassLike` in
+    `torch/csrc/autograd/FunctionsManual.cpp`, 2.13). Call this directly from a mode's `__torch_dispatch__`.
+    """
+    return function in _SCATTERS and _is_called_by_autograd()
+
+
+def _is_called_by_autograd() -> bool:
+    if current_node() is None:
         return False
-    # The engine is not the caller if a hook, or the backward of a Python function, adds.
-    caller: FrameType | None = sys._getframe(2)
+    # The engine is not the caller if a hook, or the backward of a Python function, calls the operator.
+    caller: FrameType | None = sys._getframe(3)
     while caller is not None and caller.f_code.co_filename in _WRAPPERS:
         caller = caller.f_back
     return caller is not None and caller.f_code is _engine_run_backward.__code__
