@@ -206,6 +206,6 @@ def test_fields_of_a_quantization() -> None:
 
 def test_quantized_weights_need_an_adapter() -> None:
     with pytest.raises(
-        MemOptError, match="--quantize nf4: quantized weights do not train; add an adapter, such as --peft r"
+        MemOptError, match="quantize nf4: quantized weights do not train; add an adapter, such as peft r"
     ):
         plan(CONFIG, "text-generation", quantize="nf4")
