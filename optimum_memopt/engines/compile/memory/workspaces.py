@@ -226,9 +226,11 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
     accumulated = sympy.Add(*(elements(each) * _FLOAT_BYTES for each in results)) + of_hidden
     words, tokens = weight.shape[0], symbolic(hidden.shape[0])
     last = sympy.Integer((words - 1) % chunk + 1) * of_weight // max(1, min(words, chunk))
-    # Several chunks of words, or of tokens, after the last of whose words the first ones are cast again.
-    is_again = 1 if words >= 2 * chunk else sympy.Min(1, sympy.Max(0, tokens - token_chunk()))
-    before = of_weight if words >= 2 * chunk else last if words > chunk else last * is_again
+    if words >= 2 * chunk:
+        before = of_weight
+    else:
+        # A single chunk of words is cast again for the next chunk of tokens.
+        before = last if words > chunk else last * sympy.Min(1, sympy.Max(0, tokens - token_chunk()))
     product = accumulated + of_weight + before
     product += _buffer(hidden, weight, chunk, autocast, None if by_kernel else per_element)
     end = accumulated + last + cast + _buffer(hidden, weight, chunk, autocast, None if by_kernel else 0)
@@ -241,6 +243,14 @@ def _label_log_probs_backward(arguments: Sequence[Any], by_kernel: bool) -> symp
     return picked + sympy.Max(product, end, spread) - found
 
 
+def _product(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None
+) -> tuple[sympy.Expr, sympy.Expr, torch.dtype]:
+    """Returns the tokens and words of one product, and its dtype."""
+    tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
+    return tokens, words, hidden.dtype if autocast is None else autocast
+
+
 def _buffer(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None, per_element: int | None
 ) -> sympy.Expr:
@@ -251,8 +261,8 @@ def _buffer(
     Args:
         per_element: bytes of temporaries per element of a product; None: products are processed in place.
     """
-    tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
-    size = (hidden.dtype if autocast is None else autocast).itemsize
+    tokens, words, dtype = _product(hidden, weight, chunk, autocast)
+    size = dtype.itemsize
     return tokens * (chunk * size if per_element is None else words * (size + per_element))
 
 
@@ -260,8 +270,7 @@ def _casts_of_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, autocast: torch.dtype | None
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Returns the bytes of casts of a chunk of the hidden states, and of one of the weight."""
-    tokens, words = sympy.Min(symbolic(hidden.shape[0]), token_chunk()), sympy.Min(symbolic(weight.shape[0]), chunk)
-    dtype = hidden.dtype if autocast is None else autocast
+    tokens, words, dtype = _product(hidden, weight, chunk, autocast)
     of_hidden, of_weight = (
         _ZERO if factor.dtype == dtype else rows * symbolic(factor.shape[1]) * dtype.itemsize
         for rows, factor in ((tokens, hidden), (words, weight))

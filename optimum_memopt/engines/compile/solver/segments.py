@@ -115,8 +115,7 @@ def segments_within(
         first = cache(lambda count: of(inner[:count]))
         most, counts = len(inner), range(len(inner))
         if first(most).peak > allowed:
-            # Each link lowers the peak until a segment that runs again holds the most; further ones may raise it, such
-            # as those of the last segment, whose inputs are held in its backward anyway.
+            # Links lower the peak until it is that of a segment that runs again; later links may only raise it.
             most = bisect.bisect_left(counts, True, key=lambda count: first(count).peak <= first(count + 1).peak)
         return first(bisect.bisect_left(counts, True, hi=most, key=lambda count: first(count).peak <= allowed))
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 
 # Files with torch's wrappers of untraced functions, which are on the stack between a mode and its caller.
 _WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
-# What formulas of `gather`, `max` and `topk` call under a mode.
+# Operators that the backward formulas of `gather` and `max` call under a mode.
 _SCATTERS = {torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src}
 _COMPILED = "CompiledFunctionBackward"
 # Backwards that hold a workspace, and the saved tensor of the same size: CTC's betas are as large as its alphas
@@ -71,6 +71,7 @@ def scatters_gradient(function: Any) -> bool:
 
 
 def _is_called_by_autograd() -> bool:
+    """True if autograd's engine, or a C++ formula, has called the mode that calls this function's caller."""
     if current_node() is None:
         return False
     # The engine is not the caller if a hook, or the backward of a Python function, calls the operator.

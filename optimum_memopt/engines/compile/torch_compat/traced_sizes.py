@@ -121,7 +121,7 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     return texts
 
 
-def constant_numbers() -> contextlib.AbstractContextManager[Any]:
+def constant_numbers() -> contextlib.AbstractContextManager[None]:
     """Make Python integers constants of a trace, as in any trace that is not dynamic."""
     return torch._dynamo.config.patch(specialize_int=True)
 
