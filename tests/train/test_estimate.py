@@ -8,7 +8,7 @@ import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -172,6 +172,7 @@ def test_the_step_is_the_one_that_trains(name: str, folder: str, tmp_path) -> No
     model, batch = workload.build()
     engine = CompileEngine(compiler="aot_eager", dynamic=False)
     engine.outputs_read_by = lambda: ""
+    engine.run = lambda: Run(gradient_accumulation=micro_batches > 1)
     engine.attach(model)
     arguments = TrainingArguments(output_dir=str(tmp_path), optim=optim, use_cpu=True, report_to=[])
     trainer = Trainer(model=model, args=arguments)

@@ -22,6 +22,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import add_outer_mod
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.tape import sizes_of
+from optimum_memopt.engines.compile.partition.added_gradients import AddedGradients
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.partitioned_graph import (
@@ -115,13 +116,21 @@ class Variants:
         self._partitioned, self._probe, self._gradient_probe = None, None, None
         programs = InductorPrograms()
         gradients = OutputGradients()
-        partition = functools.partial(weak_method(self._partition), graph, gradients, run, regions)
+        added = AddedGradients(graph.parameters, reuses=self._spec.compiler == "inductor")
+        partition = functools.partial(weak_method(self._partition), graph, gradients, added, run, regions)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self._spec.is_run else None
             given = given or graph.inputs
             is_draft = weak_method(self._is_draft)
             compiled = compile_graph(
-                self._spec.compiler, graph.graph, given, partition, gradients.wrap, saw, self._say, is_draft
+                self._spec.compiler,
+                graph.graph,
+                given,
+                partition,
+                lambda compiled: added.wrap(gradients.wrap(compiled)),
+                saw,
+                self._say,
+                is_draft,
             )
         if gradients.are_left_out:
             self._output_gradients.append(gradients)
@@ -144,6 +153,7 @@ class Variants:
         self,
         traced: TracedGraph,
         of_outputs: OutputGradients,
+        of_parameters: AddedGradients,
         running: ForwardRun,
         regions: Regions,
         module: fx.GraphModule,
@@ -166,7 +176,10 @@ class Variants:
         # outputs have gradients.
         may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
         given = of_outputs if may_run and not self.read_outputs else None
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given)
+        added = of_parameters if spec.adds_gradients and traced.is_whole and traced.is_all else None
+        graph = analyze(
+            module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given, added
+        )
         graph = replace(graph, layers_at_once=regions.layers_at_once)
         if traced.analyzed is None:
             traced.analyzed = graph

@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     MATRIX_PRODUCTS,
     JointGraph,
     first_input,
+    is_added_gradient,
     is_chunked_loss_operator,
     is_number,
     is_view,
@@ -138,7 +139,9 @@ def works(
 
     def runs(node: fx.Node) -> bool:
         has_schema = getattr(node.target, "_schema", None) is not None
-        return node.op == "call_function" and has_schema and not is_view(node) and not is_number(node)
+        # The time to add gradients to earlier ones counts by itself.
+        is_counted = has_schema and not is_added_gradient(node)
+        return node.op == "call_function" and is_counted and not is_view(node) and not is_number(node)
 
     return tuple(work(node) if runs(node) else None for node in joint.nodes)
 

@@ -58,6 +58,16 @@ def is_barrier(node: fx.Node) -> bool:
     return node.target is torch.ops.optimum_memopt.after.default
 
 
+def is_added_gradient_operator(target: object) -> bool:
+    """True for the operator of `partition/added_gradients.py`."""
+    return str(target) == "optimum_memopt.add_gradient.default"
+
+
+def is_added_gradient(node: fx.Node) -> bool:
+    """True for the sum of a gradient with earlier ones."""
+    return is_added_gradient_operator(node.target)
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(value(node), torch.Tensor)
 
@@ -156,8 +166,11 @@ def elements(tensor: torch.Tensor) -> sympy.Expr:
 
 
 def storage_bytes(node: fx.Node) -> sympy.Expr:
-    """Returns the bytes of a root's storage, gaps between strides included."""
-    tensor = tensor_value(node)
+    """Returns the bytes of a root's storage, gaps between strides included.
+
+    Those of a gradient that is added to earlier ones are its bytes without earlier ones.
+    """
+    tensor = tensor_value(first_input(node) if is_added_gradient(node) else node)
     if dynamo.operator_name(node.target) == "copy":
         # As large as the storage of the destination, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())

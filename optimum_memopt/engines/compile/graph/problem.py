@@ -12,6 +12,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
+    is_added_gradient,
     is_loss_gradient,
     is_number,
     is_output,
@@ -93,6 +94,7 @@ class Problem:
         constants: saved activations that no plan by name saves.
         writes: the forward writes to an input, such as running statistics, and must not run twice.
         conversions: the conversion of each activation that may be compressed; its nodes follow the graph's own.
+        added: sums of gradients with earlier ones that the backward itself computes.
     """
 
     names: tuple[str, ...]
@@ -124,6 +126,13 @@ class Problem:
     modules: tuple[str, ...] = ()
     positions: Positions = field(default_factory=Positions)
     conversions: Mapping[int, Conversion] = field(default_factory=dict)
+    added: frozenset[int] = frozenset()
+
+    def with_earlier_gradients(self) -> "Problem":
+        """Returns the problem of a run to whose `added` gradients there are earlier ones: the sums take no memory."""
+        if not self.added:
+            return self
+        return replace(self, bytes=tuple(0 if node in self.added else size for node, size in enumerate(self.bytes)))
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -296,6 +305,7 @@ def problems_of(
         writes=bool(joint.mutated_inputs),
         modules=tuple(module_in_layer(node) if node.op == "call_function" else "" for node in nodes),
         positions=_positions(graph, number, tangents),
+        added=frozenset(number[node] for node in joint.backward_outputs if is_added_gradient(node)),
     )
 
     def at(values: SymbolValues) -> Problem:

@@ -19,6 +19,7 @@ from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMP
 from optimum_memopt.engines.compile.graph.joint import (
     Inlined,
     has_parts,
+    is_added_gradient,
     is_on_host,
     is_output,
     is_tensor,
@@ -142,6 +143,7 @@ class GraphEvents:
         tangents: incoming gradients of the backward, with the position of the output that each belongs to.
         gradients: input position and storage name of each gradient that the backward returns, in its order.
         layouts: memory layouts of tangents and gradients.
+        added: input positions of the gradients that the backward itself adds to earlier ones.
     """
 
     forward: tuple[Event, ...]
@@ -154,6 +156,22 @@ class GraphEvents:
     gradients: tuple[tuple[int | None, str], ...]
     saved_values: tuple[tuple[str, str], ...] = ()
     layouts: Layouts = field(default_factory=Layouts)
+    added: frozenset[int] = frozenset()
+
+    def with_earlier_gradients(self) -> "GraphEvents":
+        """Returns the events of a run to whose `added` gradients there are earlier ones: the sums take no memory."""
+        sums = {name for position, name in self.gradients if position in self.added}
+        if not sums:
+            return self
+        return replace(
+            self,
+            backward=tuple(
+                event._replace(
+                    allocates=tuple(each._replace(bytes=0) if each.name in sums else each for each in event.allocates)
+                )
+                for event in self.backward
+            ),
+        )
 
     def as_run(self) -> "GraphEvents":
         """Returns the events as torch runs the graph: some versions hold tangents until the backward ends."""
@@ -414,6 +432,9 @@ def schedule(
             if is_tensor(node)
         ),
         layouts_of(tangents, ((position, node) for position, node in gradients if position in inputs)),
+        frozenset(
+            position for position, node in gradients if position is not None and node and is_added_gradient(node)
+        ),
     )
     return Schedule(
         sizes.compiled(),

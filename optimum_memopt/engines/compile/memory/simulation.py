@@ -283,6 +283,11 @@ def problem_events(
             for position, node in placed(at.gradients, problem.backward_outputs)
         ),
         layouts=at.layouts,
+        added=frozenset(
+            position
+            for position, node in placed(at.gradients, problem.backward_outputs)
+            if position is not None and node in problem.added
+        ),
     )
     return events.as_run()
 

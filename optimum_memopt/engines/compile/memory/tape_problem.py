@@ -157,6 +157,8 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
         runs: the problem of each call, with the sizes of that call.
         frees_gradients: see `compose`.
     """
+    if frees_gradients:
+        runs = [run.with_earlier_gradients() for run in runs]
     is_alone = len(runs) == 1 and not tape.outside and tape.held_outputs == NOTHING_HELD
     if is_alone and (tape.loss is None or tape.loss.unknown):
         places = tuple((0, node) for node in range(len(runs[0].names)))
@@ -430,6 +432,7 @@ class _LinkedRuns:
                 for problem, number in zip(self._runs, self._numbers, strict=True)
                 for activation, conversion in problem.conversions.items()
             },
+            added=frozenset(all_of(lambda problem: problem.added)),
         )
 
     def _outside(

@@ -194,10 +194,16 @@ class PlannedStep:
             selection = self._selection_for(model)
             config, loss = loss_mode(selection, self.spec.loss)
             producer = producer_for(replace(selection, config=config))
-            spec = TraceSpec(
-                self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
-            )
             accumulates, releases = self.spec.gradient_accumulation_steps > 1, self.spec.release_gradients
+            spec = TraceSpec(
+                self.compiled_by,
+                dynamic,
+                loss,
+                selection.strict,
+                target=self.target,
+                unit=self.spec.unit,
+                adds_gradients=accumulates and mesh is None,
+            )
             held = self.held_outputs
             run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases, held_outputs=held)
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike
 from optimum_memopt.engines.api.predictions import CATEGORIES, EagerSettings
 from optimum_memopt.engines.api.run import LargestBatch
@@ -211,7 +212,8 @@ def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str 
     device, autocast = next(failed.model.parameters()).device, failed.autocast
     compiler, _ = default_compiler(device.type)
     # Not strict: a plan that does not match this graph is not the user's mistake here.
-    spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit)
+    adds_gradients = failed.accumulation > 1 and world_size() == 1
+    spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit, adds_gradients=adds_gradients)
 
     def costs(graph: AnalyzedGraph) -> Costs:
         return costs_of(graph, device, compiler == "inductor", most=failed.held)

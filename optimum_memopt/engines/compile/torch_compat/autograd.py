@@ -51,6 +51,40 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def leaves_that_accumulate(edges: Iterable[int], count: int) -> dict[int, torch.Tensor]:
+    """Returns the leaves to whose gradients autograd will add those of the running backward, by edge, if nothing but
+    `AccumulateGrad` will read these gradients (`torch/csrc/autograd/functions/accumulate_grad.cpp`, 2.9 to 2.15).
+
+    Empty outside of a backward, in `torch.autograd.grad`, and with `create_graph`.
+
+    Args:
+        edges: the edges of the running node to look at.
+        count: number of its edges; another number: it is not the node that was traced, and nothing is returned.
+    """
+    node = current_node()
+    if node is None or torch.is_grad_enabled() or len(node.next_functions) != count:
+        return {}
+    leaves: dict[int, torch.Tensor] = {}
+    for edge in edges:
+        following = node.next_functions[edge][0]
+        leaf = getattr(following, "variable", None)
+        if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            continue
+        try:
+            if torch._C._will_engine_execute_node(following):
+                leaves[edge] = leaf
+        except RuntimeError:
+            # `torch.autograd.grad` returns the gradients of these leaves.
+            return {}
+    return leaves
+
+
+def adds_in_place(earlier: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """True if autograd adds a gradient to an earlier one in place, with nothing but an addition."""
+    is_dense = earlier.layout is torch.strided and type(earlier) is torch.Tensor
+    return is_dense and (earlier.dtype, earlier.device) == (gradient.dtype, gradient.device)
+
+
 def adds_gradients(function: Any) -> bool:
     """True if autograd adds two gradients of one tensor (`torch/csrc/autograd/input_buffer.cpp`, 2.13), or a C++
     backward formula computes a sum.

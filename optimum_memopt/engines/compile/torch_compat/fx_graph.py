@@ -398,7 +398,7 @@ def run_backward_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., 
     run = run_operators(graph, inputs)
 
     def without_bases(args: Any) -> list[Any]:
-        return [_without_base(result) for result in run(args)]
+        return [without_base(result) for result in run(args)]
 
     return boxed(without_bases)
 
@@ -412,7 +412,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def _without_base(result: Any) -> Any:
+def without_base(result: Any) -> Any:
     """Returns a tensor with the same memory that is not a view (`_reinterpret_tensor` of inductor's programs, torch
     2.9 to 2.15)."""
     if type(result) is not torch.Tensor or not result._is_view():
