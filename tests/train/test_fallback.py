@@ -1,5 +1,6 @@
 """A first step whose compiled forward or backward fails runs in plain PyTorch, or is refused if a plan must hold."""
 
+import copy
 import itertools
 import re
 from functools import partial
@@ -249,6 +250,67 @@ def test_a_later_batch_that_plain_pytorch_cannot_run_has_its_error(unit: str, pl
             assert "\n" not in str(error) and caught.value.__suppress_context__
     found.append(model(batches[-1])["loss"].item())
     assert found == expected
+
+
+class Masked(Layered):
+    """Computes a mask for rows without one only if it is not traced, as LongT5 does; has dropout, and a buffer that
+    each forward writes to before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.1)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.forwards.add_(1)
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[:2])
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        mask = torch.zeros(1, 5) if mask is None else mask
+        return {"loss": torch.cat([mask, x.sum(-1)], dim=-1).square().mean()}
+
+
+def masked_step(model: torch.nn.Module, rows: int, has_mask: bool) -> list[torch.Tensor]:
+    """Returns a step's loss and gradients, the model's buffer, and the state of torch's generator after it."""
+    model.zero_grad()
+    x = torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(rows))
+    loss = model(x, torch.ones(rows, 5) if has_mask else None)["loss"]
+    loss.backward()
+    gradients = [each.grad.clone() for each in model.parameters()]
+    return [loss.detach(), *gradients, model.forwards.clone(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("plan", nightly([{}, {"memory_opt_level": 1}], but=[{"memory_opt_level": 1}]))
+@pytest.mark.parametrize("unit", nightly(["layer", "model"], but=["model"]))
+def test_a_later_batch_that_torch_cannot_trace_is_plain(unit: str, plan: dict[str, Any]) -> None:
+    """The first two such batches run in plain PyTorch; after the third, all do."""
+    steps = [(3, True), (3, False), (3, True), (3, False), (4, False), (4, True), (6, False), (4, True)]
+    model = Masked()
+    plain = copy.deepcopy(model)
+    engine = optimize(model, memory_opt_unit=unit, **ENGINE, **plan)
+    torch.manual_seed(0)
+    with log_lines() as lines:
+        found = [masked_step(model, *step) for step in steps]
+    torch.manual_seed(0)
+    expected = [masked_step(plain, *step) for step in steps]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    why = "torch cannot trace this batch, unlike the batches before it"
+    said = [line.partition(f": {why}: RuntimeError")[0] for line in lines if why in line and "\n" not in line]
+    assert said == ["running batches like this one in plain PyTorch, outside of the plan"] * 2 + ["NOT under a plan"]
+    engine.detach()
+
+
+@in_turn
+def test_a_later_batch_that_torch_cannot_trace_ends_a_budget() -> None:
+    model = Masked()
+    engine = optimize(model, memory_opt_budget="64GiB", **ENGINE)
+    masked_step(model, 3, True)
+    with pytest.raises(MemOptError, match="^--memory_opt_budget 64GiB: .*RuntimeError: Sizes of tensors must match"):
+        masked_step(model, 3, False)
+    masked_step(model, 4, True)
+    engine.detach()
 
 
 class Checked(Layered):

@@ -1,11 +1,13 @@
 """The arguments of a training forward's call, and the kinds of calls, each of which is traced separately."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from optimum_memopt.engines.compile.memory.known_tapes import described
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 
@@ -32,6 +34,11 @@ class ForwardArgs:
     def named(self) -> dict[str, Any]:
         """Returns all arguments by name, positional ones by their place."""
         return {**{f"argument {place}": each for place, each in enumerate(self.args)}, **self.inputs}
+
+    @property
+    def description(self) -> Hashable:
+        """Returns `described` of all arguments."""
+        return described(dynamo.tree_leaves((self.args, self.inputs)))
 
     @classmethod
     def of(

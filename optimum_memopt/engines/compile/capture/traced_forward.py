@@ -53,14 +53,14 @@ from optimum_memopt.engines.compile.loss.decide import (
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.around_runs import Sharding
-from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, described
+from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.sharding.model import shared_model
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph, traced_sizes
 from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place, own_error
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import is_of_trace, line_with_place, own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import cross_entropy
@@ -105,6 +105,7 @@ class TracedForward:
         masks: the attention masks that a traced forward makes.
         variants: compiled variants of the graphs.
         is_first: the last call was the first of its kind, or the first with its choices.
+        is_undone: the last call failed, and left no change of state.
         would_chunk: a loss would be computed in chunks if the logits could not be read.
     """
 
@@ -146,6 +147,7 @@ class TracedForward:
         self._shardings: dict[KeptMasks, Sharding] = {}
         self._has_run = self.would_chunk = self._has_breaks = False
         self.is_first = True
+        self.is_undone = False
         self.variants = Variants(model, spec, self._state, self.shared.is_shared, weak_method(self.say))
 
     def __call__(self, call: ForwardArgs, choices: GraphChoices, records: bool = False) -> TracedCall:
@@ -262,7 +264,7 @@ class TracedForward:
         self._renew_regions()
         kind = self._kind_of(call)
         self.is_first = is_first = kind not in self._compiled or not choices.has_run
-        like = kind, described(dynamo.tree_leaves((call.args, call.inputs)))
+        like = kind, call.description
         player = None if is_first or records else choices.tapes.player(like)
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(call, kind)
@@ -278,9 +280,13 @@ class TracedForward:
             with modes_restored_on_error(self._device.type):
                 outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
         except BaseException as error:
-            if before is not None and (is_first or isinstance(error, ResultsChangedError | OtherRunsError)):
+            self.is_undone = not run.ran
+            has_same_buffers = is_of_trace(error) and not run.has_written
+            is_known = has_same_buffers or isinstance(error, ResultsChangedError | OtherRunsError)
+            if before is not None and (is_first or is_known):
                 self.restore_overwritten()
                 before.restore()
+                self.is_undone = True
             if isinstance(error, OtherRunsError):
                 self._watch = run.watch
                 raise

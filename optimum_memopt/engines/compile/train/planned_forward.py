@@ -4,7 +4,7 @@ import contextlib
 import gc
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,12 @@ from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, Run
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import failure_of_compiler, is_of_trace, own_error
+from optimum_memopt.engines.compile.torch_compat.compiler_errors import (
+    failure_of_compiler,
+    is_of_trace,
+    line_with_place,
+    own_error,
+)
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
@@ -44,6 +49,8 @@ RUN_AGAIN = object()
 # Recompiles for one cause outside of layers, after which the code that causes them is left to Python. In layers, where
 # that would end the plan, only the limit for all causes together counts.
 _MOST_OF_CAUSE = 4
+# Number of different batches that torch may fail to trace, each of which takes seconds.
+_MOST_UNTRACED = 3
 
 
 class Recompiles:
@@ -149,6 +156,8 @@ class PlannedForward:
         self._is_strict = traced.spec.strict and not is_later
         self.last_runs: RunKeys | None = None
         self._may_run_again = self._has_warned = False
+        # Descriptions of batches that torch cannot trace.
+        self._untraced: set[Hashable] = set()
         # The choices of the last call, if some are not from the plan.
         self._others: GraphChoices | None = None
         self._reset()
@@ -332,7 +341,7 @@ class PlannedForward:
 
     def _run(self, call: ForwardArgs, may_run_again: bool = False) -> Any:
         self.last_runs, self._may_run_again = None, may_run_again
-        if self.is_plain:
+        if self.is_plain or (self._untraced and call.description in self._untraced):
             return self.run_plainly(call)
         is_first = not self.is_compiled
         try:
@@ -352,9 +361,12 @@ class PlannedForward:
             failed = error if refused is None else error.__context__
             may_be_plain = self.traced.is_first and refused is None
             if not may_be_plain:
-                if failed is not None and is_of_trace(failed):
-                    self.traced.check_plain(call)
-                raise
+                if failed is None or not is_of_trace(failed):
+                    raise
+                self.traced.check_plain(call)
+                if refused is not None or self.planner.is_sharded or not self.traced.is_undone:
+                    raise
+                return self._later_plain_outputs(call, failed)
             outputs = self._plain_outputs(call, error)
             self.is_plain = True
             return outputs
@@ -483,6 +495,25 @@ class PlannedForward:
             raise error from None
         self.give_up(why, failed)
         return outputs
+
+    def _later_plain_outputs(self, call: ForwardArgs, failed: BaseException) -> Any:
+        """Returns plain PyTorch's outputs for a batch that torch cannot trace, unlike the batches before it.
+
+        After `_MOST_UNTRACED` different ones plain PyTorch trains the model.
+
+        Raises:
+            UnsupportedModelError: the plan must hold.
+        """
+        why = f"torch cannot trace this batch, unlike the batches before it: {line_with_place(failed)}"
+        if (refusal := self.planner.producer.refusal(why)) is not None:
+            raise refusal from failed
+        self._untraced.add(call.description)
+        if len(self._untraced) < _MOST_UNTRACED:
+            get_logger().warning(f"running batches like this one in plain PyTorch, outside of the plan: {why}")
+        else:
+            self.is_plain = True
+            self.give_up(why)
+        return self.run_plainly(call)
 
 
 def _unchanged(saved: torch.Tensor) -> torch.Tensor:
