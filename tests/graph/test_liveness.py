@@ -10,7 +10,8 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, IntTrueDiv, Max, Mi
 from optimum_memopt.engines.compile.graph.joint import root, storage_bytes, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.composition import compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of, schedule
+from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of
+from optimum_memopt.engines.compile.memory.schedule import schedule
 from optimum_memopt.engines.compile.memory.tape import Tape
 from tests.captured import Captured, capture, real
 

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import is_tensor, value
-from optimum_memopt.engines.compile.memory.events import schedule
+from optimum_memopt.engines.compile.memory.schedule import schedule
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.strategies import offload
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies

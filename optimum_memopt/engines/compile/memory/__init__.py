@@ -1,6 +1,7 @@
 """The memory of a training step over time.
 
 events             event streams of storages, and folds over them
+schedule           events of a partitioned graph, for any sizes
 simulation         memory and events of a problem for any saved set
 inductor_programs  events of inductor's programs
 live               events of plain PyTorch on fake tensors

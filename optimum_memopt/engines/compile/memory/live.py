@@ -407,30 +407,13 @@ class LiveRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return fake_tensors.call(function, args, kwargs)
-        if torch.is_grad_enabled() and any(
-            each.requires_grad and fake_tensors.is_real(each) for each in tensors_in(args)
-        ):
-            # A real tensor would get a fake gradient.
-            raise MemOptError("it trains a tensor that is not one of its arguments; pass it as an argument")
-        try:
-            results = fake_tensors.call(function, args, kwargs)
-        except fake_tensors.DATA_DEPENDENT as error:
-            if self._reads_floats and dynamo.reads_a_number(function) and args[0].is_floating_point():
-                return 1.0
-            raise MemOptError(_reads_data(function)) from error
+        results = self._call(function, args, kwargs)
         node = autograd.current_node()
         if self.records_work and fake_tensors.runs_kernel(function):
             work = work_of(function, args, kwargs, results, None)
             # Checkpointed modules are also called in the backward.
             self._calls.append(replace(work, by_python=node is None or bool(self._modules)))
-        # After the backward, operators still count as backward until a module is called, such as gradient clipping.
-        self._is_behind_backward = self._is_behind_backward or node is not None
-        phase = BACKWARD if self._is_behind_backward else self._phase
-        if phase == FORWARD and self._modules and not self._has_gradients:
-            phase = NO_GRAD
-        module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
-        if node is None and torch.is_grad_enabled():
-            self._module_of_node[autograd.last_order()] = module
+        phase, module = self._phase_of(node), self._module_of(node)
         new = [
             storage
             for leaf in tensors_in(results)
@@ -461,6 +444,37 @@ class LiveRecorder(TorchDispatchMode):
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
         return results
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns an operator's results on fake tensors.
+
+        Raises:
+            MemOptError: it reads data, or would give a gradient to a tensor that is not fake.
+        """
+        if torch.is_grad_enabled() and any(
+            each.requires_grad and fake_tensors.is_real(each) for each in tensors_in(args)
+        ):
+            raise MemOptError("it trains a tensor that is not one of its arguments; pass it as an argument")
+        try:
+            return fake_tensors.call(function, args, kwargs)
+        except fake_tensors.DATA_DEPENDENT as error:
+            if self._reads_floats and dynamo.reads_a_number(function) and args[0].is_floating_point():
+                return 1.0
+            raise MemOptError(_reads_data(function)) from error
+
+    def _phase_of(self, node: Any) -> str:
+        """Returns the phase of an operator that this autograd node runs; None: Python runs it."""
+        # After the backward, operators still count as backward until a module is called, such as gradient clipping.
+        self._is_behind_backward = self._is_behind_backward or node is not None
+        phase = BACKWARD if self._is_behind_backward else self._phase
+        return NO_GRAD if phase == FORWARD and self._modules and not self._has_gradients else phase
+
+    def _module_of(self, node: Any) -> str:
+        """Returns the path of the module that runs now, or whose forward made this autograd node."""
+        module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
+        if node is None and torch.is_grad_enabled():
+            self._module_of_node[autograd.last_order()] = module
+        return module
 
     def _note_sum(self, first: torch.Tensor, total: fake_tensors.HeldStorage, node: int, scatters: bool) -> None:
         """Record that a sum of gradients may reuse the first one's storage, if nothing else holds that storage.

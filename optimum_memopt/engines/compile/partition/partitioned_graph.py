@@ -46,8 +46,9 @@ from optimum_memopt.engines.compile.graph.state_copies import (
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
-from optimum_memopt.engines.compile.memory.events import Prediction, Schedule, schedule
+from optimum_memopt.engines.compile.memory.events import Prediction
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.schedule import Schedule, schedule
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.added_gradients import AddedGradients

@@ -20,8 +20,8 @@ from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, Frontier
 from optimum_memopt.engines.api.run import ALONE
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
-from optimum_memopt.engines.compile.memory.events import Schedule
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
+from optimum_memopt.engines.compile.memory.schedule import Schedule
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
