@@ -67,54 +67,91 @@ class Fsdp2Sharding(Sharding):
         return max(holders, key=lambda holder: holder[0])[1] if holders else self.root
 
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
-        step, count = _Step(), len(runs)
+        step, calls = _Step(), self._calls(runs)
+        around = self._forward(step, calls)
+        end_of_forward = step.end_of_forward()
+        order = [call.owner for call in calls if call.owner is not None and call.ends]
+        # The loss's backward first calls the hook of an open module, or the model's own.
+        has_hook = bool(self._opened) or self.root is not None
+        prefetched = step.prefetch(order[-1]) if order and has_hook else ()
+        last = self._backward(step, calls, around, order)
+        return Collectives(tuple(around), end_of_forward, prefetched, last, step.end_of_backward())
+
+    @property
+    def _opened(self) -> list[ShardedGroup]:
+        return [group for group in self.groups if group.is_open]
+
+    def _calls(self, runs: Sequence[GraphRun]) -> list["_Call"]:
         owners = [self.of_module(run.layer) if run.layer else None for run in runs]
-        opened = [group for group in self.groups if group.is_open]
-        # Per run: True if the forward of a module that is not open begins, or ends, with it.
-        begins = [
-            owner is not None and (not index or owners[index - 1] is not owner) for index, owner in enumerate(owners)
+        before, behind = [None, *owners[:-1]], [*owners[1:], None]
+        return [
+            _Call(run, owner, owner is not None and earlier is not owner, owner is not None and later is not owner)
+            for run, owner, earlier, later in zip(runs, owners, before, behind, strict=True)
         ]
-        ends = [owner is not None and owners[index + 1 : index + 2] != [owner] for index, owner in enumerate(owners)]
+
+    def _forward(self, step: "_Step", calls: Sequence["_Call"]) -> list[AroundRun]:
+        """Returns the events around the calls in the forward."""
         around: list[AroundRun] = []
-        for index, owner in enumerate(owners):
+        for index, call in enumerate(calls):
             before: list[Event] = []
             if not index:
                 before += step.gather(self.root, is_forward=True) if self.root is not None else ()
-                for group in opened:
+                for group in self._opened:
                     before += step.gather(group, is_forward=False)
-            if owner is not None and begins[index]:
-                before += step.gather(owner, is_forward=True)
-            after = step.reshard(owner) if owner is not None and ends[index] and owner.reshards else ()
-            around.append(AroundRun(tuple(before), after, owners=self._owners(owner, runs[index].parameters)))
-        end_of_forward = step.end_of_forward()
-        order = [owner for owner, is_end in zip(owners, ends, strict=True) if is_end]
-        # The loss's backward first calls the hook of an open module, or the model's own.
-        has_hook = bool(opened) or self.root is not None
-        prefetched = step.prefetch(order[-1]) if order and has_hook else ()
-        last_closed = max((index for index, owner in enumerate(owners) if owner is not None), default=-1)
+            if call.owner is not None and call.begins:
+                before += step.gather(call.owner, is_forward=True)
+            reshards = call.owner is not None and call.ends and call.owner.reshards
+            after = step.reshard(call.owner) if call.owner is not None and reshards else ()
+            around.append(AroundRun(tuple(before), after, owners=self._owners(call.owner, call.run.parameters)))
+        return around
+
+    def _backward(
+        self, step: "_Step", calls: Sequence["_Call"], around: Sequence[AroundRun], order: list[ShardedGroup]
+    ) -> tuple[Reduced, ...]:
+        """Adds the events around the calls in the backward, and returns the ends of the groups reduced after it.
+
+        Args:
+            order: the groups whose backwards are still to come, in the order of the forward; emptied.
+        """
+        last_closed = max((index for index, call in enumerate(calls) if call.owner is not None), default=-1)
         deferred: list[ShardedGroup] = []
-        for index in reversed(range(count)):
-            owner = owners[index]
-            if owner is not None and ends[index]:
+        for index, call in reversed(list(enumerate(calls))):
+            if call.owner is not None and call.ends:
                 order.pop()
-                around[index].before_backward = step.pre_backward(owner, order[-1] if order else None)
-            for at in runs[index].again:
-                if (repeated := owners[at]) is not None:
+                around[index].before_backward = step.pre_backward(call.owner, order[-1] if order else None)
+            for at in call.run.again:
+                if (repeated := calls[at].owner) is not None:
                     around[at].before_again, around[at].after_again = step.around_again(repeated)
-            ended = [owner] if owner is not None and begins[index] else []
-            if owner is not None and not set(runs[index].gradients) - runs[index].parameters.keys():
+            ended = [call.owner] if call.owner is not None and call.begins else []
+            if call.owner is not None and not set(call.run.gradients) - call.run.parameters.keys():
+                # Without a gradient for an input, no hook ends the module's backward.
                 deferred += ended
                 ended = []
             if index == last_closed + 1:
-                ended += [group for group in opened if group.reads_gradients]
+                ended += [group for group in self._opened if group.reads_gradients]
             around[index].reduced = tuple(map(step.post_backward, ended))
-        rest = [*deferred, *(group for group in opened if not group.reads_gradients), *filter(None, [self.root])]
-        last = tuple(map(step.post_backward, rest))
-        return Collectives(tuple(around), end_of_forward, prefetched, last, step.end_of_backward())
+        open_groups = (group for group in self._opened if not group.reads_gradients)
+        return tuple(map(step.post_backward, [*deferred, *open_groups, *filter(None, [self.root])]))
 
     def _owners(self, own: ShardedGroup | None, names: Mapping[int, str]) -> dict[int, ShardedGroup]:
         groups = {at: own or self.of_parameter(name) for at, name in names.items() if name not in self.whole}
         return {at: group for at, group in groups.items() if group is not None}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A run of a graph.
+
+    Attributes:
+        owner: the group of the module that it runs in; None: of no module, or of an open one.
+        begins: the module's forward begins with it.
+        ends: the module's forward ends with it.
+    """
+
+    run: GraphRun
+    owner: ShardedGroup | None
+    begins: bool
+    ends: bool
 
 
 def fsdp2_sharding(model: torch.nn.Module, opened: Collection[str]) -> Fsdp2Sharding:
