@@ -1,8 +1,10 @@
 """The producers of plans that the user specifies: a config, a level, a plan file."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.graph.candidates import (
@@ -203,42 +205,24 @@ class FromPlanFile(Producer):
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         plan = (*same, *self.file.graphs[number:])[0]
-        mismatch = plan.signature.difference(graph.signature)
-        if mismatch and not self.file.has_padding:
-            shorter = "" if self.file.has_local_masks else ", and for rows shorter than local attention's window"
-            mismatch += f" (the file is for batches without padding{shorter})"
+        mismatch = self._difference(plan, graph)
         if plan.by_torch:
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
         inputs = InputsPlan()
         if graph.layer:
-            own = next((entry for entry in plan.layers if graph.layer in entry.layers), LayerEntry(()))
-            if not own.layers and not mismatch:
-                count = sum(len(entry.layers) for entry in plan.layers)
-                mismatch = f"it has plans for {count} layers, but none for {graph.layer}"
-            inputs, own = InputsPlan.split_from(own)
+            own = next((entry for entry in plan.layers if graph.layer in entry.layers), None)
+            mismatch = mismatch or ("" if own is not None else _without_plan(plan, graph))
+            inputs, own = InputsPlan.split_from(own or LayerEntry(()))
             plan = replace(plan, layers=(own,))
         nodes = {path: node for node, path in graph.paths.items()}
-        roots = {activation.root for activation in graph.activations}
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
-        wrong = [
-            (kind, path)
-            for kind, allowed in (
-                ("recompute", roots),
-                ("offload", roots_of(offloads(graph.candidates))),
-                ("compress", roots_of(compressions(graph.candidates))),
-                ("save", graph.paths),
-            )
-            for node, path in wanted[kind].items()
-            if node not in allowed
-        ]
-        if wrong and not mismatch:
-            kind, (layer, path) = wrong[0]
-            mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
+        mismatch = mismatch or _missing(wanted, graph)
         if places := (inputs.offloaded | inputs.recomputed).difference(graph.places):
             mismatch = mismatch or f"{graph.layer} has no input {min(places)}"
             inputs = InputsPlan()
         present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         # All activations that the plan does not recompute, including constants, which a budget may have saved.
+        roots = {activation.root for activation in graph.activations}
         saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
         kept = (present[kind].intersection(saved) for kind in ("offload", "compress"))
         choice = Choice(
@@ -249,6 +233,38 @@ class FromPlanFile(Producer):
             inputs=inputs,
         )
         return with_exact_decisions(graph, choice)
+
+    def _difference(self, plan: GraphEntry, graph: AnalyzedGraph) -> str:
+        """Returns how a graph differs from the one that an entry was made for; empty if it does not."""
+        difference = plan.signature.difference(graph.signature)
+        if not difference or self.file.has_padding:
+            return difference
+        shorter = "" if self.file.has_local_masks else ", and for rows shorter than local attention's window"
+        return f"{difference} (the file is for batches without padding{shorter})"
+
+
+def _without_plan(plan: GraphEntry, graph: AnalyzedGraph) -> str:
+    count = sum(len(entry.layers) for entry in plan.layers)
+    return f"it has plans for {count} layers, but none for {graph.layer}"
+
+
+def _missing(wanted: Mapping[str, Mapping[fx.Node | None, Path]], graph: AnalyzedGraph) -> str:
+    """Returns the first path to which a graph cannot apply what is wanted, in words; empty if there is none.
+
+    Args:
+        wanted: the paths by kind and by the graph's node; None: the graph has no such node.
+    """
+    allowed: dict[str, Collection[fx.Node]] = {
+        "recompute": {activation.root for activation in graph.activations},
+        "offload": roots_of(offloads(graph.candidates)),
+        "compress": roots_of(compressions(graph.candidates)),
+        "save": graph.paths,
+    }
+    for kind, nodes in allowed.items():
+        for node, (layer, path) in wanted[kind].items():
+            if node not in nodes:
+                return f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
+    return ""
 
 
 _KINDS = ("recompute", "offload", "compress", "save")
