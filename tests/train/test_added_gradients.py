@@ -59,6 +59,7 @@ def test_gradients_of_micro_batches_are_plain_pytorchs(name: str, level: str) ->
     engine.detach()
 
 
+@in_turn
 @pytest.mark.parametrize("level", nightly(["", "1"], but=["1"]))
 def test_compiled_backwards_add_gradients_before_they_reuse_memory(level: str) -> None:
     model, plain, engine = pair("llama", level, memory_opt_compiler="inductor")
@@ -88,6 +89,7 @@ def test_the_second_micro_batch_holds_one_set_of_gradients(compiler: str) -> Non
     engine.detach()
 
 
+@in_turn
 def test_a_planned_step_is_the_real_one() -> None:
     def predicted(table: PlanTable) -> str:
         return next(line for line in table.header if line.startswith("Predicted for the first batch:"))
@@ -127,21 +129,24 @@ def test_a_budget_counts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hooks_see_their_gradients() -> None:
-    """A hook on a parameter's gradient, and one behind its accumulation, are called as by plain PyTorch."""
+    """Hooks before and behind the accumulation of a gradient are called as by plain PyTorch."""
 
     def seen(model: torch.nn.Module) -> list[torch.Tensor]:
-        before, behind = [], []
-        first, second, *_ = (each for each in model.parameters() if each.dim() == 2)
+        before, behind, of_node = [], [], []
+        first, second, third, *_ = (each for each in model.parameters() if each.dim() == 2)
+        # DDP and DeepSpeed put their hooks there.
+        node = third.view_as(third).grad_fn.next_functions[0][0]
         handles = (
             first.register_hook(lambda gradient: before.append(gradient.clone()) or 2 * gradient),
             second.register_post_accumulate_grad_hook(lambda parameter: behind.append(parameter.grad.clone())),
+            node.register_hook(lambda *_: of_node.append(third.grad.clone())),
         )
         for seed in range(3):
             model(**ZOO["llama"].batch(2, 8, seed=seed)).loss.backward()
         for handle in handles:
             handle.remove()
-        assert len(before) == len(behind) == 3
-        return [*before, *behind, *(each.grad for each in model.parameters())]
+        assert len(before) == len(behind) == len(of_node) == 3
+        return [*before, *behind, *of_node, *(each.grad for each in model.parameters())]
 
     model, plain, engine = pair("llama")
     assert all(map(torch.equal, seen(model), seen(plain)))
@@ -167,6 +172,7 @@ def test_other_ways_to_compute_gradients() -> None:
     engine.detach()
 
 
+@in_turn
 def test_gradients_of_another_kind_are_left_to_autograd() -> None:
     """Gradients that the loop has put in place: in another dtype, shared with the loop, or of another layout."""
 

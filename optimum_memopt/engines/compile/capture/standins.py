@@ -7,7 +7,7 @@ transfers nothing.
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -199,28 +199,19 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
     """
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
     quantized = set(filter(is_4bit, model.parameters()))
+    if half is not None:
+        _check_packed(quantized, half)
+    if half is not None and not quantized:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     how: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "ignored_params": {weight for weight in quantized if not weight.is_floating_point()},
     }
-    for weight in quantized if half is not None else ():
-        if weight.is_floating_point() and weight.dtype != half:
-            packed, gathered = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, half))
-            raise MemOptError(
-                f"4-bit weights are packed into {packed}: FSDP2 gathers them in {gathered}, which changes them; "
-                f"use storage={gathered} or storage=uint8"
-            )
-    if half is not None and not quantized:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    names = layer_classes(model)
-    equal = {layer for group in layer_groups(model) for layer in group.values()}
-    for module in reversed(list(model.modules())):
-        is_layer = type(module).__name__ in names if names else module in equal
-        if is_layer and module is not model:
-            fully_shard(module, reshard_after_forward=True, **how)
+    for module in _layers(model):
+        fully_shard(module, reshard_after_forward=True, **how)
     inside = {inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()}
     first, head = embeddings(model, "input"), embeddings(model, "output")
     is_tied = head is not None and getattr(first, "weight", None) is head.weight
@@ -230,3 +221,23 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
     if tail := [module for module in last if module is not None and module not in inside]:
         fully_shard(tail, reshard_after_forward=False, **how)
     fully_shard(model, **how)
+
+
+def _check_packed(quantized: Iterable[torch.Tensor], half: torch.dtype) -> None:
+    """Raises MemOptError if weights of 4 bits would be cast to `half`."""
+    for weight in quantized:
+        if weight.is_floating_point() and weight.dtype != half:
+            packed, gathered = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, half))
+            raise MemOptError(
+                f"4-bit weights are packed into {packed}: FSDP2 gathers them in {gathered}, which changes them; "
+                f"use storage={gathered} or storage=uint8"
+            )
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the layers that accelerate shards, inner ones first: those of the classes that the model names, or the
+    equal ones."""
+    names = layer_classes(model)
+    equal = {layer for group in layer_groups(model) for layer in group.values()}
+    modules = (module for module in model.modules() if module is not model)
+    return [each for each in modules if (type(each).__name__ in names if names else each in equal)][::-1]
