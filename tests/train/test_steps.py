@@ -110,6 +110,17 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
     assert steps.lowest(free, False) == few.peak
 
 
+@pytest.mark.parametrize("micro_batches", nightly([1, 2], but=[2]))
+def test_a_step_of_one_graph_takes_what_it_is_planned_to_take(tmp_path, micro_batches):
+    """Also with accumulation, where the graph adds each gradient to an earlier one; weights larger than activations."""
+    folder = save(tmp_path, "gpt2", **{**BIG, "n_embd": 128})
+    spec = StepSpec("h100", "aot_eager", gradient_accumulation_steps=micro_batches, loss="plain")
+    predicted = of_workload(Workload(folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
+    planned = estimate(Workload(folder, "text-generation", 2, LENGTH), Selection(level=1), spec)
+    found = predicted.step(plan(predicted, "level 1"), 2, micro_batches > 1)
+    assert found.peak == pytest.approx(planned.peak_mib * MIB, rel=2e-3)
+
+
 @in_turn
 @pytest.mark.parametrize("micro_batches", nightly([1, 4], but=[1]))
 def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):

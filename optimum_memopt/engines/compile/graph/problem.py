@@ -134,6 +134,16 @@ class Problem:
             return self
         return replace(self, bytes=tuple(0 if node in self.added else size for node, size in enumerate(self.bytes)))
 
+    def without_earlier_gradients(self) -> "Problem":
+        """Returns the problem of a step without accumulation: the backward returns its `added` gradients."""
+        if not self.added:
+            return self
+        roots, is_view = list(self.roots), list(self.is_view)
+        for node in self.added:
+            (gradient,) = self.reads[node]
+            roots[node], is_view[node] = roots[gradient], True
+        return replace(self.with_earlier_gradients(), roots=tuple(roots), is_view=tuple(is_view))
+
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         users: list[list[int]] = [[] for _ in self.names]

@@ -157,8 +157,7 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem], frees_gradients: bool =
         runs: the problem of each call, with the sizes of that call.
         frees_gradients: see `compose`.
     """
-    if frees_gradients:
-        runs = [run.with_earlier_gradients() for run in runs]
+    runs = [run.with_earlier_gradients() if frees_gradients else run.without_earlier_gradients() for run in runs]
     is_alone = len(runs) == 1 and not tape.outside and tape.held_outputs == NOTHING_HELD
     if is_alone and (tape.loss is None or tape.loss.unknown):
         places = tuple((0, node) for node in range(len(runs[0].names)))
