@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/sft/README.md")
 BLOCK = re.compile(
     r"^(?P<marker> *<!-- output: (?P<name>\S+) -->\n\n?) *```\n(?P<text>(?:.*\n)*?) *```$", re.MULTILINE
 )
@@ -267,6 +267,27 @@ OUTPUTS = {
             "On: .*",
             AT_THE_PEAK,
         ),
+    ),
+    "sft-example": Output(
+        (
+            r"""python examples/sft/sft.py --use_cpu true --output_dir runs/sft \
+    --max_train_samples 640 --max_eval_samples 160 --per_device_train_batch_size 16 --num_train_epochs 1 \
+    --max_length 128 --learning_rate 1e-3 --warmup_steps 0.1 --logging_steps 10 --save_strategy no \
+    --bf16 false --gradient_checkpointing false \
+    --memory_opt_engine compile --memory_opt_level 1 --log_memory_phases""",
+        ),
+        (
+            ("LlamaForCausalLM in float32 .*", "Predicted peak .*"),
+            r"(Plan +Config +Freq +Max Saving\(Bytes\)).*",
+            r"(------  ---  -+  ----  -+).*",
+            r"([1-4] +ON +\S+ +\S+ +\S+).*",
+            ELLIPSIS,
+            "On: .*",
+            (r"step 32 \(MiB.*", "post_optimizer_step .*"),
+            AT_THE_PEAK,
+            "samples/s .*",
+        ),
+        is_prompt_shown=False,
     ),
     "deepspeed": Output(
         (
