@@ -279,7 +279,7 @@ OUTPUTS = {
         (
             ("LlamaForCausalLM in float32 .*", "Predicted peak .*"),
             r"(Plan +Config +Freq +Max Saving\(Bytes\)).*",
-            r"(------  ---  -+  ----  -+).*",
+            r"(-{6}  -{3}  -+  -+  -+).*",
             r"([1-4] +ON +\S+ +\S+ +\S+).*",
             ELLIPSIS,
             "On: .*",
