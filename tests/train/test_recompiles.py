@@ -353,3 +353,45 @@ def test_a_guard_on_padding_is_in_words(guard: str, words: str) -> None:
     place = {"co_name": "forward", "co_firstlineno": 1, "co_filename": "model.py"}
     recompile = Recompile.of(SimpleNamespace(recompile_reason=f"0/0: {guard}", **place))
     assert recompile is not None and recompile.guard == words
+
+
+class Listing(torch.nn.Module):
+    """Lists its hidden states outside of all graphs; without its last layer one of them is listed twice, and a second
+    list is shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.count = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)), 2
+
+    @torch.compiler.disable
+    def listed(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        hidden, masks = [x], []
+        for number, layer in enumerate(self.layers):
+            hidden.append(layer(hidden[-1]) if number < self.count else hidden[-1])
+            masks += [hidden[-1].sigmoid()] if number < self.count else []
+        return hidden, masks
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden, masks = self.listed(x)
+        return {"loss": sum(each.square().mean() for each in hidden) + sum(each.mean() for each in masks)}
+
+
+def test_a_guard_that_torch_cannot_name_is_a_recompile() -> None:
+    """torch's reason for a recompile names items of lists that may be shorter now."""
+    model = Listing()
+    plain, x = copy.deepcopy(model), torch.randn(3, WIDTH)
+    engine = attached(model, dynamic=True)
+    with log_lines() as lines:
+        for count in (2, 1, 2):
+            losses = []
+            for each in (model, plain):
+                each.count = count
+                each.zero_grad()
+                losses.append(each(x)["loss"])
+                losses[-1].backward()
+            assert torch.equal(*losses)
+            gradients = ([parameter.grad for parameter in each.parameters()] for each in (model, plain))
+            for ours, theirs in zip(*gradients, strict=True):
+                assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    assert len([line for line in lines if "failed guard: the call has other tensors" in line]) == 1
+    engine.detach()

@@ -112,7 +112,7 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 @pytest.mark.parametrize("micro_batches", nightly([1, 2], but=[2]))
 def test_a_step_of_one_graph_takes_what_it_is_planned_to_take(tmp_path, micro_batches):
-    """Also with accumulation, where the graph adds each gradient to an earlier one; weights larger than activations."""
+    """Also with accumulation, where the graph adds each gradient to an earlier one."""
     folder = save(tmp_path, "gpt2", **{**BIG, "n_embd": 128})
     spec = StepSpec("h100", "aot_eager", gradient_accumulation_steps=micro_batches, loss="plain")
     predicted = of_workload(Workload(folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
