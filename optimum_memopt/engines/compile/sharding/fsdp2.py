@@ -70,12 +70,12 @@ class Fsdp2Sharding(Sharding):
         step, calls = _Step(), self._calls(runs)
         around = self._forward(step, calls)
         end_of_forward = step.end_of_forward()
-        order = [call.owner for call in calls if call.owner is not None and call.ends]
+        last = next((call.ends for call in reversed(calls) if call.ends is not None), None)
         # The loss's backward first calls the hook of an open module, or the model's own.
         has_hook = bool(self._opened) or self.root is not None
-        prefetched = step.prefetch(order[-1]) if order and has_hook else ()
-        last = self._backward(step, calls, around, order)
-        return Collectives(tuple(around), end_of_forward, prefetched, last, step.end_of_backward())
+        prefetched = step.prefetch(last) if has_hook else ()
+        reduced = self._backward(step, calls, around)
+        return Collectives(tuple(around), end_of_forward, prefetched, reduced, step.end_of_backward())
 
     @property
     def _opened(self) -> list[ShardedGroup]:
@@ -85,7 +85,7 @@ class Fsdp2Sharding(Sharding):
         owners = [self.of_module(run.layer) if run.layer else None for run in runs]
         before, behind = [None, *owners[:-1]], [*owners[1:], None]
         return [
-            _Call(run, owner, owner is not None and earlier is not owner, owner is not None and later is not owner)
+            _Call(run, owner, None if earlier is owner else owner, None if later is owner else owner)
             for run, owner, earlier, later in zip(runs, owners, before, behind, strict=True)
         ]
 
@@ -98,32 +98,26 @@ class Fsdp2Sharding(Sharding):
                 before += step.gather(self.root, is_forward=True) if self.root is not None else ()
                 for group in self._opened:
                     before += step.gather(group, is_forward=False)
-            if call.owner is not None and call.begins:
-                before += step.gather(call.owner, is_forward=True)
-            reshards = call.owner is not None and call.ends and call.owner.reshards
-            after = step.reshard(call.owner) if call.owner is not None and reshards else ()
+            if call.begins is not None:
+                before += step.gather(call.begins, is_forward=True)
+            after = step.reshard(call.ends) if call.ends is not None and call.ends.reshards else ()
             around.append(AroundRun(tuple(before), after, owners=self._owners(call.owner, call.run.parameters)))
         return around
 
-    def _backward(
-        self, step: "_Step", calls: Sequence["_Call"], around: Sequence[AroundRun], order: list[ShardedGroup]
-    ) -> tuple[Reduced, ...]:
-        """Adds the events around the calls in the backward, and returns the ends of the groups reduced after it.
-
-        Args:
-            order: the groups whose backwards are still to come, in the order of the forward; emptied.
-        """
+    def _backward(self, step: "_Step", calls: Sequence["_Call"], around: Sequence[AroundRun]) -> tuple[Reduced, ...]:
+        """Adds the events around the calls in the backward; returns the ends of the groups reduced after it."""
         last_closed = max((index for index, call in enumerate(calls) if call.owner is not None), default=-1)
+        waiting = [call.ends for call in calls if call.ends is not None]
         deferred: list[ShardedGroup] = []
         for index, call in reversed(list(enumerate(calls))):
-            if call.owner is not None and call.ends:
-                order.pop()
-                around[index].before_backward = step.pre_backward(call.owner, order[-1] if order else None)
+            if call.ends is not None:
+                waiting.pop()
+                around[index].before_backward = step.pre_backward(call.ends, waiting[-1] if waiting else None)
             for at in call.run.again:
                 if (repeated := calls[at].owner) is not None:
                     around[at].before_again, around[at].after_again = step.around_again(repeated)
-            ended = [call.owner] if call.owner is not None and call.begins else []
-            if call.owner is not None and not set(call.run.gradients) - call.run.parameters.keys():
+            ended = [call.begins] if call.begins is not None else []
+            if not set(call.run.gradients) - call.run.parameters.keys():
                 # Without a gradient for an input, no hook ends the module's backward.
                 deferred += ended
                 ended = []
@@ -143,15 +137,15 @@ class _Call:
     """A run of a graph.
 
     Attributes:
-        owner: the group of the module that it runs in; None: of no module, or of an open one.
-        begins: the module's forward begins with it.
-        ends: the module's forward ends with it.
+        owner: the group of the module that it runs in; None: it runs in no module, or in an open one.
+        begins: the same group if the module's forward begins with this run, else None.
+        ends: the same group if the module's forward ends with this run, else None.
     """
 
     run: GraphRun
     owner: ShardedGroup | None
-    begins: bool
-    ends: bool
+    begins: ShardedGroup | None
+    ends: ShardedGroup | None
 
 
 def fsdp2_sharding(model: torch.nn.Module, opened: Collection[str]) -> Fsdp2Sharding:
