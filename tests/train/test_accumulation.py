@@ -1,4 +1,4 @@
-"""The backward of a whole forward adds gradients to those of earlier micro-batches, one after the other."""
+"""The backward of a graph of the whole forward accumulates gradients in place, one after the other."""
 
 import copy
 from pathlib import Path
@@ -174,7 +174,7 @@ def test_other_ways_to_compute_gradients() -> None:
 
 @in_turn
 def test_gradients_of_another_kind_are_left_to_autograd() -> None:
-    """Gradients that the loop has put in place: in another dtype, shared with the loop, or of another layout."""
+    """Gradients that the loop has set itself: of another layout, and held by the loop."""
 
     def computed(model: torch.nn.Module) -> list[torch.Tensor | None]:
         batch, held = ZOO["llama"].batch(2, 8), []

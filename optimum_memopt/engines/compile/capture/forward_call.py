@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class ForwardArgs:
         """Returns all arguments by name, positional ones by their place."""
         return {**{f"argument {place}": each for place, each in enumerate(self.args)}, **self.inputs}
 
-    @property
+    @cached_property
     def description(self) -> Hashable:
         """Returns `described` of all arguments."""
         return described(dynamo.tree_leaves((self.args, self.inputs)))

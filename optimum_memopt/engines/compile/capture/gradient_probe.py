@@ -18,7 +18,7 @@ from torch import fx
 from optimum_memopt.engines.compile.capture.error_probe import RelativeError, mean_and_worst, squares
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import compressions
-from optimum_memopt.engines.compile.graph.joint import first_input, is_added_gradient
+from optimum_memopt.engines.compile.graph.joint import first_input, is_accumulation
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.simulation import simulate_everything_saved
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -95,7 +95,7 @@ class GradientProbe:
         returned = dynamo.tree_leaves(probed.graph_copy(joint.module.graph, {}))[joint.num_fwd_outputs :]
         positions = fx_graph.gradient_positions(joint.module.graph)[joint.num_fwd_outputs :]
         gradients = {
-            at: first_input(node) if is_added_gradient(node) else node
+            at: first_input(node) if is_accumulation(node) else node
             for at, node in zip(positions, returned, strict=True)
             if at is not None and parameters[at] and isinstance(node, fx.Node)
         }

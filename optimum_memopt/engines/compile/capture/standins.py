@@ -235,8 +235,8 @@ def _check_packed(quantized: Iterable[torch.Tensor], half: torch.dtype) -> None:
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the layers that accelerate shards, inner ones first: those of the classes that the model names, or the
-    equal ones."""
+    """Returns the modules that accelerate shards as layers, innermost first: instances of the model's layer classes,
+    or its equal layers if it names none."""
     names = layer_classes(model)
     equal = {layer for group in layer_groups(model) for layer in group.values()}
     modules = (module for module in model.modules() if module is not model)

@@ -280,10 +280,10 @@ class TracedForward:
             with modes_restored_on_error(self._device.type):
                 outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
         except BaseException as error:
+            is_unwritten = is_of_trace(error) and not run.has_written
+            may_restore = is_first or is_unwritten or isinstance(error, ResultsChangedError | OtherRunsError)
             self.is_undone = not run.ran
-            has_same_buffers = is_of_trace(error) and not run.has_written
-            is_known = has_same_buffers or isinstance(error, ResultsChangedError | OtherRunsError)
-            if before is not None and (is_first or is_known):
+            if before is not None and may_restore:
                 self.restore_overwritten()
                 before.restore()
                 self.is_undone = True

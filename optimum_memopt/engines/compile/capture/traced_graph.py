@@ -46,7 +46,7 @@ class TraceSpec:
         unit: the compilation unit, one of `options.UNITS`.
         only_layers: code outside of layers runs in plain PyTorch, since hooks there gather the parameters that it
             reads.
-        adds_gradients: the run accumulates gradients, which the backward of a whole forward's graph adds itself.
+        accumulates: the run accumulates gradients of several micro-batches.
     """
 
     compiler: str
@@ -58,7 +58,7 @@ class TraceSpec:
     is_run: bool = True
     unit: str = MODEL
     only_layers: bool = False
-    adds_gradients: bool = False
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, eq=False)

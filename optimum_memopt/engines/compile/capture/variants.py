@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat.torch import without_modes
+from optimum_memopt.compat.torch import without_modes, world_size
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientProbe
@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import add_outer_mod
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.tape import sizes_of
-from optimum_memopt.engines.compile.partition.added_gradients import AddedGradients
+from optimum_memopt.engines.compile.partition.accumulation import InPlaceAccumulation
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.partitioned_graph import (
@@ -116,8 +116,8 @@ class Variants:
         self._partitioned, self._probe, self._gradient_probe = None, None, None
         programs = InductorPrograms()
         gradients = OutputGradients()
-        added = AddedGradients(graph.parameters, reuses=self._spec.compiler == "inductor")
-        partition = functools.partial(weak_method(self._partition), graph, gradients, added, run, regions)
+        accumulation = InPlaceAccumulation(graph.parameters, reuses=self._spec.compiler == "inductor")
+        partition = functools.partial(weak_method(self._partition), graph, gradients, accumulation, run, regions)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self._spec.is_run else None
             given = given or graph.inputs
@@ -127,7 +127,7 @@ class Variants:
                 graph.graph,
                 given,
                 partition,
-                lambda compiled: added.wrap(gradients.wrap(compiled)),
+                lambda compiled: accumulation.wrap(gradients.wrap(compiled)),
                 saw,
                 self._say,
                 is_draft,
@@ -153,7 +153,7 @@ class Variants:
         self,
         traced: TracedGraph,
         of_outputs: OutputGradients,
-        of_parameters: AddedGradients,
+        accumulation: InPlaceAccumulation,
         running: ForwardRun,
         regions: Regions,
         module: fx.GraphModule,
@@ -176,9 +176,21 @@ class Variants:
         # outputs have gradients.
         may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
         given = of_outputs if may_run and not self.read_outputs else None
-        added = of_parameters if spec.adds_gradients and traced.is_whole and traced.is_all else None
+        # Ranks exchange gradients after autograd has accumulated them.
+        is_alone = world_size() == 1 and not self._is_shared
+        is_in_place = spec.accumulates and is_alone and traced.is_whole and traced.is_all
         graph = analyze(
-            module, inputs, num_fwd_outputs, options, cuda, batch, traced.layer, state, fuses, given, added
+            module,
+            inputs,
+            num_fwd_outputs,
+            options,
+            cuda,
+            batch,
+            traced.layer,
+            state,
+            fuses,
+            given,
+            accumulation if is_in_place else None,
         )
         graph = replace(graph, layers_at_once=regions.layers_at_once)
         if traced.analyzed is None:

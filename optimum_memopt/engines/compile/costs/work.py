@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     MATRIX_PRODUCTS,
     JointGraph,
     first_input,
-    is_added_gradient,
+    is_accumulation,
     is_chunked_loss_operator,
     is_number,
     is_view,
@@ -139,8 +139,8 @@ def works(
 
     def runs(node: fx.Node) -> bool:
         has_schema = getattr(node.target, "_schema", None) is not None
-        # The time to add gradients to earlier ones counts by itself.
-        is_counted = has_schema and not is_added_gradient(node)
+        # Gradient accumulation is timed once for the whole step (`UpdateTimes`).
+        is_counted = has_schema and not is_accumulation(node)
         return node.op == "call_function" and is_counted and not is_view(node) and not is_number(node)
 
     return tuple(work(node) if runs(node) else None for node in joint.nodes)

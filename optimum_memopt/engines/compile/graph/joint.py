@@ -58,14 +58,14 @@ def is_barrier(node: fx.Node) -> bool:
     return node.target is torch.ops.optimum_memopt.after.default
 
 
-def is_added_gradient_operator(target: object) -> bool:
-    """True for the operator of `partition/added_gradients.py`."""
-    return str(target) == "optimum_memopt.add_gradient.default"
+def is_accumulation_operator(target: object) -> bool:
+    """True for the operator of `partition/accumulation.py`."""
+    return str(target) == "optimum_memopt.accumulate.default"
 
 
-def is_added_gradient(node: fx.Node) -> bool:
-    """True for the sum of a gradient with earlier ones."""
-    return is_added_gradient_operator(node.target)
+def is_accumulation(node: fx.Node) -> bool:
+    """True for an operator that accumulates a gradient in place."""
+    return is_accumulation_operator(node.target)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -168,9 +168,9 @@ def elements(tensor: torch.Tensor) -> sympy.Expr:
 def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Returns the bytes of a root's storage, gaps between strides included.
 
-    Those of a gradient that is added to earlier ones are its bytes without earlier ones.
+    For an in-place accumulation: the bytes of the gradient, which it keeps if there is no earlier one.
     """
-    tensor = tensor_value(first_input(node) if is_added_gradient(node) else node)
+    tensor = tensor_value(first_input(node) if is_accumulation(node) else node)
     if dynamo.operator_name(node.target) == "copy":
         # As large as the storage of the destination, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())

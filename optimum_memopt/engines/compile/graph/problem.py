@@ -12,7 +12,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
-    is_added_gradient,
+    is_accumulation,
     is_loss_gradient,
     is_number,
     is_output,
@@ -94,7 +94,7 @@ class Problem:
         constants: saved activations that no plan by name saves.
         writes: the forward writes to an input, such as running statistics, and must not run twice.
         conversions: the conversion of each activation that may be compressed; its nodes follow the graph's own.
-        added: sums of gradients with earlier ones that the backward itself computes.
+        accumulations: nodes that accumulate a gradient in place.
     """
 
     names: tuple[str, ...]
@@ -126,20 +126,21 @@ class Problem:
     modules: tuple[str, ...] = ()
     positions: Positions = field(default_factory=Positions)
     conversions: Mapping[int, Conversion] = field(default_factory=dict)
-    added: frozenset[int] = frozenset()
+    accumulations: frozenset[int] = frozenset()
 
     def with_earlier_gradients(self) -> "Problem":
-        """Returns the problem of a run to whose `added` gradients there are earlier ones: the sums take no memory."""
-        if not self.added:
+        """Returns the problem of a later micro-batch, whose `accumulations` take no memory."""
+        if not self.accumulations:
             return self
-        return replace(self, bytes=tuple(0 if node in self.added else size for node, size in enumerate(self.bytes)))
+        sizes = (0 if node in self.accumulations else size for node, size in enumerate(self.bytes))
+        return replace(self, bytes=tuple(sizes))
 
     def without_earlier_gradients(self) -> "Problem":
-        """Returns the problem of a step without accumulation: the backward returns its `added` gradients."""
-        if not self.added:
+        """Returns the problem of a step of one micro-batch, whose backward returns the gradients themselves."""
+        if not self.accumulations:
             return self
         roots, is_view = list(self.roots), list(self.is_view)
-        for node in self.added:
+        for node in self.accumulations:
             (gradient,) = self.reads[node]
             roots[node], is_view[node] = roots[gradient], True
         return replace(self.with_earlier_gradients(), roots=tuple(roots), is_view=tuple(is_view))
@@ -315,7 +316,7 @@ def problems_of(
         writes=bool(joint.mutated_inputs),
         modules=tuple(module_in_layer(node) if node.op == "call_function" else "" for node in nodes),
         positions=_positions(graph, number, tangents),
-        added=frozenset(number[node] for node in joint.backward_outputs if is_added_gradient(node)),
+        accumulations=frozenset(number[node] for node in joint.backward_outputs if is_accumulation(node)),
     )
 
     def at(values: SymbolValues) -> Problem:

@@ -118,9 +118,8 @@ class _Composition:
 
     def __init__(self, tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> None:
         self._tape, self._calls, self._given = tape, tape.calls, tape.given
-        self._graphs, self._frees_gradients = list(runs), frees_gradients
-        if frees_gradients:
-            self._graphs = [graph.with_earlier_gradients() for graph in runs]
+        self._frees_gradients = frees_gradients
+        self._graphs = [graph.with_earlier_gradients() if frees_gradients else graph for graph in runs]
         # Names of the storages saved by runs without a backward, by the call after which the runs' results are freed.
         self._unread: dict[int, list[str]] = {}
         for index, graph in enumerate(self._graphs):

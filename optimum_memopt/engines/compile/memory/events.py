@@ -121,7 +121,7 @@ class GraphEvents:
         tangents: incoming gradients of the backward, with the position of the output that each belongs to.
         gradients: input position and storage name of each gradient that the backward returns, in its order.
         layouts: memory layouts of tangents and gradients.
-        added: input positions of the gradients that the backward itself adds to earlier ones.
+        accumulations: input positions of the gradients that the backward accumulates in place.
     """
 
     forward: tuple[Event, ...]
@@ -134,11 +134,11 @@ class GraphEvents:
     gradients: tuple[tuple[int | None, str], ...]
     saved_values: tuple[tuple[str, str], ...] = ()
     layouts: Layouts = field(default_factory=Layouts)
-    added: frozenset[int] = frozenset()
+    accumulations: frozenset[int] = frozenset()
 
     def with_earlier_gradients(self) -> "GraphEvents":
-        """Returns the events of a run to whose `added` gradients there are earlier ones: the sums take no memory."""
-        sums = {name for position, name in self.gradients if position in self.added}
+        """Returns the events of a later micro-batch, whose `accumulations` take no memory."""
+        sums = {name for position, name in self.gradients if position in self.accumulations}
         if not sums:
             return self
         return replace(

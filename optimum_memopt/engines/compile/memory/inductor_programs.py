@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, TEMPORARY
-from optimum_memopt.engines.compile.graph.joint import Number, is_added_gradient_operator, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import Number, is_accumulation_operator, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
@@ -225,8 +225,8 @@ class _StorageTracker(TorchDispatchMode):
         for tensor in dynamo.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 on_device = tensor.device.type == self._device
-                # Without an earlier gradient, the sum is a copy of the new one.
-                counted = args[0] if is_added_gradient_operator(func) else tensor
+                # Without an earlier gradient, the new one is kept as a copy.
+                counted = args[0] if is_accumulation_operator(func) else tensor
                 self.add(tensor, object(), counted.untyped_storage().nbytes() if on_device else 0)
         if workspace := int(operator_workspace(func, args, outputs, self._cuda)):
             self.log += [(_WORKSPACE, workspace), (_WORKSPACE, 0)]

@@ -14,7 +14,7 @@ from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED,
 from optimum_memopt.engines.compile.graph.joint import (
     Inlined,
     has_parts,
-    is_added_gradient,
+    is_accumulation,
     is_on_host,
     is_output,
     is_tensor,
@@ -162,10 +162,9 @@ def schedule(
     graphs = _Graphs(forward.graph, backward.graph, num_fwd_outputs, static_inputs, inlined)
     sizes = _Sizes(forward.graph.find_nodes(op="placeholder"))
     storages = _Storages(graphs, sizes, rows or {})
-    saved_inputs = frozenset(graphs.saved_inputs)
     inputs = {
-        position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY, "input")
-        for position, node in graphs.inputs.items()
+        at: Storage(node.name, sizes.storage(node), SAVED if node.name in graphs.saved_inputs else TEMPORARY, "input")
+        for at, node in graphs.inputs.items()
         if node.name not in static_inputs
     }
     events = GraphEvents(
@@ -176,7 +175,7 @@ def schedule(
         inputs=inputs,
         outputs=tuple((at, root(node).name if _is_tensor(node) else "") for at, node in graphs.returned),
         saved=tuple(storages.in_forward(node, operator_name(node), layer_of(node)) for node in graphs.saved_roots),
-        saved_inputs=saved_inputs,
+        saved_inputs=graphs.saved_inputs,
         saved_values=tuple(
             (name, root(node).name if root(node) in graphs.saved_roots else "")
             for name, node in graphs.saved.items()
@@ -190,8 +189,8 @@ def schedule(
             (at, graphs.name_in_backward(root(node)) if _is_tensor(node) else "") for at, node in graphs.gradients
         ),
         layouts=layouts_of(graphs.tangents, ((at, node) for at, node in graphs.gradients if at in inputs)),
-        added=frozenset(
-            at for at, node in graphs.gradients if at is not None and node is not None and is_added_gradient(node)
+        accumulations=frozenset(
+            at for at, node in graphs.gradients if at is not None and node is not None and is_accumulation(node)
         ),
     )
     numbers = ((at, value(node)) for at, node in graphs.arguments.items())
@@ -222,7 +221,7 @@ class _Graphs:
 
     @cached_property
     def inputs(self) -> dict[int, fx.Node]:
-        """Returns those of `arguments` that are tensors."""
+        """Returns the tensors among `arguments`."""
         return {position: node for position, node in self.arguments.items() if is_tensor(node)}
 
     @cached_property
@@ -239,14 +238,12 @@ class _Graphs:
     @cached_property
     def saved_roots(self) -> dict[fx.Node, None]:
         """Returns the saved storages that the forward allocates, in order."""
-        kept = (root(node) for node in self.saved.values() if is_tensor(node))
-        return {node: None for node in kept if node.op != "placeholder"}
+        return {node: None for node in self._kept if node.op != "placeholder"}
 
     @cached_property
-    def saved_inputs(self) -> set[str]:
+    def saved_inputs(self) -> frozenset[str]:
         """Returns the names of the forward's inputs that the backward reads."""
-        kept = (root(node) for node in self.saved.values() if is_tensor(node))
-        return {node.name for node in kept if node.op == "placeholder"}.difference(self.static_inputs)
+        return frozenset(node.name for node in self._kept if node.op == "placeholder").difference(self.static_inputs)
 
     @cached_property
     def tangents(self) -> list[fx.Node]:
@@ -264,8 +261,8 @@ class _Graphs:
 
     @cached_property
     def freed(self) -> list[fx.Node]:
-        """Returns the backward's placeholders that are freed after their last use; an input of the forward is too, but
-        its owner may hold it."""
+        """Returns the backward's placeholders that it frees after their last use: tangents, saved storages, and inputs
+        of the forward."""
         inputs = (node for node in self._backward_inputs if self.name_in_backward(node) in self.saved_inputs)
         return [*self.tangents, *self.owned.values(), *inputs]
 
@@ -273,6 +270,11 @@ class _Graphs:
     def gradients(self) -> list[tuple[int | None, fx.Node | None]]:
         """Returns the backward's results, with the positions of the arguments that they are the gradients of."""
         return list(zip(fx_graph.gradient_positions(self.backward), _results(self.backward), strict=True))
+
+    @property
+    def _kept(self) -> Iterator[fx.Node]:
+        """Yields the roots of the saved tensors."""
+        return (root(node) for node in self.saved.values() if is_tensor(node))
 
     @cached_property
     def _backward_inputs(self) -> list[fx.Node]:
@@ -382,7 +384,7 @@ def _last_uses(graph: fx.Graph, inlined: Inlined) -> dict[fx.Node, fx.Node]:
 
 
 def _allocations(node: fx.Node, inlined: Inlined) -> list[fx.Node]:
-    """Returns the roots that an operator allocates: itself, or those of its outputs that are picked."""
+    """Returns the roots that an operator allocates: the operator itself, or the picks of its outputs."""
     if node.op != "call_function" or inlined.is_view(node):
         return []
     if has_parts(node):

@@ -283,10 +283,10 @@ def problem_events(
             for position, node in placed(at.gradients, problem.backward_outputs)
         ),
         layouts=at.layouts,
-        added=frozenset(
+        accumulations=frozenset(
             position
             for position, node in placed(at.gradients, problem.backward_outputs)
-            if position is not None and node in problem.added
+            if position is not None and node in problem.accumulations
         ),
     )
     return events.as_run()

@@ -431,7 +431,7 @@ class _LinkedRuns:
                 for problem, number in zip(self._runs, self._numbers, strict=True)
                 for activation, conversion in problem.conversions.items()
             },
-            added=frozenset(all_of(lambda problem: problem.added)),
+            accumulations=frozenset(all_of(lambda problem: problem.accumulations)),
         )
 
     def _outside(

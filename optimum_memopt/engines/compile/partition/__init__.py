@@ -4,7 +4,7 @@ producers          classes that make a choice
 strategies         graph rewrites for recompute, offload and compression
 choice             Choice, and the nodes that it saves
 output_gradients   gradients of outputs other than the loss, which most loops never compute
-added_gradients    gradients that a backward adds to those of earlier micro-batches itself
+accumulation       in-place gradient accumulation inside a backward
 partitioned_graph  a joint graph split according to a choice
 dropout            dropout with masks that can be recomputed
 host_copies        pinned memory for offload

@@ -1,9 +1,9 @@
-"""Gradients that a backward adds to those of earlier micro-batches itself, each as soon as it is complete.
+"""In-place gradient accumulation inside the backward of a graph of the whole forward.
 
-A graph of the whole forward returns all gradients when its backward ends, and autograd adds them to the earlier ones
-only then, so that both are held. Plain PyTorch adds and frees one gradient after the other.
+Such a graph returns all gradients when its backward ends, and autograd accumulates them only then, so that both the
+earlier and the new ones are held. Plain PyTorch accumulates and frees one gradient after the other.
 
-1. In the joint graph each parameter's gradient goes to the operator `add_gradient`, and the backward returns the
+1. In the joint graph each parameter's gradient goes to the operator `accumulate`, and the backward returns the
    operator's result, an empty tensor, in its place. The graph is partitioned, predicted and compiled like that.
 2. In a step the operator adds the gradient to the parameter's `grad`, as autograd would, and the backward returns
    None.
@@ -12,7 +12,7 @@ only then, so that both are held. Plain PyTorch adds and frees one gradient afte
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,24 +24,24 @@ from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 # Not a `custom_op`, whose wrappers take longer than the addition of a small gradient.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
-_library.define("add_gradient(Tensor gradient, int place) -> Tensor", tags=dynamo.CUDAGRAPH_UNSAFE)
+_library.define("accumulate(Tensor gradient, int place) -> Tensor", tags=dynamo.CUDAGRAPH_UNSAFE)
 _running = threading.local()
 
 
-@torch.library.impl(f"{LIBRARY}::add_gradient", "CompositeExplicitAutograd")
-def _add_gradient(gradient: torch.Tensor, place: int) -> torch.Tensor:
-    """Add a gradient to the earlier ones, or keep it as a result of the backward.
+@torch.library.impl(f"{LIBRARY}::accumulate", "CompositeExplicitAutograd")
+def _accumulate(gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """Accumulate a gradient, or keep it as a result of the running backward; returns an empty tensor.
 
     Args:
         place: index of the gradient among the backward's results.
     """
     backward: _Backward | None = getattr(_running, "backward", None)
     if backward is not None:
-        backward.add(gradient, place)
+        backward.accumulate(gradient, place)
     return gradient.new_empty(0)
 
 
-@torch.library.register_fake(f"{LIBRARY}::add_gradient")
+@torch.library.register_fake(f"{LIBRARY}::accumulate")
 def _(gradient: torch.Tensor, place: int) -> torch.Tensor:
     return gradient.new_empty(0)
 
@@ -51,26 +51,26 @@ class _Backward:
     """A running backward.
 
     Attributes:
-        parameters: the parameters to whose gradients autograd would add, by the index of their gradient.
-        reuses: the backward may reuse the memory of a gradient after it has passed it on.
+        leaves: the parameters whose gradients may be accumulated in place, by the index of their gradient.
+        reuses: the backward may reuse a gradient's memory after the operator has run.
         returned: the gradients that the backward returns.
     """
 
-    parameters: dict[int, torch.Tensor]
+    leaves: Mapping[int, torch.Tensor]
     reuses: bool
     returned: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, gradient: torch.Tensor, place: int) -> None:
-        parameter = self.parameters.get(place)
-        earlier = parameter.grad if parameter is not None else None
+    def accumulate(self, gradient: torch.Tensor, place: int) -> None:
+        leaf = self.leaves.get(place)
+        earlier = leaf.grad if leaf is not None else None
         if earlier is not None and autograd.adds_in_place(earlier, gradient):
             earlier += gradient
         else:
             self.returned[place] = gradient.clone() if self.reuses else fx_graph.without_base(gradient)
 
 
-class AddedGradients:
-    """The parameters' gradients that one graph's backward adds itself.
+class InPlaceAccumulation:
+    """In-place accumulation of the parameters' gradients in one graph's backward.
 
     Args:
         parameters: the name of each input that is a parameter, empty for the others.
@@ -84,38 +84,32 @@ class AddedGradients:
         self._count = 0
 
     def add_to(self, joint: JointGraph) -> None:
-        """Put `add_gradient` after each of these gradients; the joint graph is invalid afterwards."""
+        """Insert an `accumulate` after each parameter's gradient; the joint graph is invalid afterwards."""
         graph, results, first = joint.module.graph, list(joint.outputs), joint.num_fwd_outputs
         if not len(results) - first == len(joint.inputs) == len(self._parameters):
             return
         # autograd's graph has an edge for each tensor among the arguments.
-        edges = {
-            place: edge
-            for edge, place in enumerate(place for place, node in enumerate(joint.inputs) if is_tensor(node))
-        }
-        self._count = len(edges)
-        for place, name in enumerate(self._parameters):
+        tensors = [place for place, node in enumerate(joint.inputs) if is_tensor(node)]
+        self._count = len(tensors)
+        for edge, place in enumerate(tensors):
             gradient = results[first + place]
             # Zeros depend on no gradient, and may be computed in the forward.
-            if not name or gradient not in joint.backward or gradient.op != "call_function":
+            if not self._parameters[place] or gradient not in joint.backward or gradient.op != "call_function":
                 continue
             with graph.inserting_after(gradient):
-                added = graph.call_function(torch.ops.optimum_memopt.add_gradient.default, (gradient, place))
-            added.meta = {**gradient.meta, "val": tensor_value(gradient).new_empty(0)}
-            results[first + place] = added
-            self._edges[place] = edges[place]
+                empty = graph.call_function(torch.ops.optimum_memopt.accumulate.default, (gradient, place))
+            empty.meta = {**gradient.meta, "val": tensor_value(gradient).new_empty(0)}
+            results[first + place] = empty
+            self._edges[place] = edge
         graph.output_node().args = (tuple(results),)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a backward that runs the compiled one, and returns the gradients that it has not added."""
+        """Returns a backward that runs the compiled one; it returns None for each gradient accumulated in place."""
         if not self._edges:
             return compiled
 
         def backward(args: list[Any]) -> Any:
-            leaves = autograd.leaves_that_accumulate(self._edges.values(), self._count)
-            running = _Backward(
-                {place: leaves[edge] for place, edge in self._edges.items() if edge in leaves}, self._reuses
-            )
+            running = _Backward(autograd.accumulating_leaves(self._edges, self._count), self._reuses)
             before, _running.backward = getattr(_running, "backward", None), running
             try:
                 results = list(compiled(args))

@@ -51,7 +51,7 @@ from optimum_memopt.engines.compile.memory.inductor_programs import InductorProg
 from optimum_memopt.engines.compile.memory.schedule import Schedule, schedule
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
-from optimum_memopt.engines.compile.partition.added_gradients import AddedGradients
+from optimum_memopt.engines.compile.partition.accumulation import InPlaceAccumulation
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
@@ -168,7 +168,7 @@ def analyze(
     state: StateArguments | None = None,
     fuses: bool = False,
     gradients: OutputGradients | None = None,
-    added: AddedGradients | None = None,
+    accumulation: InPlaceAccumulation | None = None,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
@@ -178,7 +178,7 @@ def analyze(
         state: the arguments that may change before the backward; None: none does.
         fuses: the graph will be compiled, so that some operators are inlined.
         gradients: removes the gradients of outputs other than the loss from the graph; None: they stay.
-        added: has the backward add the gradients of parameters to earlier ones; None: autograd adds them.
+        accumulation: accumulates the gradients of parameters in the backward; None: autograd accumulates them.
     """
     state = state or StateArguments()
     fx_graph.reveal_snapshots(module.graph)
@@ -189,8 +189,8 @@ def analyze(
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     if gradients is not None:
         gradients.leave_out(module.graph)
-    if added is not None:
-        added.add_to(JointGraph(module, num_fwd_outputs))
+    if accumulation is not None:
+        accumulation.add_to(JointGraph(module, num_fwd_outputs))
     note_layers(module.graph, layer)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)

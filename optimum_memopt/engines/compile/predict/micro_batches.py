@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.predictions import (
     BANDWIDTH,
     COPIES,
@@ -605,10 +604,7 @@ def _captured(case: _Case, loss: str) -> tuple[torch.nn.Module, CapturedForward]
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
         fake, model, batch = case.make(other_rows)
     name = type(model).__name__
-    is_alone = case.spec.fsdp == 1 and world_size() == 1
-    spec = TraceSpec(
-        case.compiler, loss=LossMode(loss), target=case.target, unit=case.spec.unit, adds_gradients=is_alone
-    )
+    spec = TraceSpec(case.compiler, loss=LossMode(loss), target=case.target, unit=case.spec.unit, accumulates=True)
     try:
         full = list(without_padding(case.values_at(rows)))
         with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):

@@ -202,7 +202,7 @@ class PlannedStep:
                 selection.strict,
                 target=self.target,
                 unit=self.spec.unit,
-                adds_gradients=accumulates and mesh is None,
+                accumulates=accumulates,
             )
             held = self.held_outputs
             run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases, held_outputs=held)

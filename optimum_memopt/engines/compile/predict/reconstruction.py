@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat.torch import world_size
 from optimum_memopt.engines.api.explanations import BACKWARD, FailedStep, Moment, Part, Place, TensorLike
 from optimum_memopt.engines.api.predictions import CATEGORIES, EagerSettings
 from optimum_memopt.engines.api.run import LargestBatch
@@ -212,8 +211,7 @@ def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str 
     device, autocast = next(failed.model.parameters()).device, failed.autocast
     compiler, _ = default_compiler(device.type)
     # Not strict: a plan that does not match this graph is not the user's mistake here.
-    adds_gradients = failed.accumulation > 1 and world_size() == 1
-    spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit, adds_gradients=adds_gradients)
+    spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit, accumulates=failed.accumulation > 1)
 
     def costs(graph: AnalyzedGraph) -> Costs:
         return costs_of(graph, device, compiler == "inductor", most=failed.held)

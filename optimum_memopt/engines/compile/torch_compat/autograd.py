@@ -51,28 +51,28 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def leaves_that_accumulate(edges: Iterable[int], count: int) -> dict[int, torch.Tensor]:
-    """Returns the leaves to whose gradients autograd will add those of the running backward, by edge, if nothing but
-    `AccumulateGrad` will read these gradients (`torch/csrc/autograd/functions/accumulate_grad.cpp`, 2.9 to 2.15).
+def accumulating_leaves(edges: Mapping[int, int], count: int) -> dict[int, torch.Tensor]:
+    """Returns the leaves into which the running backward may accumulate gradients itself, by the keys of `edges`.
 
-    Empty outside of a backward, in `torch.autograd.grad`, and with `create_graph`.
+    `AccumulateGrad` must be the only reader of their gradients (`torch/csrc/autograd/functions/accumulate_grad.cpp`,
+    2.9 to 2.15). Empty outside of a backward, in `torch.autograd.grad`, and with `create_graph`.
 
     Args:
-        edges: the edges of the running node to look at.
-        count: number of its edges; another number: it is not the node that was traced, and nothing is returned.
+        edges: numbers of edges of the running node.
+        count: its number of edges; a node with another number is not the traced one, and has no such leaves.
     """
     node = current_node()
     if node is None or torch.is_grad_enabled() or len(node.next_functions) != count:
         return {}
     leaves: dict[int, torch.Tensor] = {}
-    for edge in edges:
+    for key, edge in edges.items():
         following = node.next_functions[edge][0]
         leaf = getattr(following, "variable", None)
         if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             continue
         try:
             if torch._C._will_engine_execute_node(following):
-                leaves[edge] = leaf
+                leaves[key] = leaf
         except RuntimeError:
             # `torch.autograd.grad` returns the gradients of these leaves.
             return {}

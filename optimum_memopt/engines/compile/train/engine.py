@@ -468,7 +468,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._smoothing,
             unit=unit if self._leafs is None else LAYER,
             only_layers=self._leafs is not None,
-            adds_gradients=self._run_now().gradient_accumulation and world_size() == 1,
+            accumulates=self._run_now().gradient_accumulation,
         )
         if not (with_curve or with_lengths or self._is_sharded):
             autocast = current_autocast(next(self._model.parameters()).device.type)

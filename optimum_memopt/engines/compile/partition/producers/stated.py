@@ -235,7 +235,7 @@ class FromPlanFile(Producer):
         return with_exact_decisions(graph, choice)
 
     def _difference(self, plan: GraphEntry, graph: AnalyzedGraph) -> str:
-        """Returns how a graph differs from the one that an entry was made for; empty if it does not."""
+        """Returns the difference between a graph and an entry's signature in words; empty if there is none."""
         difference = plan.signature.difference(graph.signature)
         if not difference or self.file.has_padding:
             return difference
