@@ -34,7 +34,7 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 	@echo "==> ready: try make demo"
 
 $(TEST_STAMP): setup.cfg constraints.txt | $(STAMP)
-	$(BIN)/pip install -e ".[quantized]" -c constraints.txt
+	$(BIN)/pip install -e ".[quantized,optimizers]" -c constraints.txt
 	$(BIN)/python tests/browser.py
 	@touch $@
 

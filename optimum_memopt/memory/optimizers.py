@@ -1,13 +1,14 @@
 """Predicts the memory of optimizers before they exist, by Trainer's names (`--optim`).
 
 States and temporary tensors are those with Trainer's default arguments: no momentum for SGD and RMSprop, no first
-moment for Adafactor. Follows `torch/optim` (2.13), `transformers/optimization.py` (5.23) and
-`bitsandbytes/optim/optimizer.py` (0.48).
+moment for Adafactor, rank 128 for GaLore and APOLLO. Follows `torch/optim` (2.13), `transformers/optimization.py`
+(5.23), `bitsandbytes/optim/optimizer.py` (0.48), schedulefree (1.4), galore-torch (1.0) and
+apollo-torch (1.0).
 """
 
 import difflib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,10 +22,13 @@ _FLOAT32 = 4
 # bitsandbytes: parameters with fewer elements have float32 states, larger ones 8-bit states with a scale per block.
 _LEAST_IN_8_BITS = 4096
 _BLOCK = 256
+# GaLore and APOLLO: the rank of projected gradients.
+_RANK = 128
 _HALVES = (torch.bfloat16, torch.float16)
 # Passes over the gradients for clipping: read for the norm, then read and written.
 _CLIPPING = 3
 _States = Callable[[torch.Tensor], list[int]]
+_Step = Callable[[Sequence[torch.Tensor]], int]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class _Kind:
         loop: number of temporary copies of a parameter, if the step takes one parameter after the other.
         foreach: number of temporary copies of all parameters that a step makes on CUDA.
         of_embeddings: as `states`, for embeddings; None: no difference.
+        of_products: as `states`, for the weights of linear layers; None: no difference.
+        step: returns the bytes of a step's temporary tensors; None: `loop` and `foreach` give them.
         remarks: how the update differs from AdamW's in float32, and what is not exact.
     """
 
@@ -43,6 +49,8 @@ class _Kind:
     loop: int = 0
     foreach: int = 0
     of_embeddings: _States | None = None
+    of_products: _States | None = None
+    step: _Step | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -84,18 +92,82 @@ def _factored(parameter: torch.Tensor) -> list[int]:
     return [size // parameter.shape[-1], size // parameter.shape[-2]]
 
 
+def _adafactor_step(parameters: Sequence[torch.Tensor]) -> int:
+    """Returns the peak bytes of an Adafactor step, which computes in float32: the squared gradient and its sum with
+    epsilon, while the previous parameter's update is alive; for a parameter in half precision also float32 copies of
+    it and its gradient."""
+    peak = before = 0
+    for parameter in parameters:
+        size = parameter.numel() * _FLOAT32
+        casts = 2 * size if parameter.dtype in _HALVES else 0
+        factors = sum(_factored(parameter)) if parameter.dim() > 1 else 0
+        peak = max(peak, before + casts + 2 * size, casts + 2 * size + factors)
+        before = size
+    return peak
+
+
+def _galore(states: _States, is_in_float32: bool = False) -> _States:
+    """Returns a function for the sizes of GaLore's states of a linear layer's weight: the projection of the gradient
+    along the weight's shorter side, and `states` of the projected gradient (`galore_torch/galore_projector.py`).
+
+    Args:
+        is_in_float32: gradients in half precision are cast to float32.
+    """
+
+    def of_product(weight: torch.Tensor) -> list[int]:
+        (short, long), dtype = sorted(weight.shape), torch.float32 if is_in_float32 else weight.dtype
+        rank = min(_RANK, short)
+        # In float32 the projection is a view of all singular vectors.
+        projection = short * (rank if dtype in _HALVES else short) * dtype.itemsize
+        return [projection, *states(torch.empty(rank, long, dtype=dtype, device="meta"))]
+
+    return of_product
+
+
+def _apollo(weight: torch.Tensor) -> list[int]:
+    """Returns the sizes of APOLLO's states of a linear layer's weight: the projection, and two moments of the
+    projected gradient (`apollo_torch/apollo.py`)."""
+    short, long = sorted(weight.shape)
+    return [_RANK * size * weight.itemsize for size in (short, long, long)]
+
+
+def _low_rank_step(copies: int, is_in_float32: bool = False, decomposes: bool = False) -> _Step:
+    """Returns a function for the temporary bytes of GaLore's and APOLLO's steps, which take one weight after the
+    other: `copies` of its projected gradient, and two of the update.
+
+    Args:
+        is_in_float32: as for `_galore`; the weight is cast, too.
+        decomposes: some steps instead hold a gradient's copy and its singular vectors, in float32.
+    """
+
+    def of(parameter: torch.Tensor) -> int:
+        if parameter.dim() != 2:
+            return 2 * parameter.numel() * _FLOAT32
+        (short, long), size = sorted(parameter.shape), parameter.numel()
+        projected = long * (min(_RANK, short) if decomposes else _RANK)
+        casts = size if is_in_float32 and parameter.dtype in _HALVES else 0
+        update = (copies * projected + 2 * size + casts) * (_FLOAT32 if is_in_float32 else parameter.itemsize)
+        return max(update, (2 * size + short**2 + short) * _FLOAT32 if decomposes else 0)
+
+    return lambda parameters: max(map(of, parameters), default=0)
+
+
+def _bytes_of_all(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
 _BLOCKWISE = "quantizes states blockwise to 8 bits; embeddings and tensors of fewer than 4,096 numbers keep float32"
 _OF_LION = "updates by the sign of one moment: needs another learning rate"
 _OF_RMSPROP = "no first moment"
+_OF_FACTORS = "factors second moments of matrices into rows and columns"
+_OF_SGD = "no moments: needs another learning rate"
 _OF_ADEMAMIX = "a second, slower first moment"
 _IN_PAGES = "states move to the host when the device's memory is short; the peak counts them on the device"
 _KINDS = {
     "adamw_torch_fused": _Kind(_copies(2)),
     "adamw_torch": _Kind(_copies(2), loop=2, foreach=1),
-    "adafactor": _Kind(
-        _factored, loop=2, remarks=("factors second moments of matrices into rows and columns", _OF_RMSPROP)
-    ),
-    "sgd": _Kind(_copies(0), remarks=("no moments: needs another learning rate",)),
+    "adafactor": _Kind(_factored, step=_adafactor_step, remarks=(_OF_FACTORS, _OF_RMSPROP)),
+    "sgd": _Kind(_copies(0), remarks=(_OF_SGD,)),
     "adagrad": _Kind(_copies(1), loop=1, foreach=2, remarks=("second moments are sums that never decay",)),
     "rmsprop": _Kind(_copies(1), loop=1, foreach=1, remarks=(_OF_RMSPROP,)),
     "adamw_bnb_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2), remarks=(_BLOCKWISE,)),
@@ -122,7 +194,35 @@ _PAGED = {
         "lion_8bit": _KINDS["lion_8bit"],
     }.items()
 }
-_ALL = {**_KINDS, **_PAGED}
+_PROJECTS = f"projects gradients of linear layers to rank {_RANK}, with --optim_target_modules all-linear"
+_DECOMPOSES = "the workspace of its singular value decomposition is not counted"
+_AVERAGES = "averages weights in place of a schedule"
+# Optimizers of other libraries: the time of their steps is unknown.
+_OF_LIBRARIES = {
+    "galore_adamw": _Kind(
+        _copies(2),
+        of_products=_galore(_copies(2)),
+        step=_low_rank_step(3, decomposes=True),
+        remarks=(_PROJECTS, _DECOMPOSES),
+    ),
+    "galore_adamw_8bit": _Kind(
+        _in_8_bits(2),
+        of_products=_galore(_in_8_bits(2)),
+        step=_low_rank_step(3, decomposes=True),
+        remarks=(_PROJECTS, _DECOMPOSES, _BLOCKWISE),
+    ),
+    "galore_adafactor": _Kind(
+        _factored,
+        of_products=_galore(_factored, is_in_float32=True),
+        step=_low_rank_step(2, is_in_float32=True, decomposes=True),
+        remarks=(_PROJECTS, _DECOMPOSES, _OF_FACTORS, _OF_RMSPROP),
+    ),
+    "apollo_adamw": _Kind(_copies(2), of_products=_apollo, step=_low_rank_step(3), remarks=(_PROJECTS,)),
+    "schedule_free_adamw": _Kind(_copies(2), step=_bytes_of_all, remarks=(_AVERAGES,)),
+    "schedule_free_radam": _Kind(_copies(2), step=_bytes_of_all, remarks=(_AVERAGES,)),
+    "schedule_free_sgd": _Kind(_copies(1), remarks=(_OF_SGD, _AVERAGES)),
+}
+_ALL = {**_KINDS, **_PAGED, **_OF_LIBRARIES}
 
 # Optimizer name of a class, and its options that add states. Classes by name: transformers' takes seconds to import.
 _CLASSES = {
@@ -154,13 +254,13 @@ def smaller_optimizers(is_on_cuda: bool) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """True if the sizes of an optimizer's states are known; `check` rejects paged ones, which move to the host."""
-    return name in _ALL
+    """True if the sizes of an optimizer's states are known whatever its arguments; `check` rejects paged ones, which
+    move to the host."""
+    return name in _KINDS or name in _PAGED
 
 
 def unknown() -> tuple[str, ...]:
-    """Returns the names of Trainer's optimizers with unknown memory: other libraries' ones, such as GaLore, which
-    projects gradients."""
+    """Returns the names of Trainer's optimizers with unknown memory, such as those that step layer by layer."""
     from transformers.training_args import OptimizerNames
 
     return tuple(each.value for each in OptimizerNames if each.value not in _ALL)
@@ -193,6 +293,10 @@ def check(name: str) -> None:
             f"--optim {excerpt(name)}: its states move between host and device as the driver pages them, which cannot "
             f"be predicted; {supported}"
         )
+    if name in _OF_LIBRARIES:
+        raise MemOptError(
+            f"--optim {name}: the time of its step is unknown, advise --optim all shows its memory; {supported}"
+        )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else "its memory is unknown; "
     # The message lists many names, so the quotation is shorter.
@@ -206,11 +310,22 @@ class PlannedOptimizer:
     Attributes:
         name: Trainer's name; `check` accepts it.
         embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer configures it.
+        products: ids of the weights whose gradients GaLore and APOLLO project.
     """
 
     name: str = DEFAULT
     is_on_cuda: bool = False
     embeddings: frozenset[int] = field(default=frozenset(), repr=False)
+    products: frozenset[int] = field(default=frozenset(), repr=False)
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module, name: str = DEFAULT, is_on_cuda: bool = False) -> "PlannedOptimizer":
+        """Returns the optimizer that a Trainer makes for a model."""
+        embeddings, products = (
+            frozenset(id(module.weight) for module in model.modules() if isinstance(module, kind))
+            for kind in (torch.nn.Embedding, torch.nn.Linear)
+        )
+        return cls(name, is_on_cuda, embeddings, products)
 
     def __str__(self) -> str:
         return "AdamW" if self.name == DEFAULT else self.name
@@ -218,9 +333,15 @@ class PlannedOptimizer:
     def state_sizes(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Returns the bytes of each state of these parameters, after the first step."""
         kind = _ALL[self.name]
-        of_embeddings = kind.of_embeddings or kind.states
-        states = ((of_embeddings if id(each) in self.embeddings else kind.states)(each) for each in parameters)
-        return list(itertools.chain.from_iterable(states))
+
+        def states(parameter: torch.Tensor) -> list[int]:
+            if kind.of_embeddings is not None and id(parameter) in self.embeddings:
+                return kind.of_embeddings(parameter)
+            if kind.of_products is not None and id(parameter) in self.products:
+                return kind.of_products(parameter)
+            return kind.states(parameter)
+
+        return list(itertools.chain.from_iterable(map(states, parameters)))
 
     def compared(self, parameters: Sequence[torch.Tensor]) -> tuple[OptimizerMemory, ...]:
         """Returns the memory of all known optimizers for these parameters, this one first."""
@@ -250,34 +371,16 @@ class PlannedOptimizer:
         """
         kind = _ALL[self.name]
         group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
+        if kind.step is not None:
+            return kind.step(group)
         if self.is_on_cuda and kind.foreach:
-            return kind.foreach * sum(parameter.nbytes for parameter in group)
+            return kind.foreach * _bytes_of_all(group)
         if not kind.loop:
             return 0
-        if self.name == "adafactor":
-            return _adafactor_step(group)
         sizes = [0, *(parameter.nbytes for parameter in group)]
         # The last copy of a parameter lives until the next parameter's copy is made.
         return max((before + kind.loop * size for before, size in itertools.pairwise(sizes)), default=0)
 
 
-def _adafactor_step(parameters: Collection[torch.Tensor]) -> int:
-    """Returns the peak bytes of an Adafactor step, which computes in float32: the squared gradient and its sum with
-    epsilon, while the previous parameter's update is alive; for a parameter in half precision also float32 copies of
-    it and its gradient."""
-    peak = before = 0
-    for parameter in parameters:
-        size = parameter.numel() * _FLOAT32
-        casts = 2 * size if parameter.dtype in _HALVES else 0
-        factors = sum(_factored(parameter)) if parameter.dim() > 1 else 0
-        peak = max(peak, before + casts + 2 * size, casts + 2 * size + factors)
-        before = size
-    return peak
-
-
 # A real optimizer, or a planned one.
 Optimizer = torch.optim.Optimizer | PlannedOptimizer
-
-
-def embeddings_of(model: torch.nn.Module) -> frozenset[int]:
-    return frozenset(id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding))

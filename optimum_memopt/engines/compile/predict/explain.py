@@ -37,7 +37,7 @@ from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import gib_text
 
@@ -212,7 +212,7 @@ class Search:
         is_cuda, trainable = next(model.parameters()).is_cuda, trainable_of(model, self.ran.untrained)
         for name in smaller_optimizers(is_cuda):
             self.deadline.check()
-            planned = PlannedOptimizer(name, is_cuda, embeddings_of(model))
+            planned = PlannedOptimizer.of_model(model, name, is_cuda)
             states, temporary = sum(planned.state_sizes(trainable)), planned.step_bytes(trainable)
             plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (self.plain, self.step.fixed))
             what = f"states and temporaries of {gib_text(states + temporary)}, " + (

@@ -70,7 +70,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import only_warnings, watched
 from optimum_memopt.memory.capacity import capacity
-from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, embeddings_of, is_known
+from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, is_known
 from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import StepSpec
 
@@ -507,7 +507,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         model = traced[0][0]
     untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
-    optimizer = PlannedOptimizer(case.spec.optim, is_on_cuda, embeddings_of(model))
+    optimizer = PlannedOptimizer.of_model(model, case.spec.optim, is_on_cuda)
     run = Run(optimizer, gradient_accumulation=True)
     # On a CPU, tracing the model grows the process, as it does in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)

@@ -37,7 +37,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
-from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
+from optimum_memopt.memory.optimizers import PlannedOptimizer, check
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
@@ -247,4 +247,4 @@ class PlannedStep:
         return self.here.type == "cuda" or (self.target is not None and self.target.cuda is not None)
 
     def optimizer_of(self, model: torch.nn.Module) -> PlannedOptimizer:
-        return PlannedOptimizer(self.spec.optim, self.is_on_cuda, embeddings_of(model))
+        return PlannedOptimizer.of_model(model, self.spec.optim, self.is_on_cuda)
