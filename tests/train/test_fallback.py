@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import queue
 import re
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,45 @@ def test_a_loop_without_a_trainer_goes_on_after_a_forward_that_fails():
         one(**batch).loss.backward()
     assert engine.plans().header[0].startswith("NOT under a plan: its compiled forward failed")
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class FailsWithCause(torch.nn.Module):
+    """Fails once, in Python outside of the graphs, with a cause whose frame holds a tensor.
+
+    Attributes:
+        held: references to that tensor, and whether it still existed at the next call; a queue is not restored before
+            a rerun.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.held = torch.nn.Linear(4, 4), queue.SimpleQueue()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        torch.compiler.disable(self.outside)()
+        return x
+
+    def outside(self) -> None:
+        if not self.held.empty():
+            self.held.put(self.held.get()() is not None)
+            return
+        try:
+            self.cause()
+        except RuntimeError as error:
+            raise ValueError("outside") from error
+
+    def cause(self) -> None:
+        activation = torch.ones(4)
+        self.held.put(weakref.ref(activation))
+        raise RuntimeError("inside")
+
+
+def test_plain_pytorch_runs_without_the_tensors_of_a_failed_forward():
+    model = FailsWithCause()
+    optimize(model, **ENGINE)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.held.get_nowait() is False
 
 
 @pytest.mark.parametrize("fails", nightly(["forward", "backward"], but=["forward"]))

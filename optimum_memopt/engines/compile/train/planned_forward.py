@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -35,7 +34,7 @@ from optimum_memopt.engines.compile.torch_compat.compiler_errors import (
 )
 from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
-from optimum_memopt.errors import MemOptError, UnsupportedModelError, is_out_of_memory, line_of
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, clear_frames, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -349,7 +348,7 @@ class PlannedForward:
                 traced = self._traced_call(call)
             except OtherRunsError as error:
                 # The frames hold activations that the graphs saved for the backward.
-                traceback.clear_frames(error.__traceback__)
+                clear_frames(error)
                 traced = self._traced_call(call, records=True)
             if self.table is None:
                 self.planner.note_outputs(traced.outputs)
@@ -480,7 +479,7 @@ class PlannedForward:
             Exception: plain PyTorch's own, if it fails too.
         """
         # The frames hold activations that the graphs saved for the backward.
-        traceback.clear_frames(failed.__traceback__)
+        clear_frames(failed)
         gc.collect()
         if why := failure_of_compiler(failed):
             self.give_up(why, failed)
