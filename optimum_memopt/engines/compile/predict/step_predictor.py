@@ -161,6 +161,7 @@ class StepMemoryPredictor:
                 calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
                 self._tapes[key] = replace(tape, calls=calls)
                 self._saved.pop(key, None)
+                self._last.clear()
         earlier = list(self._pending)
         saved = self._pending.saved_in_steps(self)
         new = Forward(sizes, saved)
