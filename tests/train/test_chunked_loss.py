@@ -74,17 +74,18 @@ def test_trains_as_plain_pytorch(name, level, compiler):
 class Causal(torch.nn.Module):
     """A causal language model that compiles in a second."""
 
-    def __init__(self, weighted=False):
+    def __init__(self, weighted=False, change=None):
         super().__init__()
         torch.manual_seed(0)
         self.config = PretrainedConfig()
         self.embedding = torch.nn.Embedding(VOCABULARY, 16)
         self.layer = torch.nn.Linear(16, 16)
         self.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
-        self.weighted = weighted
+        self.weighted, self.change = weighted, change
 
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(torch.tanh(self.layer(self.embedding(input_ids))))
+        logits = logits if self.change is None else self.change(logits)
         if self.weighted:
             loss = functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), torch.ones(VOCABULARY))
         else:
@@ -259,6 +260,21 @@ def test_a_loss_that_cannot_be_chunked():
     with log_lines() as lines:
         model(**batch_of()).loss.backward()
     assert any(line.endswith("the loss of Causal is not chunked: its classes have weights") for line in lines)
+    engine.detach()
+
+
+@in_turn
+@pytest.mark.parametrize(
+    ("change", "is_chunked"),
+    [(lambda x: x / 2, True), (lambda x: torch.div(x, 0.01, rounding_mode="floor"), False)],
+    ids=["divided", "rounded"],
+)
+def test_logits_that_are_divided_and_rounded(change, is_chunked):
+    model, batch = Causal(change=change), batch_of()
+    expected = model(**batch).loss
+    engine = attached(model, loss="chunked")
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (row_of(engine) is not None) == is_chunked
     engine.detach()
 
 

@@ -228,7 +228,7 @@ def _slices_rows(node: fx.Node) -> bool:
 
 def _factor(node: fx.Node, logits: fx.Node) -> float | None:
     """Returns the number by which the logits are multiplied; None if the factor is not a number."""
-    if len(node.args) != 2 or not isinstance(number := _other_operand(node, logits), int | float):
+    if node.kwargs or len(node.args) != 2 or not isinstance(number := _other_operand(node, logits), int | float):
         return None
     if _name(node) in _MULTIPLIES:
         return float(number)
