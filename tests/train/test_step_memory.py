@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -236,6 +236,14 @@ def test_the_peak_is_the_higher_of_two_moments() -> None:
     high = Footprint(activations=50, parameters=10, buffers=1, optimizer=20, gradients=10, batch=2, accumulated=10)
     assert high.peak == 10 + 1 + 20 + 2 + 60
     assert "accumulated gradients" in high.text("float32")
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_activations_within_a_budget_leave_room_for_what_the_backward_holds(releases: bool) -> None:
+    """An optimizer that steps in the backward has its temporary tensors there."""
+    step = Footprint(activations=0, parameters=500, accumulated=20, step=100, outputs=10, releases=releases)
+    most = replace(step, activations=step.activations_within(1000))
+    assert most.peak == 1000 and replace(most, activations=most.activations + 1).peak > 1000
 
 
 def test_plain_names_of_sizes(small_and_wide) -> None:

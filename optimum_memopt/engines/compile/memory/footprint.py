@@ -98,8 +98,9 @@ class Footprint:
         return always + max(self._in_backward, self._in_optimizer)
 
     def activations_within(self, budget: int) -> int:
-        """Returns the maximum of `activations` within a budget; negative if everything else exceeds it already."""
-        return budget - replace(self, activations=0, gradients=0, step=0, outputs=0).peak
+        """Returns the maximum of `activations` with which the backward is within a budget; negative if everything else
+        that it holds exceeds the budget already."""
+        return budget - replace(self, activations=0, gradients=0, step=self.step * self.releases, outputs=0).peak
 
     @property
     def _in_backward(self) -> int:
