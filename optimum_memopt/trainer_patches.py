@@ -111,6 +111,15 @@ def innermost(owner: Any, name: str) -> Callable[..., Any]:
     return known.inner if isinstance(known, _Method) else method
 
 
+def loss_name(trainer: Any) -> str:
+    """Returns the name of the function that computes a Trainer's loss; empty if the model's forward does."""
+    if getattr(innermost(trainer, "compute_loss"), "__func__", None) is not Trainer.compute_loss:
+        return f"{type(trainer).__name__}.compute_loss"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func"
+    return "the Trainer's label smoother" if trainer.label_smoother is not None else ""
+
+
 class TrainerPatches(ExitStack):
     """Wrappers and callbacks that are installed together; `close` removes them in reverse order."""
 

@@ -24,14 +24,15 @@ from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.compat.transformers import collator, prepared_inputs, reread_batch_size, train_batch_size
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
 from optimum_memopt.engines.api.run import LargestBatch, Run
-from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.predict.advise import Row, advise
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.step_settings import StepSpec
+from optimum_memopt.trainer_patches import loss_name
 
 FLAG = "--group_by_complexity"
 # Trainer's own strategy that sorts samples by length within pools.
@@ -462,11 +463,7 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     largest = largest_batch(trainer)
     tokens = largest.length if largest is not None else 0
     # A custom loss may read other outputs than the model's loss.
-    is_read = (
-        type(trainer).compute_loss is not Trainer.compute_loss
-        or trainer.compute_loss_func is not None
-        or trainer.label_smoother is not None
-    )
+    is_read = bool(loss_name(trainer))
     spec = StepSpec(
         compiler=options.memory_opt_compiler,
         bf16=args.bf16,
@@ -474,8 +471,5 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
         optim=str(getattr(args.optim, "value", args.optim)),
     )
     # A collator may draw random numbers, for example to mask tokens for masked language models.
-    before = ForwardState.of(model, with_buffers=False)
-    try:
+    with preserved_generators(next(model.parameters()).device):
         return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, is_read), options, spec)
-    finally:
-        before.restore()

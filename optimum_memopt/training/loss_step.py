@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from optimum_memopt.engines.api.run import LossStep
 from optimum_memopt.engines.shared.forward_patch import Attribute, weak_method
-from optimum_memopt.trainer_patches import innermost
+from optimum_memopt.trainer_patches import innermost, loss_name
 from optimum_memopt.training import compat_dry_run
 from optimum_memopt.training.fake_run import MOST_ITEMS, held_by, holders_of, is_sharded, left_as_it_is
 
@@ -42,7 +42,7 @@ class NotedLoss:
                 return compute_loss(model, inputs, *args, **kwargs)
             # Copied, since `compute_loss` may remove entries, also of a tokenizer's `BatchEncoding`, which is no dict.
             self._given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs, args, kwargs
-            if (trainer := self._trainer()) is not None and _name(trainer):
+            if (trainer := self._trainer()) is not None and loss_name(trainer):
                 self._forwards.note(model)
             try:
                 return compute_loss(model, inputs, *args, **kwargs)
@@ -55,7 +55,7 @@ class NotedLoss:
     def __call__(self) -> LossStep | None:
         """Returns the loss of the running step; None if the model's forward computes it, or no step runs."""
         trainer, compute = self._trainer(), self._compute
-        if trainer is None or compute is None or self._given is None or not (name := _name(trainer)):
+        if trainer is None or compute is None or self._given is None or not (name := loss_name(trainer)):
             return None
         inputs, args, kwargs = self._given
         if unknown := _unknown(trainer):
@@ -107,15 +107,6 @@ class _Forwards:
                 del module.forward
             elif vars(module).get("forward") is not forward:
                 module.forward = forward
-
-
-def _name(trainer: Any) -> str:
-    """Returns the name of the function that computes a Trainer's loss; empty if the model's forward does."""
-    if getattr(innermost(trainer, "compute_loss"), "__func__", None) is not Trainer.compute_loss:
-        return f"{type(trainer).__name__}.compute_loss"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func"
-    return "the Trainer's label smoother" if trainer.label_smoother is not None else ""
 
 
 # Packages that keep the state of a step in attributes of their objects only, not in globals or closures.

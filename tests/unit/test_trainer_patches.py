@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemoryReportCallback, attach
-from optimum_memopt.trainer_patches import Patch, TrainerPatches
+from optimum_memopt.trainer_patches import Patch, TrainerPatches, loss_name
 
 STEP_PATCHES = [patch for patch in Patch if patch.method == Patch.FALLBACK.method]
 
@@ -52,6 +52,31 @@ def test_a_wrapper_of_somebody_else_stays_with_nothing_of_ours_inside():
     assert trainer.training_step is theirs and trainer.training_step() == ["own", Patch.FALLBACK, "user"]
     attached.close()
     assert trainer.training_step is theirs and trainer.training_step() == ["own", "user"]
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "assigned", "name"),
+    [
+        (Trainer, "", ""),
+        (OwnLoss, "", "OwnLoss.compute_loss"),
+        (Trainer, "compute_loss", "Trainer.compute_loss"),
+        (Trainer, "compute_loss_func", "compute_loss_func"),
+        (Trainer, "label_smoother", "the Trainer's label smoother"),
+    ],
+)
+def test_the_loss_of_a_trainer_has_the_name_of_its_function(tmp_path, kind, assigned, name):
+    trainer = kind(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    if assigned:
+        setattr(trainer, assigned, lambda *_: None)
+    assert loss_name(trainer) == name
+    with TrainerPatches() as patches:
+        patches.put(trainer, Patch.NOTED_LOSS, lambda inner: lambda *args: inner(*args))
+        assert loss_name(trainer) == name
 
 
 class Refusing(Trainer):
