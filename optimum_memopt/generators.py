@@ -57,9 +57,9 @@ class GeneratorStates:
 
 
 @contextlib.contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Restore the CPU's generators after the block."""
-    before = GeneratorStates.of()
+def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the CPU's generators after the block, and that of `device` if it is a GPU."""
+    before = GeneratorStates.of(device)
     try:
         yield
     finally:

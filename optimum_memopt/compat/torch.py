@@ -34,12 +34,6 @@ def is_in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Returns the module's forward hooks by handle id, which increases with each registered hook; a live dict that may
-    be changed in place (torch 2.13)."""
-    return module._forward_hooks
-
-
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Returns the module's own parameters, without submodules, as a live dict (torch 2.13)."""
     return module._parameters
@@ -51,7 +45,8 @@ def next_hook_id() -> int:
 
 
 def hooks_around_forward(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Returns the module's forward pre-hooks and forward hooks, as live dicts (torch 2.13)."""
+    """Returns the module's forward pre-hooks and forward hooks by handle id, which increases with each registered
+    hook: live dicts that may be changed in place (torch 2.13)."""
     return module._forward_pre_hooks, module._forward_hooks
 
 

@@ -4,6 +4,7 @@ Samples per second rise with the micro-batch while launches and the optimizer's 
 once more must be recomputed to fit. So they have one maximum, which a golden-section search finds in few evaluations.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -74,11 +75,7 @@ def highest(count: int, value: Callable[[int], float]) -> int:
 
 def smallest_as_good(best: int, value: Callable[[int], float], least: float) -> int:
     """Returns the first index up to `best` whose value is at least `least`, for values that rise up to `best`."""
-    low, high = -1, best
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if value(middle) >= least else (middle, high)
-    return high
+    return bisect.bisect_left(range(best), True, key=lambda index: value(index) >= least)
 
 
 @dataclass(frozen=True)

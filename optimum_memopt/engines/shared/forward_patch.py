@@ -15,10 +15,10 @@ import torch
 
 from optimum_memopt import copies
 from optimum_memopt.compat.torch import (
-    forward_hooks,
     give_compiled_calls,
     has_hook_since,
     hooks_around_call,
+    hooks_around_forward,
     next_hook_id,
     take_compiled_calls,
 )
@@ -354,7 +354,7 @@ class Checkpointing:
                 setattr(module, _SWITCH, False)
                 self._switched_off.append(module)
         for module in self._model.modules():
-            hooks = forward_hooks(module)
+            _, hooks = hooks_around_forward(module)
             for key, hook in tuple(hooks.items()):
                 if getattr(hook, "__name__", "") in _INPUT_GRADIENT_HOOKS:
                     # Keep the key: a handle's remove() finds the hook by it, also after `restore`.

@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.graph.candidates import compressions
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.strategies.compress import saved_names
 from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.generators import GeneratorStates
+from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import best_effort
 
 
@@ -91,16 +91,16 @@ class ErrorProbe:
         """
         found: list[RelativeError] = []
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
-        generators = GeneratorStates.of(device)
-        with best_effort("the error of what is saved in fp8"):
-            try:
-                with torch.no_grad(), fx_graph.without_modes_and_autocast():
-                    sums = self.run([args[place] for place in self.places])
-                found = [
-                    RelativeError(layer or own, path, each) for (own, path), each in zip(self.paths, sums, strict=True)
-                ]
-            finally:
-                generators.restore()
+        with (
+            best_effort("the error of what is saved in fp8"),
+            preserved_generators(device),
+            torch.no_grad(),
+            fx_graph.without_modes_and_autocast(),
+        ):
+            sums = self.run([args[place] for place in self.places])
+            found = [
+                RelativeError(layer or own, path, each) for (own, path), each in zip(self.paths, sums, strict=True)
+            ]
         return found
 
 

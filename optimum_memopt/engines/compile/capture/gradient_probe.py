@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.simulation import simulate_everything_saved
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fx_graph
-from optimum_memopt.generators import GeneratorStates
+from optimum_memopt.generators import GeneratorStates, preserved_generators
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import capacity
 
@@ -181,14 +181,10 @@ class GradientProbe:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         if self.bytes > _FREE * capacity(device).available:
             return ()
-        now = GeneratorStates.of(device)
-        generators.restore()
-        try:
-            with torch.no_grad(), fx_graph.without_modes_and_autocast():
-                given = [torch.zeros(shape, **kind) if each is None else each for each, shape, kind in tangents]
-                return self.run([*(args[at] for at in self.arguments), *given])
-        finally:
-            now.restore()
+        with preserved_generators(device), torch.no_grad(), fx_graph.without_modes_and_autocast():
+            generators.restore()
+            given = [torch.zeros(shape, **kind) if each is None else each for each, shape, kind in tangents]
+            return self.run([*(args[at] for at in self.arguments), *given])
 
 
 def _error(layer: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> RelativeError:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
 from optimum_memopt.logs import get_logger
 
@@ -162,7 +163,7 @@ class StateWatch:
         if self._compared[run] >= COMPARED_BACKWARDS:
             given = list(args)
             for at, source in watched.items():
-                self._versions.append((args[at], autograd.version_of(args[at]), source))
+                self._versions.append((args[at], writes_to(args[at]), source))
                 # `.data` hides the version from autograd, which would raise an error for changed state.
                 given[at] = args[at].data
             return StateArgs(given, copied=copied)
@@ -205,7 +206,7 @@ class StateWatch:
             return
 
         def compare(_: Any) -> None:
-            moved = {source: tensor for tensor, version, source in versions if autograd.version_of(tensor) != version}
+            moved = {source: tensor for tensor, version, source in versions if writes_to(tensor) != version}
             self._new.update(moved)
             self._was_read |= bool(moved)
 

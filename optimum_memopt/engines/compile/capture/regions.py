@@ -478,6 +478,28 @@ class Regions:
             return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = list(map(writes_to, tensors))
+        results = self._run_on_fakes(layer, region, trace, args, kwargs, changes)
+        if list(map(writes_to, tensors)) != before:
+            # The values that the previous layer has saved would be overwritten.
+            raise self._refused(f"the forward of {region.name} writes to its arguments")
+        inputs = set(map(dynamo.storage_id, tensors))
+        values = dynamo.tree_leaves(results)
+        is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
+        if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
+            # The forward may have unified symbols of equal sizes, so the key is computed again for later layers.
+            self._results[(*way, tuple(map(described, given)))] = results
+        return results
+
+    def _run_on_fakes(
+        self,
+        layer: torch.nn.Module,
+        region: Region,
+        trace: dynamo.Trace,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        changes: Sequence[dynamo.PendingChange],
+    ) -> Any:
+        """Returns the results of a layer's forward on fake tensors; raises as `_traced`."""
         cast_args, cast_kwargs = fully_shard.with_cast_inputs(layer, args, kwargs)
         # The layer's Python code runs here, and may draw random numbers of Python and NumPy.
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
@@ -496,17 +518,7 @@ class Regions:
                 raise self._refused(f"code before {region.name} sets {change}, which the layer reads")
         if name:
             raise self._refused(f"the forward of {region.name} sets {name}")
-        if list(map(writes_to, tensors)) != before:
-            # The values that the previous layer has saved would be overwritten.
-            raise self._refused(f"the forward of {region.name} writes to its arguments")
-        results = fully_shard.with_cast_outputs(layer, results)
-        inputs = set(map(dynamo.storage_id, tensors))
-        values = dynamo.tree_leaves(results)
-        is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
-        if known and is_new and all(isinstance(value, DESCRIBED) for value in values):
-            # The forward may have unified symbols of equal sizes, so the key is computed again for later layers.
-            self._results[(*way, tuple(map(described, given)))] = results
-        return results
+        return fully_shard.with_cast_outputs(layer, results)
 
     def _pending(self, trace: dynamo.Trace, layer: torch.nn.Module, region: Region) -> list[dynamo.PendingChange]:
         """Returns the pending changes of modules around a layer when it is called. If its forward read a changed

@@ -280,13 +280,7 @@ class TracedForward:
             with modes_restored_on_error(self._device.type):
                 outputs = self._run_compiled(kind, call, run, stops_at_hooks=self._may_run_again(before))
         except BaseException as error:
-            is_unwritten = is_of_trace(error) and not run.has_written
-            may_restore = is_first or is_unwritten or isinstance(error, ResultsChangedError | OtherRunsError)
-            self.is_undone = not run.ran
-            if before is not None and may_restore:
-                self.restore_overwritten()
-                before.restore()
-                self.is_undone = True
+            self._undo(error, run, before)
             if isinstance(error, OtherRunsError):
                 self._watch = run.watch
                 raise
@@ -301,13 +295,7 @@ class TracedForward:
             self.restore_overwritten()
             before.restore()
             return None
-        if self._regions.has_checkpointed:
-            self.say(
-                "running layers under torch.utils.checkpoint in plain PyTorch, outside the plan and the prediction: "
-                "the checkpoint reruns them; to have a plan recompute them instead, remove the checkpoint"
-            )
-        if run.errors:
-            self.say(errors_line(run.errors))
+        self._say_of(run)
         self._state.end()
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if isinstance(run.tape, TapeRecorder):
@@ -317,6 +305,26 @@ class TracedForward:
         graphs = tuple(graph for graph in run.ran if graph not in choices.seen)
         choices.seen.update(graphs)
         return self._traced_call(run, outputs, graphs, tape.under(self._sharding_of(call, tape)), before)
+
+    def _undo(self, error: BaseException, run: ForwardRun, before: ForwardState | None) -> None:
+        """Restore the state before a failed run, if it can be rerun."""
+        is_unwritten = is_of_trace(error) and not run.has_written
+        may_restore = self.is_first or is_unwritten or isinstance(error, ResultsChangedError | OtherRunsError)
+        self.is_undone = not run.ran
+        if before is not None and may_restore:
+            self.restore_overwritten()
+            before.restore()
+            self.is_undone = True
+
+    def _say_of(self, run: ForwardRun) -> None:
+        """Log what a user should know of a run, once."""
+        if self._regions.has_checkpointed:
+            self.say(
+                "running layers under torch.utils.checkpoint in plain PyTorch, outside the plan and the prediction: "
+                "the checkpoint reruns them; to have a plan recompute them instead, remove the checkpoint"
+            )
+        if run.errors:
+            self.say(errors_line(run.errors))
 
     def _renew_regions(self) -> None:
         """Recompile if layers have changed since the last call, and fall back to one graph if hooks now rule out

@@ -83,7 +83,7 @@ class CachingAllocator:
             block.before.after = block
         if block.after is not None:
             block.after.before = block
-        bisect.insort(self._free[block.is_small], (block.size, block.address, block), key=_order)
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
 
     def run(self, events: Iterable[Event]) -> list[Block]:
         """Allocate and free as in these events.
@@ -105,7 +105,7 @@ class CachingAllocator:
 
     def _best_fit(self, size: int) -> Block | None:
         blocks = self._free[size <= _SMALL]
-        index = bisect.bisect_left(blocks, (size, -1), key=_order)
+        index = bisect.bisect_left(blocks, (size, -1))
         return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _new_segment(self, size: int) -> Block:
@@ -119,11 +119,7 @@ class CachingAllocator:
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
-        bisect.insort(self._free[block.is_small], (rest.size, rest.address, rest), key=_order)
-
-
-def _order(entry: tuple[int, ...] | tuple[int, int, Block]) -> tuple[int, int]:
-    return entry[0], entry[1]
+        bisect.insort(self._free[block.is_small], (rest.size, rest.address, rest))
 
 
 def _up(size: int, granule: int) -> int:

@@ -28,17 +28,14 @@ class LossEvents:
     def scaled(self, factor: float) -> "LossEvents":
         """Returns the events of a batch that is `factor` times as large."""
 
-        def part(events: tuple[Event, ...]) -> tuple[Event, ...]:
-            return tuple(
-                event._replace(
-                    allocates=tuple(each._replace(bytes=round(factor * each.bytes)) for each in event.allocates),
-                    workspace=round(factor * event.workspace),
-                )
-                for event in events
-            )
+        def size(of_this: int) -> int:
+            return round(factor * of_this)
 
-        parts = part(self.before), part(self.behind), part(self.backward), part(self.end)
-        return LossEvents(*parts, resident=round(factor * self.resident))
+        before, behind, backward, end = (
+            tuple(event.resized(size) for event in part)
+            for part in (self.before, self.behind, self.backward, self.end)
+        )
+        return LossEvents(before, behind, backward, end, size(self.resident))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ of saved nodes (`simulation.py`), the programs that inductor wrote (`inductor_pr
 fake tensors (`live.py`). `composition.py` merges the streams of a step's graphs into one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
@@ -55,6 +55,11 @@ class Event(NamedTuple):
     allocates: tuple[Storage, ...] = ()
     workspace: int = 0
     frees: tuple[str, ...] = ()
+
+    def resized(self, size: Callable[[int], int]) -> "Event":
+        """Returns the event with `size` of each number of bytes."""
+        allocates = tuple(each._replace(bytes=size(each.bytes)) for each in self.allocates)
+        return self._replace(allocates=allocates, workspace=size(self.workspace))
 
 
 def held_before(events: Iterable[Event]) -> dict[str, Storage]:

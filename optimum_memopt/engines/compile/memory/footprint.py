@@ -483,10 +483,6 @@ class StepContext:
         """Returns the bytes that the graphs may hold; negative if everything else exceeds the limit already."""
         return self.fixed.activations_within(self.limit - self.margin - self.aside)
 
-    def footprint(self, activations: int) -> Footprint:
-        """Returns the footprint of the step if its graphs hold this many bytes."""
-        return replace(self.fixed, activations=activations)
-
 
 def step_around(
     model: torch.nn.Module,

@@ -320,17 +320,17 @@ class LiveRecorder(TorchDispatchMode):
         addresses = (storage.address for tensor in tensors for storage in fake_tensors.storages(tensor))
         return tuple(str(self._alive[address]) for address in addresses if address in self._alive)
 
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Count the storages of these tensors as 0 bytes, since they are counted elsewhere.
 
         Returns:
-            The numbers of the storages.
+            The bytes of the storages, by number.
         """
         held = [storage for tensor in tensors for storage in fake_tensors.storages(tensor)]
         for storage in held:
             self._follow(storage, "", "")
             self._allocations[self._alive[storage.address]].bytes = 0
-        return tuple(self._alive[storage.address] for storage in held)
+        return {self._alive[storage.address]: storage.bytes for storage in held}
 
     def take_in(self, sizes: Mapping[int, int]) -> None:
         """Count left-out storages from now on if they are still alive; `sizes` has their bytes by number."""

@@ -109,16 +109,10 @@ class Schedule:
         def sized(storage: Storage) -> Storage:
             return storage._replace(bytes=sizes[storage.bytes])
 
-        def run(events: Iterable[Event]) -> tuple[Event, ...]:
-            return tuple(
-                event._replace(allocates=tuple(map(sized, event.allocates)), workspace=sizes[event.workspace])
-                for event in events
-            )
-
         return replace(
             graph,
-            forward=run(graph.forward),
-            backward=run(graph.backward),
+            forward=tuple(event.resized(sizes.__getitem__) for event in graph.forward),
+            backward=tuple(event.resized(sizes.__getitem__) for event in graph.backward),
             inputs={position: sized(storage) for position, storage in graph.inputs.items()},
             saved=tuple(map(sized, graph.saved)),
             tangents=tuple((position, sized(storage)) for position, storage in graph.tangents),

@@ -82,7 +82,7 @@ class StepModel:
 
     def footprint(self, activations: int) -> Footprint:
         """Returns the step's footprint with that many bytes held by its graphs."""
-        footprint = self.context.footprint(activations)
+        footprint = replace(self.context.fixed, activations=activations)
         return replace(footprint, outputs=self.problem.outputs) if self.forward.tape.held_outputs.until else footprint
 
     def peak(self, activations: int) -> int:

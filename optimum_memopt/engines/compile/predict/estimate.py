@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optimum_memopt.compat.transformers import attention_implementation, checkpointing_flag, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import (
@@ -29,6 +29,7 @@ from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch, bounded_bytes
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import Infeasible
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
@@ -38,10 +39,6 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
 from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
-
-if TYPE_CHECKING:
-    from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-
 
 _PLAIN = Technique("plain PyTorch", is_own=False)
 _NO_PLAN = Technique("compile engine, no plan", ("--memory_opt_engine compile",))
@@ -215,7 +212,7 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     return model.frontier()
 
 
-def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:
+def _batch_point(predictor: StepMemoryPredictor, batch_size: int) -> BatchPoint:
     footprint = predictor.footprint(batch_size=batch_size)
     blocks = predictor.allocator_peak(batch_size=batch_size)
     saved = predictor.saved(plain_sizes(predictor.first, batch_size, None))

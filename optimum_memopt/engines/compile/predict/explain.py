@@ -121,10 +121,14 @@ class Search:
         allowed = self.step.fixed.activations_within(self.budget << 20)
         if (plan := self._within(self.model.solver, allowed)) is None:
             return
-        peak = self.model.peak(plan.peak)
+        flags = f"--memory_opt_budget {self.budget}MiB"
+        yield from self._planned(self.model, plan, flags, f"{_words(plan)} with which every step fits")
+
+    def _planned(self, model: StepModel, plan: Plan, flags: str, what: str) -> Iterator[Suggestion]:
+        """Yields a plan if the step fits with it."""
+        peak = model.peak(plan.peak)
         if peak <= self.allowed:
-            flags = f"--memory_opt_budget {self.budget}MiB"
-            yield Suggestion(flags, peak, _share(plan), f"{_words(plan)} with which every step fits")
+            yield Suggestion(flags, peak, _share(plan), what)
 
     def _within(self, solver: ForwardSolver, allowed: int) -> Plan | None:
         """Returns the plan for a budget; None if no plan would fit in another process with slightly less memory."""
@@ -155,26 +159,22 @@ class Search:
             yield Suggestion(flags, peak, None, "the loss never holds all logits")
 
     def _level(self) -> Iterator[Suggestion]:
-        plan = self.model.level_1()
-        peak = self.model.peak(plan.peak)
-        if peak <= self.allowed:
-            flags = "--memory_opt_engine compile --memory_opt_level 1"
-            yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
+        flags, what = "--memory_opt_engine compile --memory_opt_level 1", "every layer is recomputed from its input"
+        yield from self._planned(self.model, self.model.level_1(), flags, what)
 
     def _released_gradients(self) -> Iterator[Suggestion]:
         """Yields level 1 with the optimizer in the backward; none if the run needs all gradients at once, or if
         releasing them saves little."""
-        is_possible = self.failed.accumulation == 1 and not self.step.gather_rate and world_size() == 1
+        is_possible = self.failed.accumulation == 1 and world_size() == 1
         is_released = self.step.fixed.releases
         if not is_possible or is_released or self.failed.autocast == torch.float16 or len(self.forward().graphs) == 1:
             return
         released = self.model.releasing_gradients()
         plan = released.level_1()
-        peak = released.peak(plan.peak)
-        if peak <= self.allowed and peak < (1 - _MARGIN) * self.model.peak(self.model.solver.lowest):
+        if released.peak(plan.peak) < (1 - _MARGIN) * self.model.peak(self.model.solver.lowest):
             flags = "--memory_opt_engine compile --memory_opt_level 1 --memory_opt_release_gradients --max_grad_norm 0"
             what = "the optimizer steps in the backward; gradients are not clipped"
-            yield Suggestion(flags, peak, _share(plan), what)
+            yield from self._planned(released, plan, flags, what)
 
     def _smaller_within_budget(self) -> Iterator[Suggestion]:
         for times in self._parts(self.model.forward.rows_with(self.step.largest)):

@@ -205,8 +205,7 @@ class _Run:
             anchor = torch.empty(0, requires_grad=True)
         given = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
         made = _Forward.apply(self, [outputs[place] for place in places], anchor, *given)
-        sizes = [tensor.untyped_storage().nbytes() for tensor in made]
-        self._returned = dict(zip(self.recorder.leave_out(made), sizes, strict=True))
+        self._returned = self.recorder.leave_out(made)
         for place, tensor in zip(places, made, strict=True):
             outputs[place] = tensor
         return dynamo.tree_unflatten(outputs, structure)

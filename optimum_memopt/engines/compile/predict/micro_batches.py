@@ -99,15 +99,16 @@ _TWO_BATCHES = (2, 6)
 
 @dataclass(frozen=True)
 class _Batch:
-    """A step of the compile engine with one batch; `times` are those of the nodes of its problem."""
+    """A step of the compile engine with one batch.
+
+    Attributes:
+        forward: the forward's problem, with conversions if plans may compress.
+        times: the times of the problem's nodes.
+    """
 
     step: StepModel
+    forward: TapeProblem
     times: OperatorTimes
-
-    @property
-    def forward(self) -> TapeProblem:
-        """Returns the forward's problem, with conversions if plans may compress."""
-        return self.step.problem if self.step.compression is None else self.step.compression.forward
 
     @property
     def problem(self) -> Problem:
@@ -287,11 +288,10 @@ class ForwardSteps:
             ),
         )
         step = StepModel(priced, context, forward.sizes_of(rows, self._tokens))
-        calls = sum(times[graph].call for graph in step.problem.graphs)
-        batch = _Batch(step, OperatorTimes((), (), times[0].source, calls))
-        problem = batch.forward
+        problem = step.problem if step.compression is None else step.compression.forward
         bounds = tuple(_bound_of(times[problem.graphs[run]], local) for run, local in problem.places)
-        return replace(batch, times=replace(batch.times, seconds=problem.problem.seconds, bounds=bounds))
+        calls = sum(times[graph].call for graph in problem.graphs)
+        return _Batch(step, problem, OperatorTimes(problem.problem.seconds, bounds, times[0].source, calls))
 
 
 def _bound_of(times: OperatorTimes, local: int) -> str:

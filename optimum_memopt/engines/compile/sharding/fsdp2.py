@@ -69,13 +69,13 @@ class Fsdp2Sharding(Sharding):
     def collectives(self, runs: Sequence[GraphRun]) -> Collectives:
         step, calls = _Step(), self._calls(runs)
         around = self._forward(step, calls)
-        end_of_forward = step.end_of_forward()
+        end_of_forward = _freeing(step.last_flat)
         last = next((call.ends for call in reversed(calls) if call.ends is not None), None)
         # The loss's backward first calls the hook of an open module, or the model's own.
         has_hook = bool(self._opened) or self.root is not None
         prefetched = step.prefetch(last) if has_hook else ()
         reduced = self._backward(step, calls, around)
-        return Collectives(tuple(around), end_of_forward, prefetched, reduced, step.end_of_backward())
+        return Collectives(tuple(around), end_of_forward, prefetched, reduced, _freeing(step.scattered))
 
     @property
     def _opened(self) -> list[ShardedGroup]:
@@ -211,10 +211,7 @@ class _Step:
 
     def reshard(self, group: ShardedGroup) -> tuple[Event, ...]:
         self.gathered.discard(_key(group))
-        return (Event("", frees=(f"gathered {_key(group)}",)),)
-
-    def end_of_forward(self) -> tuple[Event, ...]:
-        return (Event("", frees=(self.last_flat,)),) if self.last_flat else ()
+        return _freeing(f"gathered {_key(group)}")
 
     def prefetch(self, group: ShardedGroup | None) -> tuple[Event, ...]:
         if group is None or _key(group) in {*self.gathered, *self.flat}:
@@ -248,8 +245,9 @@ class _Step:
             Event(f"{name} reduced", REDUCE, group.modules[0], (share,)),
         )
 
-    def end_of_backward(self) -> tuple[Event, ...]:
-        return (Event("", frees=(self.scattered,)),) if self.scattered else ()
+
+def _freeing(name: str) -> tuple[Event, ...]:
+    return (Event("", frees=(name,)),) if name else ()
 
 
 def _key(group: ShardedGroup) -> str:

@@ -271,8 +271,7 @@ class _Run:
             for place, value in zip(tensors, returned, strict=True):
                 results[place] = value
             if number >= 0:
-                sizes = (value.untyped_storage().nbytes() for value in returned)
-                self._returned = dict(zip(self.recorder.leave_out(returned), sizes, strict=True))
+                self._returned = self.recorder.leave_out(returned)
                 self.recorder.mark(_Mark(_FORWARD_END, number))
             self._gathering.release(layer)
             return self._beginning(layer, dynamo.tree_unflatten(results, made))

@@ -76,16 +76,13 @@ class ForwardSolver:
     def _solve(self, allowed: int) -> Plan:
         if self.compression is None or self.segments:
             return self._cheapest_exact(allowed)
-        exact, infeasible = None, None
         try:
             exact = self._cheapest_exact(allowed)
-        except Infeasible as error:
-            infeasible = error
-        plan = self.compressing(exact, allowed) or exact
-        if plan is None:
-            assert infeasible is not None
-            raise infeasible
-        return plan
+        except Infeasible:
+            if (plan := self.compressing(None, allowed)) is None:
+                raise
+            return plan
+        return self.compressing(exact, allowed) or exact
 
     def compressing(self, exact: Plan | None, allowed: int) -> Plan | None:
         """Returns the plan with compression if it is worth it, else None; arguments as in `with_compression`."""

@@ -132,12 +132,6 @@ def compiled_node(results: Iterable[Any]) -> Any:
     return next((node for node in nodes if type(node).__name__ == _COMPILED), None)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns the tensor's version: how many in-place writes to it or its views autograd has counted."""
-    version: int = tensor._version
-    return version
-
-
 def checkpoint() -> object:
     """Returns an object for the innermost non-reentrant checkpoint that is active; None if there is none.
 

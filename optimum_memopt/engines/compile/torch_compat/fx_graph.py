@@ -424,9 +424,7 @@ def without_base(result: Any) -> Any:
 @contextlib.contextmanager
 def without_modes_and_autocast() -> Iterator[None]:
     """Run operators on real tensors and without autocast, even while a graph is traced."""
-    with without_modes(), contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
+    with without_modes(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 

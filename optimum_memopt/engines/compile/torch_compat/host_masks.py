@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.compat.transformers import is_mask
-from optimum_memopt.engines.compile.torch_compat.autograd import version_of
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
 from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 
@@ -34,7 +34,7 @@ _KNOWN = "_memopt_is_true"
 def is_true(mask: torch.Tensor) -> bool:
     """True if a mask marks no padding; waits for the device unless this was read on the host."""
     known: tuple[bool, int] | None = getattr(mask, _KNOWN, None)
-    return known[0] if known is not None and known[1] == version_of(mask) else is_known_true(mask)
+    return known[0] if known is not None and known[1] == writes_to(mask) else is_known_true(mask)
 
 
 def note(batch: Any, moved: Any) -> None:
@@ -47,7 +47,7 @@ def note(batch: Any, moved: Any) -> None:
             continue
         # An inference tensor has no version, and is not for training.
         if isinstance(on_device, torch.Tensor) and not on_device.is_inference():
-            setattr(on_device, _KNOWN, (is_known_true(mask), version_of(on_device)))
+            setattr(on_device, _KNOWN, (is_known_true(mask), writes_to(on_device)))
 
 
 def _is_on_host(value: Any) -> bool:

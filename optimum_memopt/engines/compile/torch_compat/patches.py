@@ -6,8 +6,8 @@ of the plan table's header; under FSDP2 and ZeRO 3, whose patches are required, 
 """
 
 import contextlib
-import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,12 +55,9 @@ class Name:
         try:
             # DeepSpeed logs to the current stdout while it is imported.
             with contextlib.redirect_stdout(sys.stderr):
-                found: Any = importlib.import_module(self.module)
-        except ImportError:
+                return pkgutil.resolve_name(f"{self.module}:{name}")
+        except (ImportError, AttributeError):
             return _MISSING
-        for part in name.split("."):
-            found = getattr(found, part, _MISSING)
-        return found
 
 
 def _source_of(found: Any) -> str:

@@ -269,25 +269,10 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._releases_gradients and self._released is None:
             self._released = self._release_gradients()
         if self._buckets is None:
-            # The model may have been sharded since the engine was attached.
-            check_model(self._model)
-            releases.check_for_ranks(self._model, by_zero3=self._leafs is not None)
-            start_libraries(next(self._model.parameters()).device)
-            is_sharded = self._is_sharded
-            if is_sharded and self._most_variants > 1:
-                get_logger().warning(
-                    "--memory_opt_variants ignored: under FSDP2 and ZeRO 3 all ranks must use the same plan"
-                )
-            most = 1 if self._producer.bound is None or is_sharded else self._most_variants
-            self._buckets = LengthBuckets(
-                most, weak_method(self._new_forward), self._pending, may_rerun=not is_sharded, largest=self._largest
-            )
+            self._buckets = self._new_buckets()
         call = self._call(args, kwargs)
         if self._outputs is None:
-            # A training loop that gets logits may hold them.
-            may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
-            assumed = HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD
-            self._outputs = OutputsWatch(self._model, assumed, self._loss_watch(call.inputs))
+            self._outputs = self._new_outputs_watch(call)
         self._outputs.begin(self.outputs_read_by is None and self._attached.training_forward.is_wrapped)
         self._buckets.hold_outputs(self._outputs.held)
         if self._is_plain:
@@ -305,16 +290,40 @@ class CompileEngine(in_place.InPlaceEngine):
             self._leafs.gather_ahead(self._model, self._buckets.largest.gather_ahead)
         if is_first and self._is_on_cpu and not self._selection.name:
             # After the first forward, since its prediction reads the memory that the process holds.
-            run = self._run_now()
-            peak = self._buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0
-            # Only with room for it: the next step may not be able to reuse the blocks that malloc keeps.
-            self._keep_freed(host_available() >= peak)
+            self._keep_freed(self._has_room(self._buckets))
         self._outputs.watch(outputs)
         if is_first and self._released is not None:
             self._warn_of_one_graph()
         if self._host is not None:
             self._watch_host(self._host)
         return outputs
+
+    def _new_buckets(self) -> LengthBuckets:
+        """Returns the forwards of a new run, after its checks."""
+        # The model may have been sharded since the engine was attached.
+        check_model(self._model)
+        releases.check_for_ranks(self._model, by_zero3=self._leafs is not None)
+        start_libraries(next(self._model.parameters()).device)
+        is_sharded = self._is_sharded
+        if is_sharded and self._most_variants > 1:
+            get_logger().warning(
+                "--memory_opt_variants ignored: under FSDP2 and ZeRO 3 all ranks must use the same plan"
+            )
+        most = 1 if self._producer.bound is None or is_sharded else self._most_variants
+        new_forward = weak_method(self._new_forward)
+        return LengthBuckets(most, new_forward, self._pending, may_rerun=not is_sharded, largest=self._largest)
+
+    def _new_outputs_watch(self, call: ForwardArgs) -> OutputsWatch:
+        # A training loop that gets logits may hold them.
+        may_hold = self.outputs_read_by is None and bool(call.reader) and not self._drops_outputs
+        assumed = HeldUntil.NEXT_FORWARD if may_hold else HeldUntil.BACKWARD
+        return OutputsWatch(self._model, assumed, self._loss_watch(call.inputs))
+
+    def _has_room(self, buckets: LengthBuckets) -> bool:
+        """True if the host has room for a step's peak beside the memory that earlier steps have freed: the next step
+        may not be able to reuse the blocks that malloc keeps."""
+        run = self._run_now()
+        return host_available() >= (buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0)
 
     def _warn_of_one_graph(self) -> None:
         """Warn if gradients are released, but most are returned at once, by one graph for all layers."""
