@@ -25,11 +25,12 @@ class DoesNotFitError(MemOptError):
 
     Attributes:
         lowest: the lowest possible peak of the step, in bytes.
+        is_final: even without activations the step exceeds the budget, so no other graphs of the model help.
     """
 
-    def __init__(self, text: str, lowest: int) -> None:
+    def __init__(self, text: str, lowest: int, is_final: bool = False) -> None:
         super().__init__(text)
-        self.lowest = lowest
+        self.lowest, self.is_final = lowest, is_final
 
 
 _FLAG = re.compile(r"--(\w+)")

@@ -206,15 +206,29 @@ def test_a_loop_of_ones_own(model):
 
 
 def test_a_budget_that_a_loop_does_not_fit_in_names_the_chunked_loss(model, monkeypatch):
-    """A budget that a loop does not fit names the chunked loss only if it saves memory and is not requested yet."""
+    """A budget that a loop does not fit names the chunked loss only if it saves memory, is not requested yet, and the
+    step would fit without activations."""
     hold_still(monkeypatch)
-    options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_budget": "1MiB"}
-    for loss, is_named in (("auto", True), ("chunked", False), ("plain", False)):
-        engine = optimize(model, memory_opt_loss=loss, **options)
+
+    def refusal(loss, budget):
+        options = {
+            "memory_opt_compiler": "aot_eager",
+            "memory_opt_budget": f"{budget / 2**20:.6f}MiB",
+            "memory_opt_loss": loss,
+        }
+        engine = optimize(model, memory_opt_engine="compile", **options)
         with pytest.raises(DoesNotFitError) as refused:
             model(**batch_of())
-        assert str(refused.value).count('memory_opt_loss="chunked"') == is_named
         engine.detach()
+        return refused.value
+
+    named = 'memory_opt_loss="chunked"'
+    # With gradients and AdamW's states, and little for activations.
+    little = 2**29 + 4 * sum(parameter.nbytes for parameter in model.parameters()) + 2**16
+    for loss, is_named in (("auto", True), ("chunked", False), ("plain", False)):
+        too_little = refusal(loss, 2**20)
+        assert too_little.is_final and named not in str(too_little)
+        assert str(refusal(loss, little)).count(named) == is_named
 
 
 @in_turn

@@ -293,6 +293,17 @@ def test_a_budget_is_refused_with_what_the_better_attempt_takes(monkeypatch, of_
     engine.detach()
 
 
+def test_a_budget_below_what_is_held_beside_activations_is_refused_at_once() -> None:
+    """One graph for all layers would not help if the optimizer alone exceeds the budget."""
+    model = deep("llama")
+    engine = attached(model, Selection(budget=Budget("1MiB", 2**20)), AUTO)
+    with log_lines() as lines, pytest.raises(DoesNotFitError, match="infeasible: even with") as refused:
+        model(**ZOO["llama"].batch())
+    assert refused.value.is_final and "an optimizer with fewer states" in str(refused.value)
+    assert sum(line.startswith("compiling") for line in lines) == 1 and not any("one graph" in line for line in lines)
+    engine.detach()
+
+
 class Indexed(Perceptrons):
     """Layers that hold tensors in a dict, like the indices of PEFT's FourierFT."""
 

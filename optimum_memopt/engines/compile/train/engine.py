@@ -358,6 +358,8 @@ class CompileEngine(in_place.InPlaceEngine):
             DoesNotFitError: no plan fits then either.
         """
         assert self._buckets is not None and self._outputs is not None
+        if error.is_final:
+            raise error
         if self._outputs.is_assumed and self._outputs.held.until:
             if self._is_sharded:
                 raise DoesNotFitError(f"{error}; {_MAY_HOLD}", error.lowest) from None

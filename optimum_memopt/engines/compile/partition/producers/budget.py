@@ -48,18 +48,14 @@ class FromBudget(Producer):
         return replace(solved, frontier=frontier, by_length=_by_length(step, plan) if with_lengths else None)
 
     def _does_not_fit(self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str) -> DoesNotFitError:
-        fixed = step.fixed
+        fixed, is_final = step.fixed, not _fits_without_activations(step)
         parts = {
             "parameters": fixed.parameters + fixed.buffers,
             "optimizer states": fixed.optimizer,
             "accumulated gradients": fixed.accumulated,
             "the batch" if step.micro_batches < 2 else f"{step.micro_batches} micro-batches": fixed.batch,
             "the process": fixed.constant,
-            **(
-                holds
-                if _fits_without_activations(step)
-                else {"gradients and the optimizer's step": fixed.gradients + fixed.step}
-            ),
+            **({"gradients and the optimizer's step": fixed.gradients + fixed.step} if is_final else holds),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
@@ -72,6 +68,7 @@ class FromBudget(Producer):
             f"--memory_opt_budget {self.bound.text}: infeasible: even with {allowed} the step peaks at "
             f"{text_of_at_least(peak)}{batch}{among}, over {gib_text(step.limit)}; {held}{suggestion}",
             peak,
+            is_final,
         )
 
 
