@@ -13,6 +13,8 @@ from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
+from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents
+from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
@@ -109,6 +111,29 @@ def test_outputs_that_a_loop_holds_are_simulated_to_the_byte(name: str, held: He
     assert 0 < more_bytes <= problem.outputs if held.until else problem.outputs == 0
     # Without copies, the forward returns equally many bytes.
     assert held.until or (more_bytes > 0) == bool(held.left)
+
+
+@pytest.mark.parametrize("name", nightly(MODELS, but=["roberta-mlm"]))
+def test_a_loss_that_drops_results_is_simulated_to_the_byte(name: str) -> None:
+    """A loss outside of the forward copies the results, drops them, and computes from the copy."""
+    mib = 2**20
+    copied = Event("to", allocates=(Storage("copy", 2 * mib),))
+    computed = Event("exp", allocates=(Storage("exp", 3 * mib),), workspace=mib)
+    gradient = (Event("mul", allocates=(Storage("gradient", 2 * mib),), frees=("exp", "copy")),)
+    freed = (Event("", frees=("gradient",)),)
+    drops = LossEvents(behind=(copied,), backward=(*gradient, *freed), without_results=(computed,))
+    holds = LossEvents(behind=(copied, computed), backward=drops.backward)
+    forward, saved, peaks = captured(name), set[int](), []
+    for events in (holds, drops):
+        loss = EagerLoss("the loss", lambda _, events=events: events)
+        of_loss = replace(forward, tape=replace(forward.tape, loss=loss))
+        # The gradient of the model's own loss exists from the loss on.
+        assert_simulated(of_loss, at_most=4)
+        problem = of_loss.problem(of_loss.first)
+        everything = simulate(problem.problem, problem.of_all([run.closure(run.activations) for run in problem.runs]))
+        saved.add(everything.saved_bytes)
+        peaks.append(everything.forward.peak)
+    assert len(saved) == 1 and peaks[1] < peaks[0]
 
 
 def assert_simulated(captured: CapturedForward, most: float = 0.0, at_most: int = 0) -> None:

@@ -139,6 +139,29 @@ class TwoForwards(Wide):
         )
 
 
+class Scoring(torch.nn.Module):
+    """A model with wide results, in half precision under autocast."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.head = torch.nn.Linear(CLASSES, WIDE)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": self.head(self.model(input_ids, attention_mask).logits)}
+
+
+class Copied(Wide):
+    """A loss of results that accelerate copies to float32, after which nothing holds them."""
+
+    def __init__(self, *, model: torch.nn.Module, **given: Any) -> None:
+        super().__init__(model=Scoring(model), **given)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        return functional.cross_entropy(model(**inputs)["scores"].sin().cos(), labels)
+
+
 class TakesOut(Wide):
     """A loss that removes the labels from its inputs."""
 
@@ -191,6 +214,7 @@ def during_training(trainer: MemOptTrainer, ask: Callable[[Any], Any]) -> Iterat
         pytest.param(TeacherLast, {"memory_opt_compiler": "inductor"}, marks=pytest.mark.nightly),
         pytest.param(TeacherFirst, {"bf16": True}, marks=pytest.mark.nightly),
         (Reference, {"bf16": True}),
+        (Copied, {"bf16": True}),
     ],
 )
 def test_a_step_is_predicted_with_its_loss(kind: type[Wide], changes: dict[str, Any], tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_arguments_that_are_recomputed_are_not_held_in_between() -> None:
     assert step.saved_bytes == 20
     # The first held argument, both outputs recomputed from it, a gradient, and the input's gradient.
     assert step.peak() == 10 + 20 + 10 + 10
-    again = [event.allocates[0].name for event in step.events[step.dropped_at :] if event.operator == "square"]
+    again = [event.allocates[0].name for event in step.events[step.forward_end :] if event.operator == "square"]
     assert again == ["storage 3 for 2", "storage 4 for 3"]
 
 

@@ -78,10 +78,11 @@ class Collectives:
 
     Attributes:
         runs: the events around each call.
-        end_of_forward: events after the last forward.
+        end_of_forward: events after the last forward, before its caller drops the results.
         prefetched: events at the start of the backward.
         last: ends of the groups that are reduced after the backward of the first call.
         end: events at the end of the backward.
+        without_results: events after the caller has dropped the results, before the backward.
     """
 
     runs: tuple[AroundRun, ...]
@@ -89,6 +90,7 @@ class Collectives:
     prefetched: tuple[Event, ...]
     last: tuple[Reduced, ...]
     end: tuple[Event, ...]
+    without_results: tuple[Event, ...] = ()
 
     @property
     def moved(self) -> tuple[int, int]:

@@ -27,22 +27,22 @@ class StepEvents:
     """The events of a forward and its backward; events without an operator stand between two operators.
 
     Attributes:
-        events: the forwards of all graphs, the event at which the caller drops tensors, the event that allocates the
-            tangents, and the backwards.
-        dropped_at: index of the event at which the caller drops tensors.
+        events: the forwards of all graphs, the event at which the caller drops tensors, a loss outside of the graphs,
+            the event that allocates the tangents, and the backwards.
+        forward_end: index of the last event before the backward.
         outputs: bytes of the forward's results that its caller holds after the backward.
         earlier_outputs: bytes of the previous step's results, held until this forward has returned.
     """
 
     events: tuple[Event, ...]
-    dropped_at: int
+    forward_end: int
     outputs: int = 0
     earlier_outputs: int = 0
 
     @property
     def saved_bytes(self) -> int:
         """Returns the bytes held between forward and backward."""
-        return bytes_during(self.events[: self.dropped_at + 1])[1]
+        return bytes_during(self.events[: self.forward_end + 1])[1]
 
     def peak(self, gradients: int = 0) -> int:
         """Returns the peak in bytes.
@@ -51,7 +51,7 @@ class StepEvents:
             gradients: bytes of gradients that exist from the start of the backward, but not in the forward.
         """
         during, _ = bytes_during(self.events)
-        return max(size + gradients * (index > self.dropped_at) for index, size in enumerate(during))
+        return max(size + gradients * (index > self.forward_end) for index, size in enumerate(during))
 
 
 def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
@@ -71,13 +71,13 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
             workspace=size(first.workspace, second.workspace),
         )
 
-    if len(low.events) != len(high.events) or low.dropped_at != high.dropped_at:
+    if len(low.events) != len(high.events) or low.forward_end != high.forward_end:
         return None
     pairs = list(zip(low.events, high.events, strict=True))
     if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
         return None
     outputs, earlier = size(low.outputs, high.outputs), size(low.earlier_outputs, high.earlier_outputs)
-    return StepEvents(tuple(itertools.starmap(event, pairs)), low.dropped_at, outputs, earlier)
+    return StepEvents(tuple(itertools.starmap(event, pairs)), low.forward_end, outputs, earlier)
 
 
 def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> StepEvents:
@@ -91,8 +91,9 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = Fal
     count, collectives = len(tape.calls), composition.collectives
     forward = [event for index in range(count) for event in composition.forward(index)]
     dropped, forward = composition.hold_results(forward)
-    events = [*forward, *collectives.end_of_forward, composition.drop_results(dropped)]
-    dropped_at = len(events) - 1
+    dropping = composition.drop_results(dropped)
+    events = [*forward, *collectives.end_of_forward, dropping, *collectives.without_results]
+    forward_end = len(events) - 1
     given, *backward = composition.backward(count - 1)
     events += (given, *collectives.prefetched, *backward)
     for index in reversed(range(count - 1)):
@@ -101,7 +102,7 @@ def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = Fal
     until = tape.held_outputs.until
     outputs = sum(storage.bytes for storage in composition.results) if until else 0
     earlier = outputs if until == HeldUntil.NEXT_FORWARD else 0
-    return StepEvents(tuple(events), dropped_at, outputs, earlier)
+    return StepEvents(tuple(events), forward_end, outputs, earlier)
 
 
 def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents], count: int) -> int:
@@ -409,36 +410,39 @@ class _Composition:
         """Yields gradients that are freed, since autograd adds each to an earlier one of the same tensor."""
         call, graph = self._calls[index], self._graphs[index]
         for position, local in graph.gradients:
-            number = None if position is None else call.inputs.get(position)
             if not local:
                 continue
             name = names.get(local, f"{index} {local}")
             self._layouts.setdefault(name, graph.layouts.gradients.get(position))
             owner = None if position is None else self._around[index].owners.get(position)
-            if number is None and self._frees_gradients and owner is None:
+            number = None if position is None else call.inputs.get(position)
+            if number is not None:
+                yield from self._added(index, number, name, owner)
+            elif self._frees_gradients and owner is None:
                 yield name
-            if number is None:
-                continue
-            if owner is not None:
-                if (first := self._gradients.setdefault(number, name)) == name:
-                    self._grouped[name] = owner
-                else:
-                    yield name
-            elif self._frees_gradients and number in self._given:
-                # autograd sums the gradients of all graphs before it accumulates them.
-                first = self._gradients.setdefault(number, name)
-                if first != name:
-                    yield name
-                if not any(number in earlier.inputs.values() for earlier in self._calls[:index]):
-                    yield first
-            elif number not in self._gradients:
-                self._gradients[number] = name
-                if number in self._tape.returned[index] or number in self._given:
-                    self._waiting[name] += 1
-                elif index:
-                    self._passed.append(name)
-            elif self._gradients[number] != name and not self._waiting[name]:
+
+    def _added(self, index: int, number: int, name: str, owner: object | None) -> Iterator[str]:
+        """Pass on the gradient of a storage, which other runs may also read; yields the gradients that are freed."""
+        if owner is not None:
+            if self._gradients.setdefault(number, name) == name:
+                self._grouped[name] = owner
+            else:
                 yield name
+        elif self._frees_gradients and number in self._given:
+            # autograd sums the gradients of all graphs before it accumulates them.
+            first = self._gradients.setdefault(number, name)
+            if first != name:
+                yield name
+            if not any(number in earlier.inputs.values() for earlier in self._calls[:index]):
+                yield first
+        elif number not in self._gradients:
+            self._gradients[number] = name
+            if number in self._tape.returned[index] or number in self._given:
+                self._waiting[name] += 1
+            elif index:
+                self._passed.append(name)
+        elif self._gradients[number] != name and not self._waiting[name]:
+            yield name
 
     def _is_last(self, index: int, name: str) -> bool:
         """Returns True if a storage has no reader left after this run's backward; removes the run from its readers."""

@@ -13,7 +13,8 @@ class LossEvents:
 
     Attributes:
         before: events before the model's forward.
-        behind: events after the model's forward, until the backward of the loss begins.
+        behind: events after the model's forward, until its results are dropped.
+        without_results: events from then on, until the backward of the loss begins.
         backward: events of the loss's backward, until the model's backward gets its tangents.
         end: events from the start of the model's backward on; they are composed at its end.
         resident: bytes held when the step's first model forward begins.
@@ -23,6 +24,7 @@ class LossEvents:
     behind: tuple[Event, ...] = ()
     backward: tuple[Event, ...] = ()
     end: tuple[Event, ...] = ()
+    without_results: tuple[Event, ...] = ()
     resident: int = 0
 
     def scaled(self, factor: float) -> "LossEvents":
@@ -31,11 +33,11 @@ class LossEvents:
         def size(of_this: int) -> int:
             return round(factor * of_this)
 
-        before, behind, backward, end = (
+        before, behind, backward, end, without_results = (
             tuple(event.resized(size) for event in part)
-            for part in (self.before, self.behind, self.backward, self.end)
+            for part in (self.before, self.behind, self.backward, self.end, self.without_results)
         )
-        return LossEvents(before, behind, backward, end, size(self.resident))
+        return LossEvents(before, behind, backward, end, without_results, size(self.resident))
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class EagerLoss:
             runs=tuple(runs),
             end_of_forward=(*collectives.end_of_forward, *events.behind),
             end=(*collectives.end, *events.end),
+            without_results=events.without_results,
         )
 
     @property

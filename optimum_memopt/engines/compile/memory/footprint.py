@@ -376,7 +376,7 @@ def step_timeline(
         TEMPORARY: around.step if around.releases else 0,
     }
     # Bytes held during each event, including events between operators.
-    first = step.dropped_at
+    first = step.forward_end
     during = [
         {name: size + (in_graphs if index <= first else in_backward).get(name, 0) for name, size in held.items()}
         for index, held in enumerate(bytes_by_category(step.events))

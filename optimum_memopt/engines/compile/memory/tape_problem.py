@@ -310,6 +310,10 @@ class _LinkedRuns:
         around, is_first = self._collectives.runs[run], run == len(self._runs) - 1
         if is_first:
             self._held += self._moved.add(run, self._collectives.end_of_forward)
+            if self._collectives.without_results:
+                results = [self._made[storage] for storage in self._tape.results if storage in self._made]
+                self._held.append(self._end(run, results, _RETURNED))
+                self._held += self._moved.add(run, self._collectives.without_results)
         self._backward_outside(run)
         for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
             number[node] = self._tangent(run, node, at)
@@ -409,6 +413,8 @@ class _LinkedRuns:
         released = {storage for call in self._tape.calls for storage in call.released}
         if self._tape.held_outputs.copies:
             released |= self._result_sizes.keys()
+        if self._collectives.without_results:
+            released |= self._tape.results
         last = [node for storage, node in self._made.items() if storage not in released]
 
         def all_of(nodes_of: Callable[[Problem], Iterable[int]]) -> Iterator[int]:

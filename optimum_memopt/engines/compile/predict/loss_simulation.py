@@ -25,6 +25,8 @@ from optimum_memopt.engines.shared.forward_patch import TrainingForward
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
 
+# Results of the forward with fewer bytes are not followed, such as the loss.
+_SMALL = 512
 # Maximum number of batch sizes whose losses are cached.
 _MOST_LOSSES = 64
 _FORWARD, _LOSS, _BACKWARD = "forward", "loss", "backward"
@@ -237,17 +239,25 @@ class _Run:
         if begin is None:
             raise MemOptError("it passes no gradient to the model's outputs")
         first, last, loss_at = places[_Mark(_FORWARD, 1)], places[_Mark(_FORWARD, self._calls)], places[_Mark(_LOSS)]
-        given = set(self._given)
+        given, dropped_at = set(self._given), self._dropped_at(run.events[:loss_at])
         return LossEvents(
             tuple(run.between(0, last)),
-            tuple(run.between(last, loss_at)),
+            tuple(run.between(last, dropped_at)),
             (*run.between(loss_at, begin), Event("", frees=self._given)),
             tuple(
                 event._replace(frees=tuple(name for name in event.frees if name not in given))
                 for event in run.between(begin, len(run.events))
             ),
+            tuple(run.between(dropped_at, loss_at)),
             bytes_during(run.between(0, first))[1],
         )
+
+    def _dropped_at(self, events: Sequence[Event]) -> int:
+        """Returns the number of the events after which the loss holds none of the forward's results, except for small
+        ones: accelerate drops results in half precision once it has copied them to float32."""
+        freed = {name: place for place, event in enumerate(events) for name in event.frees}
+        places = (freed.get(str(number), len(events)) for number, size in self._returned.items() if size > _SMALL)
+        return min(max(places, default=len(events)) + 1, len(events))
 
 
 class _Forward(torch.autograd.Function):

@@ -103,7 +103,7 @@ class Reconstruction:
         return [
             Point(index, size - event.workspace - sum(storage.bytes for storage in event.allocates), size)
             for index, (event, size) in enumerate(zip(self.step.events, during, strict=True))
-            if event.operator and (index > self.step.dropped_at) == in_backward
+            if event.operator and (index > self.step.forward_end) == in_backward
         ]
 
 
