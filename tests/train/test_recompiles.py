@@ -15,6 +15,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, Recompile
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.planned_forward import _MOST_OF_CAUSE, Recompiles
+from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.plans.grammar import parse
 from tests.rotation import in_turn, nightly
 from tests.small_model import CLASSES, WIDTH, Block
@@ -97,7 +98,7 @@ def trained(model: torch.nn.Module, batches: Sequence[Any], change: Callable[[An
         The log lines of each step.
     """
     plain, said = copy.deepcopy(model), []
-    attached(model, Selection(level=1), dynamic=isinstance(model, Annealed))
+    attached(model, Selection(level=1), dynamic=isinstance(model, Annealed | Handing))
     for step, batch in enumerate(batches):
         with log_lines() as lines:
             for each in (model, plain):
@@ -110,6 +111,39 @@ def trained(model: torch.nn.Module, batches: Sequence[Any], change: Callable[[An
 
 def unchanged(model: torch.nn.Module, step: int) -> None:
     """Leave the model unchanged."""
+
+
+class Handing(torch.nn.Module):
+    """Hands each layer a parameter of its own and an argument of the forward, unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Shifted() for _ in range(4))
+        self.shift = torch.nn.Parameter(torch.ones(8, 64))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x + self.shift[0]
+        for layer in self.layers:
+            x = layer(x, mask, self.shift)
+        return {"loss": x.square().mean()}
+
+
+class Shifted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x * mask + shift.sum(0)).tanh()
+
+
+def test_a_batch_that_comes_again_is_not_compiled_again() -> None:
+    batch, others = ({"x": rows(count), "mask": torch.ones(count, 1)} for count in (4, 6))
+    model = Handing()
+    assert not any(trained(model, [batch, batch, others, batch], unchanged))
+    assert "in 3 graphs for 4 layers" in engine_of(model).plans().header[0]
+    marks = [name for tensor in (batch["mask"], model.shift) for name in vars(tensor) if "static_indices" in name]
+    assert not marks
 
 
 @pytest.mark.parametrize("build", nightly([Whole, Broken], but=[Whole]))

@@ -317,10 +317,11 @@ class Regions:
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
-        numbers = []
+        numbers, marked = [], []
         for value, constants in zip(values, layer.region.constants, strict=False):
             if isinstance(value, torch.Tensor):
-                traced_sizes.mark_static(value, [dim for dim, size in enumerate(constants) if size is not None])
+                dims = [dim for dim, size in enumerate(constants) if size is not None]
+                marked.append((value, traced_sizes.mark_static(value, dims)))
             elif type(value) is int:
                 numbers.append(next(iter(constants), None))
         try:
@@ -338,6 +339,8 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
+            for value, marks in reversed(marked):
+                traced_sizes.restore_marks(value, marks)
         traced = self._traced_results.get(self._call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)

@@ -37,13 +37,28 @@ def constant(size: "int | torch.SymInt") -> int | None:
     return int(size) if is_concrete_int(size) else None
 
 
-def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Make these sizes constants of the compiled graph; other sizes recompile (`torch/_dynamo/decorators.py`)."""
-    dims = tuple(dims)
-    if is_traceable_wrapper_subclass(tensor) or vars(tensor):
+def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> dict[str, Any]:
+    """Make these sizes constants of the compiled graph; other sizes recompile (`torch/_dynamo/decorators.py`).
+
+    Returns:
+        The tensor's marks before, for `restore_marks`.
+    """
+    dims, held = tuple(dims), vars(tensor)
+    before = {name: copy.copy(held[name]) for name in _known_marks((0,)) if name in held}
+    if is_traceable_wrapper_subclass(tensor) or before:
         torch._dynamo.mark_static(tensor, list(dims))
     else:
-        vars(tensor).update(_static_marks(dims))
+        held.update(_static_marks(dims))
+    return before
+
+
+def restore_marks(tensor: torch.Tensor, before: Mapping[str, Any]) -> None:
+    """Restore the marks before `mark_static`. A graph that was traced with the tensor before would recompile for a
+    marked one, such as a batch that a loop gives again, or a parameter (`torch/_dynamo/guards.py`, since 2.13)."""
+    held = vars(tensor)
+    for name in _known_marks((0,)):
+        held.pop(name, None)
+    held.update(before)
 
 
 class ImageSizes:
