@@ -383,7 +383,7 @@ ZOO: dict[str, Case] = {
             **{"boi_token_index": IMAGE_BEGINS, "eoi_token_index": IMAGE_ENDS},
         },
         images_in_text,
-        graphs=4,
+        graphs=3,
     ),
     # Images of several sizes packed into one row of pixels; attention stays within each image.
     "qwen2-vl": Case(

@@ -147,7 +147,9 @@ class Scoring(torch.nn.Module):
         self.model, self.config = model, model.config
         self.head = torch.nn.Linear(CLASSES, WIDE)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         return {"scores": self.head(self.model(input_ids, attention_mask).logits)}
 
 
@@ -158,8 +160,7 @@ class Copied(Wide):
         super().__init__(model=Scoring(model), **given)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        labels = inputs.pop("labels")
-        return functional.cross_entropy(model(**inputs)["scores"].sin().cos(), labels)
+        return functional.cross_entropy(model(**inputs)["scores"].sin().cos(), inputs["labels"])
 
 
 class TakesOut(Wide):
