@@ -154,13 +154,16 @@ class Scoring(torch.nn.Module):
 
 
 class Copied(Wide):
-    """A loss of results that accelerate copies to float32, after which nothing holds them."""
+    """A loss of results that accelerate copies to float32, after which nothing holds them. The peak is in the loss."""
 
     def __init__(self, *, model: torch.nn.Module, **given: Any) -> None:
         super().__init__(model=Scoring(model), **given)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(**inputs)["scores"].sin().cos(), inputs["labels"])
+        scores = model(**inputs)["scores"]
+        with torch.no_grad():
+            self.highest = torch.cat([scores] * 8).max().item()
+        return functional.cross_entropy(scores, inputs["labels"])
 
 
 class TakesOut(Wide):
