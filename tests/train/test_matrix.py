@@ -199,6 +199,8 @@ def check_partition(partitions: list[Split], engine: CompileEngine) -> None:
 def check_layers(pair: Pair, batch: Batch) -> None:
     """Check that equal layers share graphs that were compiled once, and that their memory is predicted."""
     engine, layers = pair.engine, sum(map(len, layer_groups(pair.model)))
+    # As in `check_step`: a forward that makes caches is traced apart.
+    batch = without_key_value_cache(pair.plain, (), batch)
     assert f" graphs for {layers} layers, equal layers share one" in engine.plans().header[0]
     if not all(parameter.requires_grad for parameter in pair.model.parameters()):
         # The first forwards copy frozen state, to compare it with the state that their backwards read.
