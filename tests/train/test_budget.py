@@ -1,5 +1,7 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never exceeds the budget."""
 
+import gc
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -241,6 +243,34 @@ def test_an_attempt_that_is_over_is_freed_before_another_is_planned(
     engine.attach(model)
     model(**LARGE)
     assert losses and alive == [False]
+    engine.detach()
+
+
+class Cyclic(Tower):
+    """Returns outputs that only the garbage collector frees."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        vars(outputs)["own"] = outputs
+        return outputs
+
+
+def test_the_forward_of_a_discarded_attempt_is_not_pending(free: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    exceeded, asked = StepLimit.exceeded, itertools.count()
+    monkeypatch.setattr(
+        StepLimit, "exceeded", lambda *args: exceeded(*args) or ("" if next(asked) else "over the budget")
+    )
+    model = Cyclic()
+    engine = CompileEngine(Selection(budget=budget_of(free.peak - free.activations // 4)), "aot_eager")
+    engine.attach(model)
+    gc.disable()
+    try:
+        outputs = model(**LARGE)
+        assert next(asked) > 1 and len(list(engine._pending)) == 1
+        outputs.loss.backward()
+        assert not list(engine._pending)
+    finally:
+        gc.enable()
     engine.detach()
 
 

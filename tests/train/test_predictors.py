@@ -183,6 +183,11 @@ def test_a_forward_is_pending_until_its_backward_has_run_or_its_graph_is_dropped
     assert [forward.sizes["rows"] for forward in pending] == [3, 4]
     loss.backward()
     assert [forward.sizes["rows"] for forward in pending] == [4]
+    earlier, discarded = pending.numbers, (weight * 6).sum()
+    pending.add(Forward({"rows": 6}), discarded)
+    pending.keep(earlier)
+    assert [forward.sizes["rows"] for forward in pending] == [4]
+    discarded.backward()
     del other
     gc.collect()
     assert list(pending) == []

@@ -96,6 +96,17 @@ class Pending:
         """Returns the bytes that the pending forwards hold."""
         return sum(noted.predictor.saved(noted.forward.sizes) for noted in self)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Returns the numbers of the pending forwards, for `keep`."""
+        return frozenset(self._forwards)
+
+    def keep(self, numbers: frozenset[int]) -> None:
+        """Drop all other forwards: their outputs were discarded, and no backward will run. A reference cycle may keep
+        their autograd graphs until the garbage collector runs."""
+        for number in self.numbers - numbers:
+            self._forwards.pop(number, None)
+
     def saved_in_steps(self, plan: PlanBytes) -> int:
         """Returns the bytes that they will hold in later steps: under `plan`, if their own has been replaced."""
         noted = tuple(self._forwards.items())

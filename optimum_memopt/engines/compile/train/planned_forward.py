@@ -193,7 +193,7 @@ class PlannedForward:
             return self._run(call, may_run_again)
         self.traced.move_scales()
         before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
-        forget = self.traced.shared.forgetting()
+        forget, earlier = self.traced.shared.forgetting(), self._pending.numbers
         held: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         held |= {f"argument {place}": each for place, each in enumerate(tensors_in((call.args, call.inputs)))}
         writes = {name: writes_to(each) for name, each in held.items()}
@@ -210,6 +210,7 @@ class PlannedForward:
                     )
             self.traced.restore_overwritten()
             before.restore()
+            self._pending.keep(earlier)
 
         def attempt() -> Attempt[Any]:
             if (largest := self.planner.limit.largest) is not None:
