@@ -1,4 +1,5 @@
-"""Private names of bitsandbytes (0.50): scales and codes of quantized weights, and weights of 4 bits without data."""
+"""Private names of bitsandbytes (0.50): scales and codes of quantized weights, weights of 4 bits without data, and
+optimizers."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -111,6 +112,20 @@ def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) 
     if is_4bit(tensor):
         for name, value in vars(tensor).items():
             setattr(other, name, copy.deepcopy(value, memo))
+
+
+def optimizer_kind(optimizer: Any) -> tuple[str, int, frozenset[int]]:
+    """Returns the update rule of an optimizer of bitsandbytes (`adam`, `lion`), the bits of its states, and the ids of
+    the parameters whose states have 32 bits nevertheless; an empty rule for other optimizers."""
+    if not any(base.__module__.startswith("bitsandbytes.optim.") for base in type(optimizer).__mro__):
+        return "", 0, frozenset()
+    # Trainer registers all embeddings.
+    overridden = frozenset(
+        id(getattr(module, name))
+        for module, name, config in optimizer.mng.module_weight_config_triple
+        if config.get("optim_bits") == 32
+    )
+    return optimizer.optimizer_name, optimizer.args.optim_bits, overridden
 
 
 def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat import bitsandbytes
 from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.errors import QUOTED, MemOptError, excerpt
 
@@ -230,17 +231,38 @@ _CLASSES = {
     "torch.optim.adagrad.Adagrad": ("adagrad", ()),
     "torch.optim.rmsprop.RMSprop": ("rmsprop", ("momentum", "centered")),
     "transformers.optimization.Adafactor": ("adafactor", ("beta1",)),
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": ("schedule_free_adamw", ()),
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": ("schedule_free_radam", ()),
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": ("schedule_free_sgd", ()),
+}
+# By the update rule of an optimizer of bitsandbytes, and the bits of its states.
+_OF_BITSANDBYTES = {
+    ("adam", 8): "adamw_8bit",
+    ("adam", 32): "paged_adamw_32bit",
+    ("lion", 8): "lion_8bit",
+    ("lion", 32): "lion_32bit",
+    ("rmsprop", 8): "rmsprop_bnb_8bit",
+    ("rmsprop", 32): "rmsprop_bnb",
+    ("ademamix", 8): "ademamix_8bit",
+    ("ademamix", 32): "ademamix",
 }
 
 
-def planned_like(optimizer: torch.optim.Optimizer | None, is_on_cuda: bool = False) -> "PlannedOptimizer":
+def planned_like(
+    optimizer: "torch.optim.Optimizer | PlannedOptimizer | None", is_on_cuda: bool = False
+) -> "PlannedOptimizer":
     """Returns the planned optimizer of the same class; AdamW for other classes, for options that add states, and for
     None.
 
     Args:
-        optimizer: the real optimizer, which accelerate may have wrapped.
+        optimizer: the real optimizer, which accelerate may have wrapped; a planned one is returned as it is.
     """
+    if isinstance(optimizer, PlannedOptimizer):
+        return optimizer
     inner: Any = getattr(optimizer, "optimizer", optimizer)
+    rule, bits, in_32_bits = bitsandbytes.optimizer_kind(inner)
+    if rule:
+        return PlannedOptimizer(_OF_BITSANDBYTES.get((rule, bits), DEFAULT), is_on_cuda, in_32_bits)
     name, adds_states = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
     if adds_states and any(group.get(option) for group in inner.param_groups for option in adds_states):
         name = DEFAULT

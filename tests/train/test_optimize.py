@@ -223,6 +223,16 @@ def test_states_that_are_there_count_once(kind, monkeypatch):
         optimize(model, optimizer=[optimizer], **OPTIONS["compile"])
 
 
+def test_the_table_names_the_optimizer_of_the_loop():
+    model = Layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = optimize(model, optimizer=optimizer, **OPTIONS["compile"])
+    model(torch.randn(4, WIDTH)).sum().backward()
+    (line,) = (line for line in engine.plans().header if "Predicted peak of a step with sgd: " in line)
+    assert "optimizer" not in line.replace("the optimizer's step", "")
+    engine.detach()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_later_plan_counts_states_once(kind, is_told, monkeypatch):

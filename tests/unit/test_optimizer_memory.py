@@ -128,6 +128,19 @@ def test_states_of_bitsandbytes_are_those_that_it_makes(name: str, tmp_path) -> 
         assert sorted(sizes([parameter])) == sorted(made)
     (first, *_) = parameters_in(optimizer)
     assert (optimizer.state[first]["state1"].dtype == torch.uint8) == ("8bit" in name)
+    optimizer.state.clear()
+    parameters = parameters_in(optimizer)
+    assert planned_like(optimizer).state_sizes(parameters) == PlannedOptimizer(name).state_sizes(parameters)
+
+
+def test_an_8_bit_optimizer_keeps_what_trainer_registers_in_32_bits(monkeypatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    embedding, head = torch.nn.Embedding(128, 65), torch.nn.Linear(65, 128)
+    optimizer = bitsandbytes.optim.AdamW8bit([embedding.weight, head.weight])
+    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", [(embedding, "weight", {"optim_bits": 32})])
+    planned = planned_like(optimizer)
+    assert planned.state_sizes([embedding.weight]) == [8320 * 4] * 2
+    assert planned.state_sizes([head.weight]) == [8320, 33 * 4] * 2
 
 
 PROJECTING = ("galore_adamw", "galore_adafactor", "galore_adamw_8bit", "apollo_adamw")

@@ -247,9 +247,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
     """Returns the bytes of each optimizer state: the existing ones, or before the first step those that the class will
     create (AdamW's for unknown classes). Wrapped optimizers (accelerate's) expose their own states."""
-    if isinstance(optimizer, PlannedOptimizer):
-        return optimizer.state_sizes(parameters)
-    if optimizer is None or not optimizer.state:
+    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
         return planned_like(optimizer).state_sizes(parameters)
     states = (value for state in optimizer.state.values() for value in state.values())
     # Each parameter's step count is a scalar, and left out.

@@ -31,7 +31,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.torch_compat import releases
 from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
-from optimum_memopt.memory.optimizers import PlannedOptimizer, planned_like
+from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
@@ -115,7 +115,7 @@ def prediction_lines(predictor: StepMemoryPredictor, model: torch.nn.Module) -> 
     held = "" if outputs == "0.0 MiB" else f", with {outputs} of outputs that the loop may hold"
     if loss := predictor.tape.held_outputs.loss:
         held += f", and as if its loss took {loss:.3g} times the outputs"
-    optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else planned_like(run.optimizer)
+    optimizer = planned_like(run.optimizer)
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
     accumulation += " and released gradients" if run.releases_gradients else ""
     by_dtype = weights_by_dtype(model)
