@@ -117,15 +117,16 @@ def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) 
 def optimizer_kind(optimizer: Any) -> tuple[str, int, frozenset[int]]:
     """Returns the update rule of an optimizer of bitsandbytes (`adam`, `lion`), the bits of its states, and the ids of
     the parameters whose states have 32 bits nevertheless; an empty rule for other optimizers."""
-    if not any(base.__module__.startswith("bitsandbytes.optim.") for base in type(optimizer).__mro__):
+    rule, args, manager = (getattr(optimizer, name, None) for name in ("optimizer_name", "args", "mng"))
+    if not any(base.__module__.startswith("bitsandbytes.optim.") for base in type(optimizer).__mro__) or not rule:
         return "", 0, frozenset()
     # Trainer registers all embeddings.
-    overridden = frozenset(
+    overridden = (
         id(getattr(module, name))
-        for module, name, config in optimizer.mng.module_weight_config_triple
+        for module, name, config in getattr(manager, "module_weight_config_triple", ())
         if config.get("optim_bits") == 32
     )
-    return optimizer.optimizer_name, optimizer.args.optim_bits, overridden
+    return rule, getattr(args, "optim_bits", 32), frozenset(overridden)
 
 
 def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":
