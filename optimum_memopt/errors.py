@@ -25,7 +25,7 @@ class DoesNotFitError(MemOptError):
 
     Attributes:
         lowest: the lowest possible peak of the step, in bytes.
-        is_final: even without activations the step exceeds the budget, so no other graphs of the model help.
+        is_final: whether the step exceeds the budget even without activations, so that no other graphs would fit.
     """
 
     def __init__(self, text: str, lowest: int, is_final: bool = False) -> None:
