@@ -317,15 +317,17 @@ class Regions:
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
-        numbers, marked = [], []
+        numbers, sizes = [], []
         for value, constants in zip(values, layer.region.constants, strict=False):
             if isinstance(value, torch.Tensor):
-                dims = [dim for dim, size in enumerate(constants) if size is not None]
-                marked.append((value, traced_sizes.mark_static(value, dims)))
+                sizes.append((value, [dim for dim, size in enumerate(constants) if size is not None]))
             elif type(value) is int:
                 numbers.append(next(iter(constants), None))
         try:
-            with traced_sizes.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext():
+            with (
+                traced_sizes.static(sizes),
+                traced_sizes.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext(),
+            ):
                 module = layer.module
                 forward = functools.partial(layer.forward, module)
                 if (checkpoint := autograd.checkpoint()) is not None and checkpoint is not self._checkpoint:
@@ -339,8 +341,6 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
-            for value, marks in reversed(marked):
-                traced_sizes.restore_marks(value, marks)
         traced = self._traced_results.get(self._call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from optimum_memopt.compat.torch import without_modes
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, source_name, specialized_sizes
 
 # Channels, height and width.
@@ -37,28 +37,16 @@ def constant(size: "int | torch.SymInt") -> int | None:
     return int(size) if is_concrete_int(size) else None
 
 
-def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> dict[str, Any]:
-    """Make these sizes constants of the compiled graph; other sizes recompile (`torch/_dynamo/decorators.py`).
+def static(sizes: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which sizes of tensors are constants of the compiled graph; others recompile.
 
-    Returns:
-        The tensor's marks before, for `restore_marks`.
+    The marks are removed afterwards: torch guards on their absence (`torch/_dynamo/guards.py`, since 2.13), and would
+    recompile the code around the context for a parameter, or for a batch that comes again.
+
+    Args:
+        sizes: tensors with their dimensions.
     """
-    dims, held = tuple(dims), vars(tensor)
-    before = {name: copy.copy(held[name]) for name in _known_marks((0,)) if name in held}
-    if is_traceable_wrapper_subclass(tensor) or before:
-        torch._dynamo.mark_static(tensor, list(dims))
-    else:
-        held.update(_static_marks(dims))
-    return before
-
-
-def restore_marks(tensor: torch.Tensor, before: Mapping[str, Any]) -> None:
-    """Restore the marks before `mark_static`. A graph that was traced with the tensor before would recompile for a
-    marked one, such as a batch that a loop gives again, or a parameter (`torch/_dynamo/guards.py`, since 2.13)."""
-    held = vars(tensor)
-    for name in _known_marks((0,)):
-        held.pop(name, None)
-    held.update(before)
+    return with_attributes(mark for tensor, dims in sizes for mark in _static_marks(tensor, tuple(dims)))
 
 
 class ImageSizes:
@@ -82,11 +70,7 @@ class ImageSizes:
         Args:
             inputs: all arguments of the forward by name.
         """
-        return with_attributes(
-            (image, name, mark)
-            for image, dims in self._constant_dims(inputs)
-            for name, mark in _static_marks(dims).items()
-        )
+        return static(self._constant_dims(inputs))
 
     def _constant_dims(self, inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         for name, image in inputs.items():
@@ -105,10 +89,16 @@ def _is_image(name: str, value: Any) -> bool:
     return value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 
-def _static_marks(dims: tuple[int, ...]) -> dict[str, Any]:
-    """Returns new values of the tensor attributes that mark these sizes as static. Copying them takes a tenth of the
-    time of `mark_static`, which would run for each layer of each step."""
-    return {name: copy.copy(mark) for name, mark in _known_marks(dims).items()}
+def _static_marks(tensor: torch.Tensor, dims: tuple[int, ...]) -> Iterator[Replacement]:
+    """Yields new values of the attributes that mark these sizes as static, beside those marked already. Copying them
+    takes a tenth of the time of `mark_static`, which would run for each layer of each step."""
+    if is_traceable_wrapper_subclass(tensor):
+        for each in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(each, torch.Tensor) and each.dim() == tensor.dim():
+                yield from _static_marks(each, dims)
+    for name, mark in _known_marks(dims).items():
+        earlier = vars(tensor).get(name)
+        yield tensor, name, earlier | mark if isinstance(earlier, set) else copy.copy(mark)
 
 
 @functools.cache
