@@ -115,8 +115,8 @@ def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) 
 
 
 def optimizer_kind(optimizer: Any) -> tuple[str, int, frozenset[int]]:
-    """Returns the update rule of an optimizer of bitsandbytes (`adam`, `lion`), the bits of its states, and the ids of
-    the parameters whose states have 32 bits nevertheless; an empty rule for other optimizers."""
+    """Returns the update rule of a bitsandbytes optimizer (`adam`, `lion`), the bits of its states, and the ids of
+    parameters with 32-bit states; an empty rule for other optimizers."""
     rule, args, manager = (getattr(optimizer, name, None) for name in ("optimizer_name", "args", "mng"))
     if not any(base.__module__.startswith("bitsandbytes.optim.") for base in type(optimizer).__mro__) or not rule:
         return "", 0, frozenset()

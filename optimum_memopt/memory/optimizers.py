@@ -2,8 +2,7 @@
 
 States and temporary tensors are those with Trainer's default arguments: no momentum for SGD and RMSprop, no first
 moment for Adafactor, rank 128 for GaLore and APOLLO. Follows `torch/optim` (2.13), `transformers/optimization.py`
-(5.23), `bitsandbytes/optim/optimizer.py` (0.48), schedulefree (1.4), galore-torch (1.0) and
-apollo-torch (1.0).
+(5.23), `bitsandbytes/optim/optimizer.py` (0.48), schedulefree (1.4), galore-torch (1.0) and apollo-torch (1.0).
 """
 
 import difflib
@@ -29,7 +28,35 @@ _HALVES = (torch.bfloat16, torch.float16)
 # Passes over the gradients for clipping: read for the norm, then read and written.
 _CLIPPING = 3
 _States = Callable[[torch.Tensor], list[int]]
-_Step = Callable[[Sequence[torch.Tensor]], int]
+# Takes the parameters, and whether they are on CUDA; returns the bytes of a step's temporary tensors.
+_Step = Callable[[Sequence[torch.Tensor], bool], int]
+
+
+def _copying(loop: int = 0, foreach: int = 0) -> _Step:
+    """Returns a function for the temporary bytes of a step that copies parameters.
+
+    Args:
+        loop: number of copies of a parameter, if the step takes one parameter after the other.
+        foreach: number of copies of all parameters that the step makes on CUDA.
+    """
+
+    def step(parameters: Sequence[torch.Tensor], is_on_cuda: bool) -> int:
+        if is_on_cuda and foreach:
+            return foreach * _bytes_of_all(parameters)
+        if not loop:
+            return 0
+        sizes = [0, *(parameter.nbytes for parameter in parameters)]
+        # The last copy of a parameter lives until the next parameter's copy is made.
+        return max((before + loop * size for before, size in itertools.pairwise(sizes)), default=0)
+
+    return step
+
+
+_WITHOUT_COPIES = _copying()
+
+
+def _bytes_of_all(parameters: Sequence[torch.Tensor], is_on_cuda: bool = True) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -38,20 +65,16 @@ class _Kind:
 
     Attributes:
         states: returns the bytes of each state of a parameter.
-        loop: number of temporary copies of a parameter, if the step takes one parameter after the other.
-        foreach: number of temporary copies of all parameters that a step makes on CUDA.
+        step: returns the bytes of a step's temporary tensors.
         of_embeddings: as `states`, for embeddings; None: no difference.
         of_products: as `states`, for the weights of linear layers; None: no difference.
-        step: returns the bytes of a step's temporary tensors; None: `loop` and `foreach` give them.
         remarks: how the update differs from AdamW's in float32, and what is not exact.
     """
 
     states: _States
-    loop: int = 0
-    foreach: int = 0
+    step: _Step = _WITHOUT_COPIES
     of_embeddings: _States | None = None
     of_products: _States | None = None
-    step: _Step | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -93,7 +116,7 @@ def _factored(parameter: torch.Tensor) -> list[int]:
     return [size // parameter.shape[-1], size // parameter.shape[-2]]
 
 
-def _adafactor_step(parameters: Sequence[torch.Tensor]) -> int:
+def _adafactor_step(parameters: Sequence[torch.Tensor], is_on_cuda: bool) -> int:
     """Returns the peak bytes of an Adafactor step, which computes in float32: the squared gradient and its sum with
     epsilon, while the previous parameter's update is alive; for a parameter in half precision also float32 copies of
     it and its gradient."""
@@ -150,11 +173,7 @@ def _low_rank_step(copies: int, is_in_float32: bool = False, decomposes: bool = 
         update = (copies * projected + 2 * size + casts) * (_FLOAT32 if is_in_float32 else parameter.itemsize)
         return max(update, (2 * size + short**2 + short) * _FLOAT32 if decomposes else 0)
 
-    return lambda parameters: max(map(of, parameters), default=0)
-
-
-def _bytes_of_all(parameters: Sequence[torch.Tensor]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
+    return lambda parameters, is_on_cuda: max(map(of, parameters), default=0)
 
 
 _BLOCKWISE = "quantizes states blockwise to 8 bits; embeddings and tensors of fewer than 4,096 numbers keep float32"
@@ -166,11 +185,11 @@ _OF_ADEMAMIX = "a second, slower first moment"
 _IN_PAGES = "states move to the host when the device's memory is short; the peak counts them on the device"
 _KINDS = {
     "adamw_torch_fused": _Kind(_copies(2)),
-    "adamw_torch": _Kind(_copies(2), loop=2, foreach=1),
+    "adamw_torch": _Kind(_copies(2), _copying(loop=2, foreach=1)),
     "adafactor": _Kind(_factored, step=_adafactor_step, remarks=(_OF_FACTORS, _OF_RMSPROP)),
     "sgd": _Kind(_copies(0), remarks=(_OF_SGD,)),
-    "adagrad": _Kind(_copies(1), loop=1, foreach=2, remarks=("second moments are sums that never decay",)),
-    "rmsprop": _Kind(_copies(1), loop=1, foreach=1, remarks=(_OF_RMSPROP,)),
+    "adagrad": _Kind(_copies(1), _copying(loop=1, foreach=2), remarks=("second moments are sums that never decay",)),
+    "rmsprop": _Kind(_copies(1), _copying(loop=1, foreach=1), remarks=(_OF_RMSPROP,)),
     "adamw_bnb_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2), remarks=(_BLOCKWISE,)),
     "adamw_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2), remarks=(_BLOCKWISE,)),
     "lion_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1), remarks=(_BLOCKWISE, _OF_LION)),
@@ -282,7 +301,7 @@ def is_known(name: str) -> bool:
 
 
 def unknown() -> tuple[str, ...]:
-    """Returns the names of Trainer's optimizers with unknown memory, such as those that step layer by layer."""
+    """Returns the names of Trainer's optimizers with unknown memory, such as layer-wise ones."""
     from transformers.training_args import OptimizerNames
 
     return tuple(each.value for each in OptimizerNames if each.value not in _ALL)
@@ -391,17 +410,8 @@ class PlannedOptimizer:
         Counts tensors of two or more dimensions only, if there are any: Trainer puts biases and norms into a group of
         their own, which is stepped separately.
         """
-        kind = _ALL[self.name]
         group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
-        if kind.step is not None:
-            return kind.step(group)
-        if self.is_on_cuda and kind.foreach:
-            return kind.foreach * _bytes_of_all(group)
-        if not kind.loop:
-            return 0
-        sizes = [0, *(parameter.nbytes for parameter in group)]
-        # The last copy of a parameter lives until the next parameter's copy is made.
-        return max((before + kind.loop * size for before, size in itertools.pairwise(sizes)), default=0)
+        return _ALL[self.name].step(group, self.is_on_cuda)
 
 
 # A real optimizer, or a planned one.

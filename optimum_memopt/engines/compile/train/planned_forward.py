@@ -36,7 +36,7 @@ from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, RUN_A
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, clear_frames, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
-from optimum_memopt.memory.optimizers import DEFAULT, planned_like
+from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
@@ -455,10 +455,9 @@ class PlannedForward:
         spec = replace(self.traced.spec, strict=self._is_strict)
         masks = self.traced.masks.kept
         now = self.planner.run
-        planned = planned_like(now.optimizer, self.planner.limit.is_on_cuda)
         run = Run(
-            # A real optimizer, of which only AdamW has details that matter, would be kept alive.
-            optimizer=planned if planned.name != DEFAULT else None,
+            # Not the optimizer itself, which would be kept alive.
+            optimizer=planned_like(now.optimizer, self.planner.limit.is_on_cuda),
             gradient_accumulation=now.gradient_accumulation,
             micro_batches=now.micro_batches,
             releases_gradients=now.releases_gradients,
