@@ -317,7 +317,7 @@ class TracedForward:
             self.is_undone = True
 
     def _say_of(self, run: ForwardRun) -> None:
-        """Log what a user should know of a run, once."""
+        """Log remarks on a run, each once."""
         if self._regions.has_checkpointed:
             self.say(
                 "running layers under torch.utils.checkpoint in plain PyTorch, outside the plan and the prediction: "

@@ -30,8 +30,8 @@ class LossEvents:
     def scaled(self, factor: float) -> "LossEvents":
         """Returns the events of a batch that is `factor` times as large."""
 
-        def size(of_this: int) -> int:
-            return round(factor * of_this)
+        def size(number: int) -> int:
+            return round(factor * number)
 
         before, behind, backward, end, without_results = (
             tuple(event.resized(size) for event in part)
