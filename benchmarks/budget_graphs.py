@@ -26,9 +26,9 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.step_model import StepModel
-from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train import engine as engine_module
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.sizes import Budget
 
 DEVICE = DEVICES["H100"]

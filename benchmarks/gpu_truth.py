@@ -36,7 +36,7 @@ from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.live import LiveRecorder
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.step_settings import StepSpec
 

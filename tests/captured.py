@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, traced_sizes
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph, traced_sizes
 from tests.compiled import selection
 
 

@@ -34,7 +34,7 @@ from gpu.steps import (
 from optimum_memopt import optimize
 from optimum_memopt.compat.installed import installed_version
 from optimum_memopt.engines.compile.capture.backend import missing_for
-from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
+from optimum_memopt.engines.torch_compat.kernels import without_cudnn_attention
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 
 # Allowed relative errors of gradients: the same operators, other kernels, and half precision.

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from optimum_memopt.engines.compile.capture import backend
 from optimum_memopt.engines.compile.options import PLAIN
-from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import kernels
 
 ROWS, LENGTH = 2, 192
 SIZES = {

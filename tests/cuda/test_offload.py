@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorProgram, _sized
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.host_copies import PinnedPool
-from optimum_memopt.engines.compile.torch_compat import dynamo, inductor
+from optimum_memopt.engines.torch_compat import dynamo, inductor
 from tests.cuda.steps import training
 
 SCRIPT = Path(__file__).with_name("late_copies.py")

@@ -111,7 +111,7 @@ def test_released_gradients() -> None:
 def test_a_mask_is_read_where_it_has_changed_since_it_was_moved() -> None:
     from accelerate import data_loader
 
-    from optimum_memopt.engines.compile.torch_compat import host_masks
+    from optimum_memopt.engines.torch_compat import host_masks
 
     host_masks.watch_masks()
     batch = data_loader.send_to_device({"attention_mask": torch.ones(2, 4, dtype=torch.long)}, torch.device("cuda"))

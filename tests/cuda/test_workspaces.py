@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import fused_lm_head
-from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
+from optimum_memopt.engines.torch_compat import fused_lm_head
+from optimum_memopt.engines.torch_compat.kernels import multiprocessors_of
 
 aten = torch.ops.aten
 

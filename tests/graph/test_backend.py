@@ -15,8 +15,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile.capture.backend import _Partitioner, check_compiler, default_compiler
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.process import fewer_collections
 from tests import fresh_process

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from optimum_memopt.engines.compile.loss.operator import loss_shape
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError
 from tests.captured import Captured, capture
 

@@ -3,8 +3,8 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
-from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat.fx_graph import is_random
 from tests.captured import Captured, capture
 
 X = torch.linspace(-1, 1, 6 * 8).view(6, 8)

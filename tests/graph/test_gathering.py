@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.sharding.gathering import Gathering
-from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
+from optimum_memopt.engines.torch_compat.zero3 import PartitionedParameter, Partitioning
 
 ELEMENTS = 16
 

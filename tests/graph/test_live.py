@@ -13,8 +13,8 @@ from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.estimate import plain_ways
 from optimum_memopt.engines.compile.predict.live_step import plain_step, run_micro_batches
-from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat import fake_tensors, kernels
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from optimum_memopt.step_settings import StepSpec

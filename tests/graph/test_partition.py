@@ -17,9 +17,9 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     operator_name,
 )
 from optimum_memopt.engines.compile.partition import dropout
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat.fx_graph import is_random
 from tests.captured import Captured, Parts, capture
 from tests.compiled import selection
 from tests.model_zoo import ZOO

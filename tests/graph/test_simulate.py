@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import optimum_memopt
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS
-from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.engines.torch_compat import kernels
 
 # Scalars, such as step counts and the loss, and generator states.
 _SLACK = 4096

@@ -18,7 +18,7 @@ from optimum_memopt.engines.api.predictions import EagerSettings
 from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.predict.live_step import plain_step
-from optimum_memopt.engines.compile.torch_compat import autocast
+from optimum_memopt.engines.torch_compat import autocast
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.step_settings import StepSpec
 

@@ -21,8 +21,8 @@ from optimum_memopt.engines.compile.partition.captured_forward import CapturedFo
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.sharding.zero3 import LeafSteps, Zero3Sharding
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, fake_model
-from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
+from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, fake_model
+from optimum_memopt.engines.torch_compat.zero3 import PartitionedParameter, Partitioning
 from optimum_memopt.errors import MemOptError
 from tests.captured import by_bytes
 from tests.graph.test_simulation import random_choice

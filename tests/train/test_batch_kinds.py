@@ -13,9 +13,9 @@ from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.predict import planner
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.train.batch_kind import BatchKind, input_kinds
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.sizes import Budget
 from tests.captured import by_bytes

@@ -23,9 +23,9 @@ from optimum_memopt.engines.compile.partition.strategies.compress import FP8
 from optimum_memopt.engines.compile.predict import planner
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
-from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.predict.workload import Workload

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.partition.dropout import draw_mask, drop, keep_mask, pure_dropout
-from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat.fx_graph import is_random
 from tests.compiled import DROPOUT, GPT2_DROPOUT, run, selection
 from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO

@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
-from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.torch_compat import kernels
 from optimum_memopt.predict.phases import DryRun, Evaluation, generation_flags
 from optimum_memopt.sizes import Budget
 from optimum_memopt.training.fake_run import dry_run, run_script

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import BatchEncoding, TrainerCallback, default_data_collator, set_seed
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
-from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.torch_compat import kernels
 from optimum_memopt.errors import DoesNotFitError
 from tests.compiled import hold_still
 from tests.model_zoo import SMALL

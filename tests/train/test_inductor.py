@@ -16,10 +16,10 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
-from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.fx_graph import is_random
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.sizes import parse_budget
 from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, recorded, run

@@ -22,10 +22,10 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.moved_state import COMPARED_BACKWARDS
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.loss.decide import ROW
-from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.registry import create
+from optimum_memopt.engines.torch_compat.fx_graph import is_random
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse

@@ -35,7 +35,7 @@ from transformers import (
 from trl import RLOOConfig, RLOOTrainer
 
 from optimum_memopt.engines.compile.predict import live_step
-from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.torch_compat import kernels
 from optimum_memopt.predict.phases import GENERATION, OF_ROWS
 from optimum_memopt.training.compat_dry_run import longest_generation
 from optimum_memopt.training.fake_run import dry_run

@@ -6,7 +6,7 @@ import torch._inductor.compile_fx
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import MemOptError, optimize
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.plans.grammar import ConfigError
 from tests.rotation import in_turn
 

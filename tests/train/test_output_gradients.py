@@ -9,8 +9,8 @@ import torch
 
 from optimum_memopt import optimize
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import dynamo
 from tests.gradients import TOLERANCE, Gradients, wrong_gradients
 from tests.model_zoo import ZOO
 from tests.rotation import in_turn, nightly

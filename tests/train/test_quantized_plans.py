@@ -15,8 +15,8 @@ from transformers import BitsAndBytesConfig
 from optimum_memopt import optimize
 from optimum_memopt.compat.bitsandbytes import buffers_of, quantize_4bit, statistics_of
 from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard
-from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import fully_shard
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan

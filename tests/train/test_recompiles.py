@@ -11,11 +11,11 @@ import torch
 
 from optimum_memopt import optimize
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, Recompile
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.planned_forward import _MOST_OF_CAUSE, Recompiles
 from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat.recompiles import CodePlace, Recompile
 from optimum_memopt.plans.grammar import parse
 from tests.rotation import in_turn, nightly
 from tests.small_model import CLASSES, WIDTH, Block

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 from tests import fresh_process
 from tests.rotation import in_turn
 

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from optimum_memopt.engines.compile.memory.footprint import Footprint, state_sizes, step_bytes
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
-from optimum_memopt.engines.compile.torch_compat import dynamo, inductor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import dynamo, inductor
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from tests.compiled import DROPOUT, selection

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.deberta import modeling_deberta
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, without_fixes
+from optimum_memopt.engines.torch_compat.trace_fixes import TraceFixes, without_fixes
 from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines

@@ -20,8 +20,8 @@ from allocations import TensorCounter, allocated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.torch_compat import fully_shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import fully_shard
 from optimum_memopt.sizes import parse_budget
 from tests.compiled import below_recompute, hold_still
 from tests.deepspeed_kernels import leave_out_shared_memory

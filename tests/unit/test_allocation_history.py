@@ -1,4 +1,4 @@
-from optimum_memopt.engines.compile.torch_compat.allocation_history import Taken, taken
+from optimum_memopt.engines.torch_compat.allocation_history import Taken, taken
 
 
 def entry(action: str, address: int, size: int) -> dict[str, object]:

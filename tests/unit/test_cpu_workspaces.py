@@ -8,7 +8,7 @@ import torch
 from allocations import allocated
 
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat.kernels import has_instructions_for, onednn_multiplies
+from optimum_memopt.engines.torch_compat.kernels import has_instructions_for, onednn_multiplies
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

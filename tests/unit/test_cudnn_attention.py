@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.torch_compat import kernels
-from optimum_memopt.engines.compile.torch_compat.dynamo import fake_tensors
+from optimum_memopt.engines.torch_compat import kernels
+from optimum_memopt.engines.torch_compat.dynamo import fake_tensors
 
 
 @pytest.fixture(autouse=True)

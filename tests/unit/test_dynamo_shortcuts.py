@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree
 from transformers.modeling_outputs import BaseModelOutput
 
-from optimum_memopt.engines.compile.torch_compat import dynamo, traced_sizes
+from optimum_memopt.engines.torch_compat import dynamo, traced_sizes
 
 Pair = namedtuple("Pair", ["one", "other"])
 A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)

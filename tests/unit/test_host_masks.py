@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import data_loader
 
-from optimum_memopt.engines.compile.torch_compat import host_masks
+from optimum_memopt.engines.torch_compat import host_masks
 
 META = torch.device("meta")
 

@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention, eager_attention_forward
 
-from optimum_memopt.engines.compile.torch_compat.attention import attention_of_parts, equal_parts, packed_attention
+from optimum_memopt.engines.torch_compat.attention import attention_of_parts, equal_parts, packed_attention
 
 HEADS, WIDTH, SCALE = 2, 8, 8**-0.5
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.capture.standins import kernel, traced_for
 from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.torch_compat import kernels
 
 H100, A100, T4 = ((9, 0), (8, 0), (7, 5))
 NORM, SUM, PRODUCT = (lambda x: functional.layer_norm(x, (4,)), lambda x: x.sum(-1), lambda x: x @ x.T)

@@ -8,10 +8,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import masking_utils
 from transformers.utils import output_capturing
 
-from optimum_memopt.engines.compile.torch_compat import fully_shard, releases
-from optimum_memopt.engines.compile.torch_compat.attention import MASKS
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.engines.torch_compat import fully_shard, releases
+from optimum_memopt.engines.torch_compat.attention import MASKS
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 from optimum_memopt.errors import UnsupportedModelError
 
 

@@ -38,8 +38,8 @@ from torch.distributed.fsdp import fully_shard
 
 import optimum_memopt
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.torch_compat import releases
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.torch_compat import releases
 from optimum_memopt.sizes import Budget
 from tests.compiled import hold_still
 from tests.gradients import accumulate, assert_bitwise_same, assert_bitwise_same_step, assert_same, assert_same_step

@@ -34,7 +34,7 @@ from optimum_memopt.step_settings import StepSpec
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.engines.compile.torch_compat.patches import Patch
+    from optimum_memopt.engines.torch_compat.patches import Patch
 
 
 _OLDEST_TORCH = "2.9"
@@ -181,7 +181,7 @@ def _check_compress(options: CompileOptions) -> None:
 
 def _report() -> Report:
     from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
-    from optimum_memopt.engines.compile.torch_compat import releases
+    from optimum_memopt.engines.torch_compat import releases
 
     triton = installed_version(_TRITONS)
     installed = {"triton": triton and triton[1]}

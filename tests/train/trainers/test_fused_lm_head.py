@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import fused_lm_head, kernels
-from optimum_memopt.engines.compile.torch_compat.fused_lm_head import LabelLogProbs, label_log_probs
+from optimum_memopt.engines.torch_compat import fused_lm_head, kernels
+from optimum_memopt.engines.torch_compat.fused_lm_head import LabelLogProbs, label_log_probs
 
 trl_kernels = pytest.importorskip("trl.kernels.chunked_logprob")
 TOKENS, UNITS, WORDS = 37, 16, 50

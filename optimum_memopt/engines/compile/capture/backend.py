@@ -13,7 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.partition import dropout
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.torch_compat import dynamo, inductor, kernels
+from optimum_memopt.engines.torch_compat import dynamo, inductor, kernels
 from optimum_memopt.errors import MemOptError
 
 

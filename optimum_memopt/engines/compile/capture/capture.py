@@ -19,9 +19,9 @@ from optimum_memopt.engines.compile.partition.captured_graph import captured_gra
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.conversions import conversions_of
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward
+from optimum_memopt.engines.torch_compat import dynamo, fully_shard
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import compressions
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.strategies.compress import saved_names
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import best_effort
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from optimum_memopt.engines.compile.memory.known_tapes import described
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.graph.joint import first_input, is_accumulat
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.simulation import simulate_everything_saved
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fx_graph
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fx_graph
 from optimum_memopt.generators import GeneratorStates, preserved_generators
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import capacity

@@ -21,7 +21,7 @@ from optimum_memopt.compat.torch import without_modes
 from optimum_memopt.engines.compile.capture.moved_state import SavedState, StateArgs
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.host_copies import offload, reload
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optimum_memopt.compat.torch import writes_to
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
+from optimum_memopt.engines.torch_compat import autograd, dynamo
 from optimum_memopt.logs import get_logger
 
 # Backwards of each graph run in which values are compared.

@@ -28,8 +28,10 @@ from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.torch import hooks_around_call, hooks_around_forward, writes_to
 from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.compile.options import LAYER, MODEL
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fully_shard, trace_fixes, traced_sizes
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
+from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.shared.function_state import variables_around
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fully_shard, trace_fixes, traced_sizes
+from optimum_memopt.engines.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
     described,
@@ -38,9 +40,7 @@ from optimum_memopt.engines.compile.torch_compat.fake_tensors import (
     with_attributes,
     without_launches,
 )
-from optimum_memopt.engines.compile.torch_compat.function_caches import clean_caches
-from optimum_memopt.engines.shared.forward_patch import weak_method
-from optimum_memopt.engines.shared.function_state import variables_around
+from optimum_memopt.engines.torch_compat.function_caches import clean_caches
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.generators import preserved_generators
 

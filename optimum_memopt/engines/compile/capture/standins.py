@@ -19,10 +19,10 @@ from optimum_memopt.compat.bitsandbytes import is_4bit
 from optimum_memopt.compat.transformers import embeddings, layer_classes
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.torch_compat import autocast, kernels
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes, without_tracebacks
-from optimum_memopt.engines.compile.torch_compat.fully_shard import fake_group
-from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, Multiprocessors
+from optimum_memopt.engines.torch_compat import autocast, kernels
+from optimum_memopt.engines.torch_compat.fake_tensors import with_attributes, without_tracebacks
+from optimum_memopt.engines.torch_compat.fully_shard import fake_group
+from optimum_memopt.engines.torch_compat.kernels import HALVES, Multiprocessors
 from optimum_memopt.errors import MemOptError
 
 _HOPPER = (9, 0)

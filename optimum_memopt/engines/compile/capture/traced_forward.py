@@ -58,12 +58,12 @@ from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.sharding.model import shared_model
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fused_lm_head, fx_graph, traced_sizes
-from optimum_memopt.engines.compile.torch_compat.attention import AttentionMasks, KeptMasks
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import is_of_trace, line_with_place, own_error
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import cross_entropy
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fused_lm_head, fx_graph, traced_sizes
+from optimum_memopt.engines.torch_compat.attention import AttentionMasks, KeptMasks
+from optimum_memopt.engines.torch_compat.compiler_errors import is_of_trace, line_with_place, own_error
+from optimum_memopt.engines.torch_compat.trace_fixes import TraceFixes, one_at_a_time
 from optimum_memopt.errors import UnsupportedModelError, forget_frames, is_out_of_memory
 from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import Progress, announced, get_logger, watched

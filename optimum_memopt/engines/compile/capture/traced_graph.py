@@ -29,9 +29,9 @@ from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.options import MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
 from optimum_memopt.logs import Progress
 
 

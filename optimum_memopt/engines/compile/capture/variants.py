@@ -31,8 +31,8 @@ from optimum_memopt.engines.compile.partition.partitioned_graph import (
     partitioned,
     timeline_of,
 )
-from optimum_memopt.engines.compile.torch_compat import fx_graph, traced_sizes
 from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.torch_compat import fx_graph, traced_sizes
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.peak_monitor import held_bytes
 

@@ -23,9 +23,9 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
 from optimum_memopt.engines.compile.costs.work import Evaluate, Work, arguments, concrete, numbers, work_of_node, works
 from optimum_memopt.engines.compile.graph.joint import JointGraph, value
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
-from optimum_memopt.engines.compile.torch_compat.attention import equal_parts
-from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph, kernels
+from optimum_memopt.engines.torch_compat.attention import equal_parts
+from optimum_memopt.engines.torch_compat.kernels import generator_state
 
 # Minimum seconds of a kernel, called from Python and without CUDA graphs: 4 to 8 microseconds on the hosts of this
 # decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs); 4 fits PEFT's method comparison (docs/gpu.md).

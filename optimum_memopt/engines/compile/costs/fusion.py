@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     root,
     tensor_value,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Reductions over rows of at least this many elements do not find in a cache what they have read before.
 _LONG_ROW = 2**14

@@ -13,7 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.costs.fusion import is_fused, readers
 from optimum_memopt.engines.compile.graph.joint import Inlined, JointGraph, is_tensor, is_view, root, storage_bytes
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Elementwise operators without torch's tag `pointwise`.
 _BY_ELEMENT = frozenset(("convert_element_type", "full", "scalar_tensor", "where"))

@@ -31,8 +31,8 @@ from optimum_memopt.engines.compile.graph.joint import (
     value,
 )
 from optimum_memopt.engines.compile.loss.operator import loss_shape
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
-from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

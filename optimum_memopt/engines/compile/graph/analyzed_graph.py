@@ -33,8 +33,8 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     module_path,
     operator_name,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
 
 _Node = TypeVar("_Node")

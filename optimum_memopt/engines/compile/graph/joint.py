@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
 
 # Their schemas declare no alias, yet they never copy (aten/src/ATen/native/TensorShape.cpp).
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})

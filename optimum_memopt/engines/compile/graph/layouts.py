@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_tensor, tensor_value
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 
 # Dimensions in memory order, outermost first; dimensions of size 1 are left out.
 Layout = tuple[int, ...]

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 from optimum_memopt.engines.compile.graph.layouts import Layouts, layouts_of
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of, module_in_layer
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)

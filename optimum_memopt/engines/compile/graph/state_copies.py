@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     root,
     tensor_value,
 )
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 
 # Bytes of a buffer above which it is copied only if it is known to change.
 _MOST_BYTES = 2**18

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimum_memopt.engines.compile.torch_compat import dynamo, traced_sizes
-from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED, HALVES
+from optimum_memopt.engines.torch_compat import dynamo, traced_sizes
+from optimum_memopt.engines.torch_compat.kernels import ALIGNED, HALVES
 
 
 @dataclass(frozen=True)

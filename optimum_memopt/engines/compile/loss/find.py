@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.graph.joint import elements
 from optimum_memopt.engines.compile.loss.operator import LossShape
-from optimum_memopt.engines.compile.torch_compat.fx_graph import autocast_dtype
+from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _FLATTENS = frozenset({"view", "reshape", "flatten"})

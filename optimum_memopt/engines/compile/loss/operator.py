@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradient, is_scaling, tensor_value
 from optimum_memopt.engines.compile.loss.chunk import CrossEntropy, columns, is_fused, loss_and_gradient, sum_dtype
-from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.kernels import ALIGNED
+from optimum_memopt.engines.torch_compat.dynamo import backward_runs_once
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat.kernels import ALIGNED
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any

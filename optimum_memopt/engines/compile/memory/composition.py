@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Name of the tensors that the training loop has computed from the outputs and still holds.
 _LEFT = "left by the loop"

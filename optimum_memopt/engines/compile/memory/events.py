@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, TEMPORARY
 from optimum_memopt.engines.compile.graph.layouts import Layouts
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Prefix of the names of storages that a backward allocates: recomputed operators are named as in the forward.
 BACKWARD = "backward "

@@ -30,7 +30,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.composition import StepEvents
 from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
-from optimum_memopt.engines.compile.torch_compat import dynamo, fully_shard, zero3
+from optimum_memopt.engines.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like
 from optimum_memopt.memory.peak_monitor import MIB, held_bytes

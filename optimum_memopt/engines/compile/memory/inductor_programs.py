@@ -19,8 +19,8 @@ from optimum_memopt.engines.compile.graph.joint import Number, is_accumulation_o
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, inductor
-from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors, inductor
+from optimum_memopt.engines.torch_compat.kernels import multiprocessors_of
 
 _WORKSPACE = "workspace"
 # Key of a program's result that is not a tensor.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Maximum number of tapes; the oldest is dropped first.
 _MOST = 128

@@ -50,8 +50,8 @@ from optimum_memopt.engines.compile.memory.events import (
 )
 from optimum_memopt.engines.compile.memory.footprint import dtype_name, groups
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError
 
 _PLACE = re.compile(r"\[\d+\]")

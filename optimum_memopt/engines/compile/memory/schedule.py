@@ -36,8 +36,8 @@ from optimum_memopt.engines.compile.memory.events import (
     prediction_of,
 )
 from optimum_memopt.engines.compile.memory.workspaces import workspace
-from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
 
 
 class _Sizes:

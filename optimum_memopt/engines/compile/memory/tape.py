@@ -21,14 +21,8 @@ from optimum_memopt.engines.compile.memory.around_runs import Collectives, Graph
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.schedule import Schedule
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.autograd import (
-    Edge,
-    OutsideOperator,
-    edges_of,
-    graph_of,
-    outside_operators,
-)
+from optimum_memopt.engines.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat.autograd import Edge, OutsideOperator, edges_of, graph_of, outside_operators
 
 
 @dataclass(frozen=True)

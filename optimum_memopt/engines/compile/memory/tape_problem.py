@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Kinds of operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph
 # returns, summed gradients, gradients copied to another layout, gradients accumulated over micro-batches, and released

@@ -16,9 +16,9 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import elements, is_chunked_loss_operator, symbolic, value
 from optimum_memopt.engines.compile.loss.operator import loss_shape
-from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
-from optimum_memopt.engines.compile.torch_compat.fused_lm_head import token_chunk
-from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, Multiprocessors
+from optimum_memopt.engines.torch_compat import dynamo, kernels
+from optimum_memopt.engines.torch_compat.fused_lm_head import token_chunk
+from optimum_memopt.engines.torch_compat.kernels import HALVES, Multiprocessors
 
 _ZERO = sympy.Integer(0)
 _FLOAT_BYTES = 4

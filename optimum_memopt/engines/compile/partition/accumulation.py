@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_tensor, tensor_value
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fx_graph
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 
 # Not a `custom_op`, whose wrappers take longer than the addition of a small gradient.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import first_input
-from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
+from optimum_memopt.engines.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat.kernels import generator_state
 
 # Bytes of a generator's state; a CUDA generator's state is its seed and its offset
 # (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).

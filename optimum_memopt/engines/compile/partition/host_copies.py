@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 
 
 @dataclass(eq=False)

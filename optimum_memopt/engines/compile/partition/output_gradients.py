@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_barrier, is_tensor, tensor_value
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 
 _SUM = torch.ops.aten.add.Tensor
 

@@ -56,8 +56,8 @@ from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
-from optimum_memopt.engines.compile.torch_compat import fx_graph, kernels, traced_sizes
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
+from optimum_memopt.engines.torch_compat import fx_graph, kernels, traced_sizes
+from optimum_memopt.engines.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
 from optimum_memopt.plans.table import canonical_symbols

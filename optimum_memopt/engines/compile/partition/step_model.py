@@ -32,7 +32,7 @@ from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, stall_of
 from optimum_memopt.engines.compile.solver.segments import Link, seconds_again
 from optimum_memopt.engines.compile.solver.solver import Plan, point_of
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, Tra
 from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch, bounded_bytes
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import Infeasible
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
+from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.logs import watched
 from optimum_memopt.memory.optimizers import PlannedOptimizer

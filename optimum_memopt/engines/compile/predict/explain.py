@@ -34,7 +34,7 @@ from optimum_memopt.engines.compile.predict.reconstruction import (
 )
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
+from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, smaller_optimizers

@@ -41,11 +41,11 @@ from optimum_memopt.engines.compile.memory.live import (
     loss_of,
 )
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place, place_of
-from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place, place_of
+from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of

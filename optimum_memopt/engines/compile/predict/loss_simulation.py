@@ -18,10 +18,10 @@ from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents
 from optimum_memopt.engines.compile.memory.events import Event, bytes_during
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import without_fixes
 from optimum_memopt.engines.shared.forward_patch import TrainingForward
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place
+from optimum_memopt.engines.torch_compat.trace_fixes import without_fixes
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
 

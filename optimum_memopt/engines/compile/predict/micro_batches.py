@@ -62,10 +62,10 @@ from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, bui
 from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention import without_padding
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import one_at_a_time
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat.attention import without_padding
+from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place
+from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import only_warnings, watched

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from optimum_memopt.engines.api.run import ALONE, OtherForwards
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.torch_compat import dynamo
 
 # Sizes of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]

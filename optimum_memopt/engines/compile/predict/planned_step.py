@@ -28,11 +28,11 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks, without_padding
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.engines.shared.released_gradients import check_step
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat.attention import KeptMasks, without_padding
+from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger

@@ -31,8 +31,8 @@ from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedB
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import unpredicted
 from optimum_memopt.engines.compile.solver.segments import Link
-from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import DraftFailedError
+from optimum_memopt.engines.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat.compiler_errors import DraftFailedError
 from optimum_memopt.errors import MemOptError, forget_frames
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile

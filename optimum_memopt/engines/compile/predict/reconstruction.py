@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
-from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
+from optimum_memopt.engines.torch_compat import fake_tensors, kernels
 from optimum_memopt.logs import only_warnings
 
 

@@ -28,8 +28,8 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat import releases
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
+from optimum_memopt.engines.torch_compat import releases
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.memory.peak_monitor import MIB

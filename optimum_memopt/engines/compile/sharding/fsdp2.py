@@ -24,8 +24,8 @@ from optimum_memopt.engines.compile.memory.around_runs import (
     Sharding,
 )
 from optimum_memopt.engines.compile.memory.events import Event, Storage
-from optimum_memopt.engines.compile.torch_compat import fully_shard
-from optimum_memopt.engines.compile.torch_compat.fully_shard import ShardedGroup
+from optimum_memopt.engines.torch_compat import fully_shard
+from optimum_memopt.engines.torch_compat.fully_shard import ShardedGroup
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat.zero3 import PartitionedParameter, Partitioning
+from optimum_memopt.engines.torch_compat.zero3 import PartitionedParameter, Partitioning
 
 
 @dataclass(eq=False)

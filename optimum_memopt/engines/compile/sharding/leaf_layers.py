@@ -17,7 +17,7 @@ from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.torch import backward_pass
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.compile.options import CHUNKED, MODEL
-from optimum_memopt.engines.compile.torch_compat import zero3
+from optimum_memopt.engines.torch_compat import zero3
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 

@@ -11,7 +11,7 @@ import torch
 from optimum_memopt.engines.compile.memory.around_runs import Sharding, Unsharded
 from optimum_memopt.engines.compile.sharding.fsdp2 import fsdp2_sharding
 from optimum_memopt.engines.compile.sharding.zero3 import LeafSteps, Zero3Sharding
-from optimum_memopt.engines.compile.torch_compat import fully_shard, zero3
+from optimum_memopt.engines.torch_compat import fully_shard, zero3
 from optimum_memopt.errors import MemOptError
 
 

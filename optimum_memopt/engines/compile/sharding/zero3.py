@@ -26,9 +26,9 @@ from optimum_memopt.engines.compile.memory.around_runs import AroundRun, Collect
 from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
 from optimum_memopt.engines.compile.sharding.gathering import Gathering, ParameterState, Reduction
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.engines.compile.torch_compat.attention import without_padding
-from optimum_memopt.engines.compile.torch_compat.zero3 import Partitioning
+from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.torch_compat.attention import without_padding
+from optimum_memopt.engines.torch_compat.zero3 import Partitioning
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 

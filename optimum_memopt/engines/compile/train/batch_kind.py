@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
 
 # The arguments of a forward by their paths, each with the properties that torch guards on.
 InputKinds = frozenset[tuple[str, Hashable]]

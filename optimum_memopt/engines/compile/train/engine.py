@@ -31,10 +31,6 @@ from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
 from optimum_memopt.engines.compile.sharding.model import shared_model
-from optimum_memopt.engines.compile.torch_compat import host_masks, releases
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import is_of_compiled_backward, own_error
-from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.host_watch import FASTER_AS_ONE_GRAPH, HostWatch
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.loss_watch import LossWatch, assumed_loss
@@ -44,6 +40,10 @@ from optimum_memopt.engines.shared import in_place, released_gradients
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.shared.released_gradients import ReleasedGradients
+from optimum_memopt.engines.torch_compat import host_masks, releases
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
+from optimum_memopt.engines.torch_compat.compiler_errors import is_of_compiled_backward, own_error
+from optimum_memopt.engines.torch_compat.kernels import start_libraries
 from optimum_memopt.errors import DoesNotFitError, forget_frames, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process

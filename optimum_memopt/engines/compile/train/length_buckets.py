@@ -30,10 +30,10 @@ from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import WORTH, ExtraByLength, best_lengths, expected_extra
-from optimum_memopt.engines.compile.torch_compat.attention import KeptMasks
 from optimum_memopt.engines.compile.train.batch_kind import BatchKind, InputKinds, input_kinds
 from optimum_memopt.engines.compile.train.planned_forward import RUN_AGAIN, PlannedForward
 from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.torch_compat.attention import KeptMasks
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.optimizers import Optimizer

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from optimum_memopt.compat.torch import current_autocast
-from optimum_memopt.engines.compile.torch_compat.allocation_history import Taken, start_history, stop_history
-from optimum_memopt.engines.compile.torch_compat.dynamo import StorageWeakRef, storage_id
+from optimum_memopt.engines.torch_compat.allocation_history import Taken, start_history, stop_history
+from optimum_memopt.engines.torch_compat.dynamo import StorageWeakRef, storage_id
 from optimum_memopt.logs import best_effort
 
 # The most histories that are read in a backward, and that are started: some reach no backward.

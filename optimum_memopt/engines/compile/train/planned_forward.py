@@ -25,15 +25,15 @@ from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.planner import Attempt, Planner, RunKeys, runs_of
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import show
-from optimum_memopt.engines.compile.torch_compat import autograd, dynamo
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import (
+from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
+from optimum_memopt.engines.torch_compat import autograd, dynamo
+from optimum_memopt.engines.torch_compat.compiler_errors import (
     failure_of_compiler,
     is_of_trace,
     line_with_place,
     own_error,
 )
-from optimum_memopt.engines.compile.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
-from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
+from optimum_memopt.engines.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, clear_frames, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import planned_like

@@ -39,7 +39,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import SavedActivati
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.partition.strategies.offload import last_uses
-from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.plans.grammar import Strategy
 
 FP8 = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, i
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.plans.grammar import Strategy
 
 # Not a `custom_op`, which must not return its argument.

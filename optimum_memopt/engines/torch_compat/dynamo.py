@@ -42,9 +42,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from optimum_memopt.compat.bitsandbytes import is_4bit, states_of
 from optimum_memopt.compat.torch import backward_pass
-from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import fake_copy, is_without_parts, with_attributes
-from optimum_memopt.engines.compile.torch_compat.recompiles import (
+from optimum_memopt.engines.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, is_without_parts, with_attributes
+from optimum_memopt.engines.torch_compat.recompiles import (
     MEANT,
     RUN_AHEAD,
     CodePlace,

@@ -13,9 +13,9 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
-from optimum_memopt.engines.compile.torch_compat.compiler_errors import DraftFailedError
-from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
+from optimum_memopt.engines.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.compiler_errors import DraftFailedError
+from optimum_memopt.engines.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import line_of
 
 

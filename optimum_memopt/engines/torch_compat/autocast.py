@@ -13,8 +13,8 @@ import torch
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
-from optimum_memopt.engines.compile.torch_compat.kernels import HALVES, is_half
+from optimum_memopt.engines.torch_compat.fake_tensors import with_attributes
+from optimum_memopt.engines.torch_compat.kernels import HALVES, is_half
 from optimum_memopt.logs import get_logger
 
 # Operators that autocast runs in half precision on CUDA, but not on a CPU.

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.fake_tensors import Replacement
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 
 _LAYERS, _WRAPPER = "peft.tuners.lora.layer", "ParamWrapper"
 EXPERTS = Patch(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 
 _FILES = "torch.distributed.fsdp._fully_shard"
 SHARDED = Patch(

@@ -26,12 +26,12 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, is_known_true
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.host_masks import is_true
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
-from optimum_memopt.engines.compile.torch_compat.recompiles import NO_PADDING
+from optimum_memopt.engines.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
+from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, is_known_true
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat.host_masks import is_true
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.recompiles import NO_PADDING
 from optimum_memopt.plans.plan_file import PlanFile
 
 _FILE = "transformers.masking_utils"

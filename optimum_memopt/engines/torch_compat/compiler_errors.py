@@ -7,7 +7,7 @@ import traceback
 
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 
-from optimum_memopt.engines.compile.torch_compat.recompiles import place_text
+from optimum_memopt.engines.torch_compat.recompiles import place_text
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of, with_causes
 
 # The file and name of `CompiledFunction.backward`, in which torch also compiles a backward that is not compiled yet.

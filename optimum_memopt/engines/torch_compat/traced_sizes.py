@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from optimum_memopt.compat.torch import without_modes
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
-from optimum_memopt.engines.compile.torch_compat.recompiles import CodePlace, source_name, specialized_sizes
+from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, with_attributes
+from optimum_memopt.engines.torch_compat.recompiles import CodePlace, source_name, specialized_sizes
 
 # Channels, height and width.
 _SIZES_OF_IMAGE = 3

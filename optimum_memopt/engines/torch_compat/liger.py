@@ -14,8 +14,8 @@ import torch
 from packaging.version import Version
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.fake_tensors import Replacement
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 
 _DISPATCH = "liger_kernel.backends.dispatch"
 # The operators that a model's modules call through the dispatch.

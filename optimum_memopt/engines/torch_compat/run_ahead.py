@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.torch import hooks_around_call
-from optimum_memopt.engines.compile.torch_compat.dynamo import file_of, global_hooks
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import with_attributes
+from optimum_memopt.engines.torch_compat.dynamo import file_of, global_hooks
+from optimum_memopt.engines.torch_compat.fake_tensors import with_attributes
 from optimum_memopt.generators import GeneratorStates
 
 # Files of models; methods that all models inherit from other files compute losses and set up generation.

@@ -31,10 +31,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from optimum_memopt.compat.torch import tensors_in
-from optimum_memopt.engines.compile.torch_compat.function_caches import clean_caches
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
 from optimum_memopt.engines.shared.forward_patch import Attribute
 from optimum_memopt.engines.shared.function_state import variables_around
+from optimum_memopt.engines.torch_compat.function_caches import clean_caches
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 from optimum_memopt.logs import get_logger
 
 # Errors for a value, or a shape that depends on values, that is not known.

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 
 _KERNELS, _USES = "trl.kernels.chunked_logprob", "trl.trainer.utils"
 _FUNCTION, _IS_TRITON = "_ChunkedLogProbFunction", "_use_triton"

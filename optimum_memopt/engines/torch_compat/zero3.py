@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 from optimum_memopt.errors import MemOptError
 
 _FILES = "deepspeed.runtime.zero"

@@ -2,15 +2,15 @@
 
 import torch
 
-from optimum_memopt.engines.compile.torch_compat import fully_shard, liger
-from optimum_memopt.engines.compile.torch_compat.attention import MASKS
-from optimum_memopt.engines.compile.torch_compat.expert_adapters import EXPERTS
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import SIMULATED, VALUES
-from optimum_memopt.engines.compile.torch_compat.fused_lm_head import HEAD
-from optimum_memopt.engines.compile.torch_compat.host_masks import MOVED
-from optimum_memopt.engines.compile.torch_compat.patches import Patch
-from optimum_memopt.engines.compile.torch_compat.trace_fixes import COLLECTED, LOSS_BY_NAME
-from optimum_memopt.engines.compile.torch_compat.zero3 import LINEAR, PARTITIONED
+from optimum_memopt.engines.torch_compat import fully_shard, liger
+from optimum_memopt.engines.torch_compat.attention import MASKS
+from optimum_memopt.engines.torch_compat.expert_adapters import EXPERTS
+from optimum_memopt.engines.torch_compat.fake_tensors import SIMULATED, VALUES
+from optimum_memopt.engines.torch_compat.fused_lm_head import HEAD
+from optimum_memopt.engines.torch_compat.host_masks import MOVED
+from optimum_memopt.engines.torch_compat.patches import Patch
+from optimum_memopt.engines.torch_compat.trace_fixes import COLLECTED, LOSS_BY_NAME
+from optimum_memopt.engines.torch_compat.zero3 import LINEAR, PARTITIONED
 from optimum_memopt.errors import UnsupportedModelError
 
 # Optional patches: without them a model still trains, with a less complete plan.

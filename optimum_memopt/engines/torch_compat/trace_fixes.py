@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.bitsandbytes import gathered_products, is_8bit, move_to_state
-from optimum_memopt.engines.compile.torch_compat import expert_adapters, fused_lm_head, liger, zero3
-from optimum_memopt.engines.compile.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
-from optimum_memopt.engines.compile.torch_compat.dynamo import (
+from optimum_memopt.engines.torch_compat import expert_adapters, fused_lm_head, liger, zero3
+from optimum_memopt.engines.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
+from optimum_memopt.engines.torch_compat.dynamo import (
     Trace,
     arguments_of,
     draws_with_numpy,
@@ -27,9 +27,9 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import (
     own_forward,
     untraced,
 )
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import Replacement, with_attributes
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
-from optimum_memopt.engines.compile.torch_compat.run_ahead import RunAhead
+from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, with_attributes
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.run_ahead import RunAhead
 
 
 class _OneAtATime(contextlib.ContextDecorator):

@@ -15,8 +15,8 @@ import torch
 
 from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.compat.transformers import is_mask
-from optimum_memopt.engines.compile.torch_compat.fake_tensors import is_known_true
-from optimum_memopt.engines.compile.torch_compat.patches import Name, Patch
+from optimum_memopt.engines.torch_compat.fake_tensors import is_known_true
+from optimum_memopt.engines.torch_compat.patches import Name, Patch
 
 _FILE, _MOVES = "accelerate.data_loader", "send_to_device"
 MOVED = Patch(
