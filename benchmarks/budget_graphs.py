@@ -15,7 +15,6 @@ from transformers.initialization import no_init_weights
 from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress, TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
-from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
@@ -28,6 +27,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.train import engine as engine_module
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.simulator.devices import DEVICES
 from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.sizes import Budget
 

@@ -29,13 +29,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, EagerSettings
-from optimum_memopt.engines.compile.capture.standins import eager_standin
 from optimum_memopt.engines.compile.costs.costs import bounded
-from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
-from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
-from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.live import LiveRecorder
-from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
+from optimum_memopt.engines.compile.predict.plain_step import PlainStep, plain_step
+from optimum_memopt.engines.simulator.allocator import CachingAllocator
+from optimum_memopt.engines.simulator.devices import DEVICES, Device
+from optimum_memopt.engines.simulator.events import Event
+from optimum_memopt.engines.simulator.recorder import LiveRecorder
+from optimum_memopt.engines.simulator.standins import eager_standin
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.step_settings import StepSpec
@@ -168,7 +168,7 @@ def device_named(name: str) -> Device:
     return DEVICES[max((listed for listed in DEVICES if listed in name), key=len)]
 
 
-def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
+def peft_step(run: PeftRun, rows: int, length: int) -> PlainStep:
     """Predict a step of PEFT's loop, which holds the outputs and pads some row."""
     import peft
 
@@ -226,7 +226,7 @@ def tokens_a_second(run: PeftRun) -> float:
     return _REAL_TOKENS / step.seconds
 
 
-def _filled(step: LiveStep) -> CachingAllocator:
+def _filled(step: PlainStep) -> CachingAllocator:
     given, events = step.run.split()
     return reserved([step.constant, *(storage.bytes for storage in given), *step.states], events)
 

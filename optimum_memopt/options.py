@@ -111,7 +111,7 @@ class MemOptOptions(_AllOptions):
             option_values.check_page("--memory_opt_report", str(self.memory_opt_report))
         if self.memory_opt_dry_run is not None:
             try:
-                predicting_factory().simulator(self.memory_opt_dry_run)
+                predicting_factory().planned_device(self.memory_opt_dry_run)
             except MemOptError as error:
                 raise MemOptError(f"--memory_opt_dry_run: {error}") from error
         # Parse both: a mistake in them is an error whichever engine trains.

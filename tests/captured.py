@@ -13,10 +13,9 @@ from torch import fx
 
 from optimum_memopt.engines.compile.capture.backend import compile_graph
 from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
-from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import JointGraph, value
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import symbol_names
@@ -25,7 +24,9 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.engines.torch_compat import dynamo, fx_graph, traced_sizes
+from optimum_memopt.engines.torch_compat.traced_sizes import symbolic
 from tests.compiled import selection
 
 

@@ -19,12 +19,13 @@ PRIVATE_NAMES_ALLOWED = {
     # Names needed to read a graph: an operator's name, schema and type, and the dispatch mode. They have no public
     # counterpart, have not changed since torch 2.0, and occur in nearly every line that reads a graph.
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
-    "engines.compile.costs.work": {
+    "engines.simulator.recorder": {"_python_dispatch"},
+    "engines.simulator.work": {
         *("_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax"),
         *("_softmax_backward_data", "_to_copy", "_scaled_dot_product_", f"{_ATTENTION.format('flash')}_for_cpu"),
     },
     # Names of ATen's operators, as strings.
-    "engines.compile.memory.workspaces": {
+    "engines.simulator.workspaces": {
         *("_log_softmax_backward_data", "_softmax_backward_data", f"{_ATTENTION.format('flash')}_for_cpu"),
         *(f"{_ATTENTION.format(kind)}_backward" for kind in ("efficient", "flash")),
         f"{_ATTENTION.format('flash')}_for_cpu_backward",
@@ -86,7 +87,7 @@ def in_modules(read: Callable[[Module], Collection[str]]) -> dict[str, list[str]
 def engine(name: str) -> str:
     """Returns the engine that a module belongs to, or an empty string if it belongs to none."""
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[0] == "engines" and parts[1] not in ("api", "shared") else ""
+    return parts[1] if len(parts) > 1 and parts[0] == "engines" and parts[1] in ("compile", "ort") else ""
 
 
 # Private names of other libraries.

@@ -15,8 +15,8 @@ import transformers
 from filelock import FileLock, Timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat.kernels import multiprocessors_of
 from optimum_memopt.options import from_keywords, resolve
 

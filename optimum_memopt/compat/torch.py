@@ -161,6 +161,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(inner)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the total bytes of tensors, each counted once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())

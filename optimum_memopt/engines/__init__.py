@@ -1,4 +1,4 @@
-"""The engines: each folder in here is one, which registers itself when it is imported."""
+"""The engines, `compile` and `ort`, which register themselves when they are imported, and what they are built on."""
 
 import importlib
 import pkgutil

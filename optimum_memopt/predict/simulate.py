@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from optimum_memopt.engines.api.predictions import SimulatedStep
-from optimum_memopt.engines.shared.registry import predicting_factory
+from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.option_values import check_drawing, checked
 from optimum_memopt.report.page import Page, ReportData, render
@@ -38,7 +38,7 @@ def simulate(
     if not callable(step):
         raise MemOptError(f"simulate: the first argument is a step to call, not {excerpt(type(step).__name__)}")
     device = checked("device", device, str | PathLike | None)
-    with predicting_factory().simulator(None if device is None else fspath(device)) as simulator:
+    with simulated(None if device is None else fspath(device)) as simulator:
         copied = simulator.copy((step, args, kwargs))
         call, positional, named = copied
         found = simulator.run(lambda: call(*positional, **named), copied)

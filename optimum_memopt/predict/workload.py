@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.compat.bitsandbytes import copy_state, is_4bit, statistics_of
-from optimum_memopt.compat.torch import tensors_in, without_modes
+from optimum_memopt.compat.torch import dtype_name, tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
 from optimum_memopt.engines.shared.in_place import engine_of
@@ -445,7 +445,7 @@ class ModuleWorkload:
     @property
     def dtypes(self) -> set[str]:
         """Returns the dtypes of the weights."""
-        return {str(parameter.dtype).removeprefix("torch.") for parameter in self.module.parameters()}
+        return {dtype_name(parameter.dtype) for parameter in self.module.parameters()}
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -23,9 +23,9 @@ from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.compat.bitsandbytes import buffers_of, is_4bit
 from optimum_memopt.compat.torch import tensor_bytes, tensors_in
 from optimum_memopt.compat.transformers import collator, train_batch_size
-from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
+from optimum_memopt.engines.api.predictions import SimulatedStep
 from optimum_memopt.engines.shared.forward_patch import ForwardState
-from optimum_memopt.engines.shared.registry import predicting_factory
+from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.errors import MemOptError, line_of, path_excerpt
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import host_available
@@ -48,6 +48,9 @@ from optimum_memopt.predict.phases import (
 from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training import compat_dry_run
 from optimum_memopt.training.batches import has_few_rows, is_readable, micro_batches_of, row_lengths
+
+if TYPE_CHECKING:
+    from optimum_memopt.engines.simulator.user_step import Simulator
 
 _DATA = ("train_dataset", "eval_dataset")
 # Maximum number of items in a container that a step may change; larger containers are data.
@@ -118,7 +121,7 @@ def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator
             yield from _contents(value, data, depth - 1)
 
 
-def replace_tensors(trainer: Any, simulator: Simulator, holders: Sequence[Any]) -> None:
+def replace_tensors(trainer: Any, simulator: "Simulator", holders: Sequence[Any]) -> None:
     """Replace the tensors of `holders`, until the simulator exits, and the Trainer's own tensors (TRL has weights of
     rewards), until `left_as_it_is` restores them, by tensors without data."""
     simulator.replace(holders)
@@ -215,7 +218,7 @@ class FakeRun:
 
     trainer: Any
     model: Any
-    simulator: Simulator
+    simulator: "Simulator"
     holders: Sequence[Any] = field(repr=False)
     coming: int = 0
     others: Sequence[torch.Tensor] = field(default=(), repr=False)
@@ -390,7 +393,7 @@ class PhaseCheckCallback(TrainerCallback):
         evaluates = args.do_eval or args.do_predict or args.eval_on_start
         with left_as_it_is(trainer):
             data = evaluation_data(trainer, reads_any=False) if evaluates else None
-            with predicting_factory().simulator(None) as simulator:
+            with simulated(None) as simulator:
                 memory = simulator.memory
                 limit = min(memory.total, self._budget.on_device(memory.total, memory.available))
                 models = [holder for holder in holders_of(trainer) if isinstance(holder, torch.nn.Module)]
@@ -442,7 +445,7 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
     if not Path(script).is_file():
         raise MemOptError(f"dry-run {path_excerpt(script)}: no such file")
     # Refuse an unknown device before the script starts.
-    predicting_factory().simulator(device)
+    simulated(device)
     trains = Trainer.train
     with (
         mock.patch.object(sys, "argv", [script, *args]),
@@ -516,7 +519,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     steps = min(2, micro_batches)
     items = compat_dry_run.items_in_batch(trainer, [batch] * steps)
     evaluated = evaluation_data(trainer, reads_any=True)
-    with predicting_factory().simulator(device) as simulator:
+    with simulated(device) as simulator:
         memory = simulator.memory
         limit = memory.available if budget is None else budget.on_device(memory.total, memory.available)
         holders = holders_of(trainer)

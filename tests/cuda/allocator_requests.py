@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
+from optimum_memopt.engines.simulator.allocator import CachingAllocator
 
 
 def main(seed: int, requests: int = 2000) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat import fused_lm_head
 from optimum_memopt.engines.torch_compat.kernels import multiprocessors_of
 

@@ -23,8 +23,8 @@ from gpu_truth import (
     table,
 )
 
-from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.memory.events import Event, Storage
+from optimum_memopt.engines.simulator.devices import DEVICES
+from optimum_memopt.engines.simulator.events import Event, Storage
 
 MODES = ["forward", "backward", "full"]
 LORA = {"peft_type": "LORA", "r": 8}

@@ -14,13 +14,14 @@ from allocations import allocated
 
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.engines.compile.costs import costs
-from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.costs.graph_work import works
 from optimum_memopt.engines.compile.costs.times import cache_path, known_costs, replayed
-from optimum_memopt.engines.compile.costs.work import Kernel, Work, work_of, works
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from optimum_memopt.engines.compile.loss.operator import loss_shape
+from optimum_memopt.engines.simulator.devices import DEVICES, device_of
+from optimum_memopt.engines.simulator.work import Kernel, Work, work_of
 from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError
 from tests.captured import Captured, capture

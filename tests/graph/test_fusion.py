@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from optimum_memopt.engines.compile.costs.fusion import moved_by
-from optimum_memopt.engines.compile.costs.work import works
+from optimum_memopt.engines.compile.costs.graph_work import works
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from tests.captured import capture
 

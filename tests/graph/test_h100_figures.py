@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 import optimum_memopt
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.compile.predict.live_step import plain_step
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from optimum_memopt.step_settings import StepSpec

@@ -9,11 +9,13 @@ from transformers import RobertaConfig
 
 from optimum_memopt.compat.transformers import checkpoint_layers
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, EagerSettings
-from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.estimate import plain_ways
-from optimum_memopt.engines.compile.predict.live_step import plain_step, run_micro_batches
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.simulator.devices import DEVICES
+from optimum_memopt.engines.simulator.live_run import BACKWARD, LiveRun
+from optimum_memopt.engines.simulator.recorder import LiveRecorder
+from optimum_memopt.engines.simulator.trainer_step import run_micro_batches
 from optimum_memopt.engines.torch_compat import fake_tensors, kernels
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import ModuleWorkload, Workload

@@ -10,9 +10,10 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, IntTrueDiv, Max, Mi
 from optimum_memopt.engines.compile.graph.joint import root, storage_bytes, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.composition import compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents, prediction_of
 from optimum_memopt.engines.compile.memory.schedule import schedule
 from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.simulator.events import bytes_during
 from tests.captured import Captured, capture, real
 
 # Bytes that operators take while they run: a tensor for each scalar argument, and two rows of a layer norm in its

@@ -9,11 +9,9 @@ import torch
 from budget_graphs import Within
 
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
-from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, decided_from
 from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import problem_of
-from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.memory.simulation import seconds_of, simulate
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
@@ -26,6 +24,8 @@ from optimum_memopt.engines.compile.solver.compression import Compression
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
+from optimum_memopt.engines.simulator.allocator import pinned_bytes
+from optimum_memopt.engines.simulator.devices import DEVICES, Device
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
 from tests.captured import Captured, capture

@@ -15,9 +15,9 @@ from torch import nn
 import optimum_memopt
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.compile.capture.standins import eager_standin
-from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.predict.live_step import plain_step
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
+from optimum_memopt.engines.simulator.devices import DEVICES
+from optimum_memopt.engines.simulator.standins import eager_standin
 from optimum_memopt.engines.torch_compat import autocast
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.step_settings import StepSpec

@@ -6,7 +6,7 @@ import pytest
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
-from optimum_memopt.engines.compile.memory.events import Prediction, prediction_of
+from optimum_memopt.engines.compile.memory.graph_events import Prediction, prediction_of
 from optimum_memopt.engines.compile.memory.schedule import schedule
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.partition import partitioned_graph, strategies

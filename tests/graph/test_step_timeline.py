@@ -15,10 +15,11 @@ from optimum_memopt.engines.api.predictions import (
     SAVED,
     TEMPORARY,
 )
-from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
-from optimum_memopt.engines.compile.memory.events import Event, Storage, prediction_of
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.footprint import Footprint, step_timeline
+from optimum_memopt.engines.compile.memory.graph_events import prediction_of
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
+from optimum_memopt.engines.simulator.events import Event, StepEvents, Storage
 
 PLANS = ("", "level 1", "Gelu+:1:-1,Dropout+:3:2")
 AROUND = Footprint(0, parameters=1000, buffers=24, batch=30, optimizer=2000, gradients=1000, constant=5000)

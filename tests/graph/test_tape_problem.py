@@ -9,18 +9,18 @@ from torch.distributed.fsdp import fully_shard
 
 from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
+from optimum_memopt.engines.compile.capture.ranks import planned_ranks
 from optimum_memopt.engines.compile.capture.regions import layer_groups
-from optimum_memopt.engines.compile.capture.standins import planned_ranks
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents
-from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.sharding.zero3 import LeafSteps, Zero3Sharding
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
+from optimum_memopt.engines.simulator.events import Event, Storage
 from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, fake_model
 from optimum_memopt.engines.torch_compat.zero3 import PartitionedParameter, Partitioning
 from optimum_memopt.errors import MemOptError

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from optimum_memopt.commands import flags
 from optimum_memopt.commands.memopt import AdviseCommand, PlanCommand
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.compile.predict.live_step import plain_step
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
 from tests.rotation import in_turn, nightly
 
 ROWS = 16

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
-from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic
@@ -25,6 +24,7 @@ from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.engines.simulator.devices import DEVICES
 from optimum_memopt.engines.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy

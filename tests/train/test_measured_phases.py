@@ -34,7 +34,7 @@ from transformers import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
-from optimum_memopt.engines.compile.predict import live_step
+from optimum_memopt.engines.simulator import user_step
 from optimum_memopt.engines.torch_compat import kernels
 from optimum_memopt.predict.phases import GENERATION, OF_ROWS
 from optimum_memopt.training.compat_dry_run import longest_generation
@@ -131,7 +131,7 @@ def measured(trainer: Trainer, call: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("name", nightly(MODELS, but=["roberta", "adapter"]))
 def test_phases_are_those_of_real_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The memory of the process itself is not measured.
-    monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
+    monkeypatch.setattr(user_step, "held_bytes", lambda _: 0)
     found = dry_run(trainer_of(name, tmp_path), None)
     predicted = {phase.name: phase.peak for phase in found.phases}
     trainer = trainer_of(name, tmp_path)
@@ -171,11 +171,11 @@ def mistral() -> PreTrainedModel:
 def test_generation_of_causal_models(
     build: Callable[[], PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
+    monkeypatch.setattr(user_step, "held_bytes", lambda _: 0)
     torch.manual_seed(0)
     model, ids = build().eval(), IDS[:32].repeat(8, 1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": GENERATED, **options}
-    with live_step.simulator(None) as simulated:
+    with user_step.simulator_of(None) as simulated:
         simulated.replace([model])
         given = simulated.copy(inputs)
         with longest_generation(partial(simulated.phase, GENERATION)) as generation:
@@ -188,7 +188,7 @@ def test_generation_of_causal_models(
 
 @in_turn
 def test_what_trl_generates_and_runs_without_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_step, "held_bytes", lambda _: 0)
+    monkeypatch.setattr(user_step, "held_bytes", lambda _: 0)
     llama().save_pretrained(tmp_path / "llama")
     args = arguments(
         RLOOConfig,

@@ -12,7 +12,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.compile.predict import live_step
+from optimum_memopt.engines.simulator import user_step
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.predict.phases import RunPhase, host_suggestions
 from optimum_memopt.training import compat_dry_run, fake_run
@@ -39,11 +39,11 @@ def run(folder: Path, budget: str, **changes: Any) -> tuple[Any, list[str]]:
 
 
 def available(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
-    monkeypatch.setattr(live_step, "capacity", lambda _: Capacity(total, total))
+    monkeypatch.setattr(user_step, "capacity", lambda _: Capacity(total, total))
 
 
 def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Path) -> None:
-    held = live_step.held_bytes(torch.device("cpu"))
+    held = user_step.held_bytes(torch.device("cpu"))
     budget = f"{held // 2**20 + 256}MiB"
     _, (line,) = run(tmp_path, budget, eval_dataset=MANY, **LARGE)
     assert line.startswith(f"--memory_opt_budget {budget}: evaluation needs ")
@@ -54,7 +54,7 @@ def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Pat
 
 @in_turn
 def test_auto_says_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_step, "capacity", lambda _: Capacity(2**36, 2**35, 2**34))
+    monkeypatch.setattr(user_step, "capacity", lambda _: Capacity(2**36, 2**35, 2**34))
     trainer = make(tmp_path, "small", memory_opt_budget="auto", **BUDGET)
     with log_lines() as lines:
         trainer.train()
@@ -69,7 +69,7 @@ def test_a_run_without_evaluation_has_no_line(changes: dict[str, Any], tmp_path:
 def test_what_certainly_does_not_fit_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available(monkeypatch, live_step.held_bytes(torch.device("cpu")) + 2**28)
+    available(monkeypatch, user_step.held_bytes(torch.device("cpu")) + 2**28)
     with pytest.raises(MemOptError, match="^evaluation needs .*: preprocess_logits_for_metrics$"):
         run(tmp_path, "100GiB", eval_dataset=MANY, **LARGE)
 

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 
 from optimum_memopt import optimize
 from optimum_memopt.compat.bitsandbytes import buffers_of, quantize_4bit, statistics_of
-from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard
+from optimum_memopt.engines.compile.capture.ranks import planned_ranks, shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.torch_compat import fully_shard
 from optimum_memopt.errors import MemOptError

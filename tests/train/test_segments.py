@@ -9,7 +9,6 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.options import LAYER
@@ -19,6 +18,7 @@ from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.segments import links_of, with_recomputed
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.simulator.devices import DEVICES
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.plans.plan_file import LayerEntry, PlanFile
 from optimum_memopt.sizes import Budget

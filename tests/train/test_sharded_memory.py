@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optimum_memopt import MemOptError, optimize, plan
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.capture import check_model
-from optimum_memopt.engines.compile.capture.standins import planned_ranks
+from optimum_memopt.engines.compile.capture.ranks import planned_ranks
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine

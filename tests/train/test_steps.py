@@ -12,12 +12,12 @@ from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, Ea
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import bounded
-from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.costs.work import works
+from optimum_memopt.engines.compile.costs.graph_work import works
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
-from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
+from optimum_memopt.engines.simulator.devices import DEVICES
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise, fitting
 from optimum_memopt.predict.workload import Workload

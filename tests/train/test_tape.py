@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
-from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
-from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
+from optimum_memopt.engines.compile.memory.composition import bytes_left_by, compose
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
 from optimum_memopt.engines.compile.memory.tape import Call, RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.simulator.events import Event, StepEvents, Storage
 from tests.compiled import selection
 from tests.gradients import Batch
 from tests.rotation import in_turn, nightly

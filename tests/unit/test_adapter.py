@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from optimum_memopt.engines.api.predictions import EagerSettings
-from optimum_memopt.engines.compile.predict.live_step import plain_step
+from optimum_memopt.engines.compile.predict.plain_step import plain_step
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import parse_adapter
 from optimum_memopt.predict.workload import Workload

@@ -7,7 +7,7 @@ import pytest
 import torch
 from allocations import allocated
 
-from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat.kernels import has_instructions_for, onednn_multiplies
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

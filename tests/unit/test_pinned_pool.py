@@ -3,8 +3,8 @@ import mmap
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.partition.host_copies import PinnedPool
+from optimum_memopt.engines.simulator.allocator import pinned_bytes
 
 PAGE = mmap.PAGESIZE
 

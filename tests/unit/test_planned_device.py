@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.capture.standins import kernel, traced_for
-from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.simulator.devices import DEVICES
+from optimum_memopt.engines.simulator.standins import kernel, traced_for
 from optimum_memopt.engines.torch_compat import kernels
 
 H100, A100, T4 = ((9, 0), (8, 0), (7, 5))

@@ -9,7 +9,6 @@ from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.predictions import (
     ModelOfRun,
     PlannedDevice,
-    Simulator,
     StepEstimate,
     StepPredictor,
     Way,
@@ -20,8 +19,6 @@ from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import StepSpec
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from transformers import Trainer, TrainerCallback
 
 
@@ -71,7 +68,7 @@ class EngineFactory(Generic[Options]):
     """Creates an engine, and answers for it before it has a model. The defaults suit an engine without requirements.
 
     Attributes:
-        predicts: whether it has `planned_device`, `estimate`, `plain_ways`, `simulator`, `explain`, `predict_steps`
+        predicts: whether it has `planned_device`, `estimate`, `plain_ways`, `explain`, `predict_steps`
             and `largest_batch`.
         allocates_outside_torch: whether its CUDA memory bypasses torch's allocator.
         options_to_measure: options that turn a model that the engine cannot train into an error, so that no fallback
@@ -157,18 +154,6 @@ class EngineFactory(Generic[Options]):
 
         Raises:
             MemOptError: an unknown device or optimizer, or a model that cannot be built or reads its tensors' values.
-        """
-        raise NotImplementedError
-
-    def simulator(self, device: str | None) -> "AbstractContextManager[Simulator]":
-        """Returns a context with a simulator that runs a user's own steps on tensors without data.
-
-        Args:
-            device: device whose operators and allocator are simulated, such as `h100` or a JSON file; None: this
-                machine's.
-
-        Raises:
-            MemOptError: an unknown device.
         """
         raise NotImplementedError
 

@@ -2,7 +2,6 @@
 
 import itertools
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tabulate import tabulate
 
+from optimum_memopt.engines.api.layer_paths import equal_layers
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
 
     from optimum_memopt.memory.capacity import Capacity
@@ -49,13 +47,6 @@ PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
 
 # Maximum number of tensor groups shown per category, and bytes of the smallest group shown.
 _GROUPS, _SHOWN = 3, 2**20
-# A layer's index in its list, with an optional repeat number: `layer.0@1`.
-_NUMBER = re.compile(r"\d+(?:@\d+)?$")
-
-
-def equal_layers(layer: str) -> str:
-    """Returns the path that all layers of a list share: `model.layers.*` for `model.layers.3`."""
-    return _NUMBER.sub("*", layer)
 
 
 @dataclass(frozen=True)
@@ -495,46 +486,6 @@ class SimulatedStep:
     reserved: int | None
     phases: Mapping[str, int]
     timeline: StepTimeline = field(repr=False)
-
-
-class Simulator(Protocol):
-    """Runs steps on tensors without data, as plain PyTorch would on a device."""
-
-    @property
-    def memory(self) -> "Capacity":
-        """Returns the memory capacity of the device."""
-
-    @property
-    def shares_host(self) -> bool:
-        """True if the device's memory is the host's."""
-
-    @property
-    def constant(self) -> int:
-        """Returns the bytes that are always held beside the tensors of steps: by libraries and this process."""
-
-    def copy(self, value: Any) -> Any:
-        """Returns a deep copy of any value, with tensors without data. Raises MemOptError."""
-
-    def replace(self, holders: "Sequence[torch.nn.Module | torch.optim.Optimizer]") -> None:
-        """Replace the tensors of modules and optimizers by tensors without data, until the simulator exits."""
-
-    def phase(self, name: str) -> "AbstractContextManager[None]":
-        """Returns a context that assigns the running step's memory to the phase `name`."""
-
-    def run(
-        self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
-    ) -> SimulatedStep:
-        """Call the step twice; the second call is counted.
-
-        Args:
-            call: a step on this simulator's tensors.
-            held: object that holds the tensors existing before the step, and the modules that name its operators.
-            finds_variables: call once more, to find the variables that hold memory at the peak.
-            reads_floats: reading an unknown floating-point number, as for logs, returns 1 instead of raising.
-
-        Raises:
-            MemOptError: one line: the step reads a tensor's value, or raises an error.
-        """
 
 
 class StepPredictor(Protocol):

@@ -5,7 +5,6 @@ only once torch is known to be new enough.
 """
 
 import functools
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, T
 from optimum_memopt.engines.api.predictions import (
     ModelOfRun,
     PlannedDevice,
-    Simulator,
     StepEstimate,
     StepPredictor,
     Way,
@@ -123,11 +121,6 @@ class CompileFactory(EngineFactory[CompileOptions]):
         from optimum_memopt.engines.compile.predict.estimate import plain_ways
 
         return plain_ways(workload, spec)
-
-    def simulator(self, device: str | None) -> AbstractContextManager[Simulator]:
-        from optimum_memopt.engines.compile.predict.live_step import simulator
-
-        return simulator(device)
 
     def explain(self, failed: FailedStep) -> Explanation:
         from optimum_memopt.engines.compile.predict.explain import explain

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from optimum_memopt.compat.accelerate import fsdp_version
 from optimum_memopt.compat.installed import installed_version
-from optimum_memopt.compat.torch import writes_to
+from optimum_memopt.compat.torch import dtype_name, writes_to
 from optimum_memopt.compat.transformers import CHECKPOINTING_FIELDS, attention_implementation, checkpoint_function
 from optimum_memopt.engines.ort.compat import installation, internals, ortmodule
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
@@ -64,7 +64,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     check_device(name, device.type)
     halves = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32}
     if halves and device.type == "cpu":
-        dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
+        dtypes = ", ".join(sorted(map(dtype_name, halves)))
         raise UnsupportedModelError(
             f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only",
             f"call model.float(), or {_COMPILE}",

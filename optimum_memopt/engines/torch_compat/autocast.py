@@ -13,6 +13,7 @@ import torch
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
+from optimum_memopt.compat.torch import dtype_name
 from optimum_memopt.engines.torch_compat.fake_tensors import with_attributes
 from optimum_memopt.engines.torch_compat.kernels import HALVES, is_half
 from optimum_memopt.logs import get_logger
@@ -241,7 +242,7 @@ def of_any_device(has_bfloat16: bool) -> Iterator[None]:
 
 
 def _premade_line(dtype: torch.dtype, is_on: bool) -> str:
-    name, state, other = str(dtype).removeprefix("torch."), *(("on", "off") if is_on else ("off", "on"))
+    name, state, other = dtype_name(dtype), *(("on", "off") if is_on else ("off", "on"))
     return (
         f'torch.autocast("cuda") in {name} is simulated as {state}: it was created before the step, where torch turns '
         f"it off for lack of a GPU; create it in the step to have it {other}"

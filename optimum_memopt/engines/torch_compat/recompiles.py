@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 # Marks the reason of an intended graph break.
 MEANT = "optimum_memopt runs it untraced"
 _TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[3])
+_PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parent)
 # An attribute of masks without padding; torch guards on whether an input of a traced forward has it.
 NO_PADDING = "_memopt_has_no_padding"

@@ -24,6 +24,17 @@ from optimum_memopt.engines.torch_compat.recompiles import CodePlace, source_nam
 
 # Channels, height and width.
 _SIZES_OF_IMAGE = 3
+# Numbers in a graph: sizes, and other numbers that the tracer kept symbolic.
+Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def symbolic(number: Number) -> sympy.Expr:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
+
+
+def elements(tensor: torch.Tensor) -> sympy.Expr:
+    """Returns the number of a tensor's elements."""
+    return sympy.Mul(*map(symbolic, tensor.shape))
 
 
 def _shapes_of_trace() -> ShapeEnv | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat import fused_lm_head, kernels
 from optimum_memopt.engines.torch_compat.fused_lm_head import LabelLogProbs, label_log_probs
 

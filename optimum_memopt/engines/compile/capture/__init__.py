@@ -10,6 +10,6 @@ error_probe     the error of activations saved in fp8
 gradient_probe  the error that these cause in gradients
 layer_inputs    offload and recompute of tensors that pass between layers
 moved_state     state that changes between a forward and its backward
-standins        stand-ins for an absent device or absent ranks
+ranks           stand-ins for absent ranks
 capture         a forward traced on fake tensors without running it
 """

@@ -36,7 +36,7 @@ class _Partitioner(dynamo.CustomPartitionerFn):
         return modules
 
     def uuid(self) -> bytes:
-        sources = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+        sources = (path.read_bytes() for path in sorted(Path(__file__).parents[2].rglob("*.py")))
         # Missing in torch's own key: code that overwrites saved activations would be loaded for graphs that keep them.
         donates = str(dynamo.functorch_config.donated_buffer)
         return hashlib.sha256(b"".join([self._key.encode(), donates.encode(), *sources])).digest()

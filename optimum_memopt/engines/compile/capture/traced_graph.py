@@ -13,7 +13,6 @@ from torch import fx
 from optimum_memopt.engines.compile.capture.error_probe import ErrorProbe, RelativeError
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors, GradientProbe
 from optimum_memopt.engines.compile.capture.layer_inputs import LayerInputs
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import (
     AnalyzedGraph,
     places_of,
@@ -31,6 +30,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice, InputsPlan
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
+from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.engines.torch_compat import dynamo, fx_graph
 from optimum_memopt.logs import Progress
 

@@ -19,10 +19,11 @@ from torch import fx
 
 from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
-from optimum_memopt.engines.compile.costs.work import Evaluate, Work, arguments, concrete, numbers, work_of_node, works
+from optimum_memopt.engines.compile.costs.graph_work import Evaluate, arguments, concrete, numbers, work_of_node, works
 from optimum_memopt.engines.compile.graph.joint import JointGraph, value
+from optimum_memopt.engines.simulator.devices import Device
+from optimum_memopt.engines.simulator.work import Work
 from optimum_memopt.engines.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.torch_compat.attention import equal_parts
 from optimum_memopt.engines.torch_compat.kernels import generator_state

@@ -39,12 +39,13 @@ from optimum_memopt.engines.compile.costs.costs import (
     roofline,
     timed,
 )
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.fusion import moved_by
-from optimum_memopt.engines.compile.costs.work import work_between, works
+from optimum_memopt.engines.compile.costs.graph_work import works
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_output, is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.simulator.devices import Device
+from optimum_memopt.engines.simulator.work import work_between
 from optimum_memopt.memory import process
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import held_bytes

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from optimum_memopt.compat.torch import dtype_name
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import (
     Inlined,
@@ -71,7 +72,7 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
         tensor = tensor_value(node)
         # Buffers may grow with the batch.
         if all(isinstance(size, int) for size in tensor.shape):
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             count, sum_of_numbers = numbers.get(dtype, (0, 0))
             numbers[dtype] = count + 1, sum_of_numbers + tensor.numel()
     text = "\n".join(f"{layer} {path}" for layer, path in paths.values())

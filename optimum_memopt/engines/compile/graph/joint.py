@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.torch_compat.traced_sizes import symbolic
 
 # Their schemas declare no alias, yet they never copy (aten/src/ATen/native/TensorShape.cpp).
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
@@ -22,10 +23,6 @@ _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
 ON_HOST = "optimum_memopt_on_host"
 # Key of a node's meta: marks a copy of an input that may change before the backward (see `state_copies`).
 STATE_COPY = "optimum_memopt_state_copy"
-# ATen's matrix products.
-MATRIX_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
-# Numbers in a graph: sizes, and other numbers that the tracer kept symbolic.
-Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def value(node: fx.Node) -> object:
@@ -137,13 +134,9 @@ class Inlined:
         return own
 
 
-def is_chunked_loss_operator(target: object) -> bool:
-    """True for the operator of `loss/operator.py`."""
-    return str(target) == "optimum_memopt.chunked_loss.default"
-
-
 def is_chunked_loss(node: fx.Node) -> bool:
-    return is_chunked_loss_operator(node.target)
+    """True for the operator of `loss/operator.py`."""
+    return str(node.target) == "optimum_memopt.chunked_loss.default"
 
 
 def is_loss_gradient(node: fx.Node) -> bool:
@@ -155,14 +148,6 @@ def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
     """True for a product that scales a gradient of the chunked loss: as its only reader, it may work in place."""
     is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
     return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype
-
-
-def symbolic(number: Number) -> sympy.Expr:
-    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
-
-
-def elements(tensor: torch.Tensor) -> sympy.Expr:
-    return sympy.Mul(*map(symbolic, tensor.shape))
 
 
 def storage_bytes(node: fx.Node) -> sympy.Expr:

@@ -9,7 +9,6 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.candidates import RecomputeChain
 from optimum_memopt.engines.compile.graph.joint import (
-    MATRIX_PRODUCTS,
     first_input,
     is_output,
     is_tensor,
@@ -24,6 +23,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     module_stack,
     operator_name,
 )
+from optimum_memopt.engines.simulator.work import MATRIX_PRODUCTS
 from optimum_memopt.plans import matching
 
 # ONNX operators that replace an aten operator in the graph that ONNX Runtime 1.19 exports and optimizes. Others keep

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from optimum_memopt.engines.api.layer_paths import layer_in, within_layer
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
     first_input,
@@ -22,9 +23,6 @@ from optimum_memopt.engines.compile.graph.joint import (
     tensor_value,
 )
 
-# Names of layer lists in transformers and timm (also `albert_layers`); the first match in a path is the transformer
-# layer.
-_LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
 # Key of a node's meta: the layer, in a graph without such a list (see `note_layers`).
 LAYER = "optimum_memopt_layer"
 # Dynamo's suffix of a module's second and later calls, in keys of `nn_module_stack`.
@@ -69,21 +67,9 @@ def layer_of(node: fx.Node) -> str:
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
-def within_layer(path: str, layer: str) -> str:
-    """Returns the path of a module within its layer; `path` itself outside of all layers."""
-    return path.removeprefix(layer.partition("@")[0]).removeprefix(".")
-
-
 def module_in_layer(node: fx.Node) -> str:
     """Returns the path of the module that calls the operator, within its layer, or in the model outside of layers."""
     return within_layer(module_path(node), layer_of(node))
-
-
-@cache
-def layer_in(path: str) -> str:
-    """Returns the path of the transformer layer that a module or parameter path is in, "" outside of all layers."""
-    match = _LAYER.search(path)
-    return path[: match.end()] if match else ""
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:

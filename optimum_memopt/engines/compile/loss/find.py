@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.graph.joint import elements
 from optimum_memopt.engines.compile.loss.operator import LossShape
 from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype
+from optimum_memopt.engines.torch_compat.traced_sizes import elements
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _FLATTENS = frozenset({"view", "reshape", "flatten"})

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradient, is_scaling, tensor_value
+from optimum_memopt.engines.compile.graph.joint import is_loss_gradient, is_scaling, tensor_value
 from optimum_memopt.engines.compile.loss.chunk import CrossEntropy, columns, is_fused, loss_and_gradient, sum_dtype
+from optimum_memopt.engines.simulator.own_operators import register_sizes
 from optimum_memopt.engines.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.torch_compat.kernels import ALIGNED
+from optimum_memopt.engines.torch_compat.traced_sizes import elements
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
@@ -70,6 +72,11 @@ class LossShape:
         if self.is_fused:
             return _FUSED_PASSES * self.rows * self.columns * self.compute.itemsize
         return _PASSES * self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
+
+    @property
+    def flops(self) -> Size:
+        """Returns the floating point operations: a product for the logits, and one for each gradient."""
+        return 2 * self.rows * self.hidden_size * self.vocabulary * (1 + self.needs_hidden + self.needs_weight)
 
     @property
     def saving(self) -> Size:
@@ -133,6 +140,9 @@ def loss_shape(arguments: Sequence[Any], on_cuda: bool) -> LossShape:
     rank = int(adapter_weight.shape[1]) if adapter_weight is not None else 0
     sizes, dtypes = (elements(labels), int(hidden_size), int(vocabulary)), (hidden.dtype, weight.dtype, compute)
     return LossShape(*sizes, *dtypes, bool(softcap), needs[0], needs[1], rank, is_fused(on_cuda))
+
+
+register_sizes("optimum_memopt.chunked_loss.default", loss_shape)
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 from optimum_memopt.engines.api.predictions import TEMPORARY
-from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.simulator.events import Event
 
 # Kinds of the storages of collectives.
 GATHER, REDUCE = "all_gather", "reduce_scatter"

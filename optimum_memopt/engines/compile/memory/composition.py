@@ -5,79 +5,20 @@ is held once, until its last reader is done, and a gradient that one backward re
 that runs next.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from optimum_memopt.engines.api.predictions import OUTPUTS, RECOMPUTED, SAVED
 from optimum_memopt.engines.api.run import NOTHING_HELD, HeldUntil
 from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
-from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage, bytes_during
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
 from optimum_memopt.engines.compile.memory.tape import BETWEEN, Outside, Tape, gradient_name
+from optimum_memopt.engines.simulator.events import Event, StepEvents, Storage, bytes_during
 from optimum_memopt.engines.torch_compat import dynamo
 
 # Name of the tensors that the training loop has computed from the outputs and still holds.
 _LEFT = "left by the loop"
-
-
-@dataclass(frozen=True)
-class StepEvents:
-    """The events of a forward and its backward; events without an operator stand between two operators.
-
-    Attributes:
-        events: the forwards of all graphs, the event at which the caller drops tensors, a loss outside of the graphs,
-            the event that allocates the tangents, and the backwards.
-        forward_end: index of the last event before the backward.
-        outputs: bytes of the forward's results that its caller holds after the backward.
-        earlier_outputs: bytes of the previous step's results, held until this forward has returned.
-    """
-
-    events: tuple[Event, ...]
-    forward_end: int
-    outputs: int = 0
-    earlier_outputs: int = 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """Returns the bytes held between forward and backward."""
-        return bytes_during(self.events[: self.forward_end + 1])[1]
-
-    def peak(self, gradients: int = 0) -> int:
-        """Returns the peak in bytes.
-
-        Args:
-            gradients: bytes of gradients that exist from the start of the backward, but not in the forward.
-        """
-        during, _ = bytes_during(self.events)
-        return max(size + gradients * (index > self.forward_end) for index, size in enumerate(during))
-
-
-def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
-    """Returns a step whose storage sizes are interpolated linearly between two steps; None if their operators differ.
-
-    Args:
-        share: 0 for the sizes of `low`, 1 for those of `high`; values outside of this range extrapolate.
-    """
-
-    def size(first: int, second: int) -> int:
-        return max(0, round(first + share * (second - first)))
-
-    def event(first: Event, second: Event) -> Event:
-        storages = zip(first.allocates, second.allocates, strict=True)
-        return first._replace(
-            allocates=tuple(one._replace(bytes=size(one.bytes, other.bytes)) for one, other in storages),
-            workspace=size(first.workspace, second.workspace),
-        )
-
-    if len(low.events) != len(high.events) or low.forward_end != high.forward_end:
-        return None
-    pairs = list(zip(low.events, high.events, strict=True))
-    if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
-        return None
-    outputs, earlier = size(low.outputs, high.outputs), size(low.earlier_outputs, high.earlier_outputs)
-    return StepEvents(tuple(itertools.starmap(event, pairs)), low.forward_end, outputs, earlier)
 
 
 def compose(tape: Tape, runs: Sequence[GraphEvents], frees_gradients: bool = False) -> StepEvents:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from optimum_memopt.engines.compile.memory.around_runs import Collectives
-from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.simulator.events import Event
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from optimum_memopt.compat.bitsandbytes import buffers_of, named_buffers
-from optimum_memopt.compat.torch import tensor_bytes
+from optimum_memopt.compat.torch import dtype_name, tensor_bytes
 from optimum_memopt.engines.api import predictions
+from optimum_memopt.engines.api.layer_paths import layer_in
 from optimum_memopt.engines.api.predictions import (
-    BATCH,
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
@@ -22,14 +22,11 @@ from optimum_memopt.engines.api.predictions import (
     Group,
     Phase,
     StepTimeline,
-    equal_layers,
 )
 from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, Run
-from optimum_memopt.engines.compile.costs.devices import Device, device_at
-from optimum_memopt.engines.compile.graph.saved_activations import layer_in
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
-from optimum_memopt.engines.compile.memory.composition import StepEvents
-from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
+from optimum_memopt.engines.simulator.allocator import AllocatorPeak, allocator_peak
+from optimum_memopt.engines.simulator.devices import Device, device_at
+from optimum_memopt.engines.simulator.events import StepEvents, Storage, bytes_by_category, groups, held_during
 from optimum_memopt.engines.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like
@@ -211,11 +208,6 @@ def weights_by_dtype(model: torch.nn.Module) -> dict[str, int]:
     for parameter in {id(parameter): parameter for parameter in parameters_of(model).values()}.values():
         sizes[dtype_name(parameter.dtype)] += fully_shard.local(parameter).nbytes
     return dict(sizes.most_common())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype, `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -421,25 +413,6 @@ def _parts(sizes: Mapping[str, int], tensors: Iterable[Storage]) -> Iterator[Gro
             yield from groups(known)
         elif size:
             yield Group(category, "", 0, size)
-
-
-_OF_THE_MODEL = (OPTIMIZER, BATCH, GRADIENTS)
-
-
-def groups(storages: Iterable[Storage]) -> list[Group]:
-    """Returns tensors grouped by kind across equal layers; optimizer states, batch and gradients by category only."""
-    kinds: dict[tuple[str, ...], list[Storage]] = {}
-    for storage in storages:
-        key = (storage.kind, equal_layers(storage.layer), storage.module)
-        key = key if storage.category not in _OF_THE_MODEL else ("", "", "")
-        kinds.setdefault((storage.category, *key), []).append(storage)
-    groups = []
-    for (category, kind, _, module), of_kind in kinds.items():
-        if held := [storage for storage in of_kind if storage.bytes]:
-            layers = () if category in _OF_THE_MODEL else dict.fromkeys(each.layer for each in held if each.layer)
-            size = sum(storage.bytes for storage in held)
-            groups.append(Group(category, kind, len(held), size, tuple(layers), module))
-    return groups
 
 
 @dataclass(frozen=True)

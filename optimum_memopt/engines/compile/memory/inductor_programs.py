@@ -15,12 +15,14 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, TEMPORARY
-from optimum_memopt.engines.compile.graph.joint import Number, is_accumulation_operator, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import is_accumulation_operator, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
-from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
+from optimum_memopt.engines.simulator.events import Event, Storage
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors, inductor
 from optimum_memopt.engines.torch_compat.kernels import multiprocessors_of
+from optimum_memopt.engines.torch_compat.traced_sizes import Number, symbolic
 
 _WORKSPACE = "workspace"
 # Key of a program's result that is not a tensor.

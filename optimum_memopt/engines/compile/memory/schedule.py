@@ -20,24 +20,24 @@ from optimum_memopt.engines.compile.graph.joint import (
     is_tensor,
     root,
     storage_bytes,
-    symbolic,
     tensor_value,
     value,
 )
 from optimum_memopt.engines.compile.graph.layouts import layouts_of
 from optimum_memopt.engines.compile.graph.saved_activations import layer_of, module_in_layer, operator_name
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.events import (
-    BACKWARD,
-    Event,
-    GraphEvents,
-    Prediction,
-    Storage,
-    prediction_of,
-)
-from optimum_memopt.engines.compile.memory.workspaces import workspace
+from optimum_memopt.engines.compile.memory.graph_events import BACKWARD, GraphEvents, Prediction, prediction_of
+from optimum_memopt.engines.simulator.events import Event, Storage
+from optimum_memopt.engines.simulator.workspaces import operator_workspace
 from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.torch_compat.traced_sizes import symbolic
+
+
+def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:
+    """Returns the workspace of a graph's node; `cuda` as in `operator_workspace`."""
+    arguments = [value(argument) if isinstance(argument, fx.Node) else argument for argument in node.args]
+    return operator_workspace(node.target, arguments, value(node), cuda)
 
 
 class _Sizes:

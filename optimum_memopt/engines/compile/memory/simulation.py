@@ -13,7 +13,8 @@ import numpy as np
 
 from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.problem import Conversion, Problem, Tables
-from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Prediction, RunMemory, Storage
+from optimum_memopt.engines.compile.memory.graph_events import BACKWARD, GraphEvents, Prediction, RunMemory
+from optimum_memopt.engines.simulator.events import Event, Storage
 
 
 @dataclass(frozen=True)

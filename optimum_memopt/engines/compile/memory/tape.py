@@ -19,8 +19,8 @@ from optimum_memopt.engines.api.run import NOTHING_HELD, HeldOutputs
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.around_runs import Collectives, GraphRun, Sharding, Unsharded
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
-from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.schedule import Schedule
+from optimum_memopt.engines.simulator.events import Event, Storage
 from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.engines.torch_compat.autograd import Edge, OutsideOperator, edges_of, graph_of, outside_operators
 

@@ -13,8 +13,8 @@ from optimum_memopt.engines.api.run import NOTHING_HELD, HeldUntil
 from optimum_memopt.engines.compile.graph.layouts import Layout
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.around_runs import Reduced
-from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.tape import Tape, gradient_name
+from optimum_memopt.engines.simulator.events import Event
 from optimum_memopt.engines.torch_compat import dynamo
 
 # Kinds of operators between graphs: a storage passed on, one made outside of all graphs, arguments kept until a graph

@@ -9,12 +9,13 @@ from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient, without_gradient
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import SavedNodes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.simulator.events import StepEvents
 
 _T = TypeVar("_T")
 

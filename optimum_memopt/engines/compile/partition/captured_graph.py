@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
-from optimum_memopt.engines.compile.memory.events import GraphEvents
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
 from optimum_memopt.engines.compile.memory.schedule import Schedule
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.partition.choice import SavedNodes

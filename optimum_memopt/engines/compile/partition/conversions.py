@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.candidates import compressions
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_view, storage_bytes, tensor_value
 from optimum_memopt.engines.compile.graph.problem import Conversion, Problem
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.workspaces import workspace
+from optimum_memopt.engines.compile.memory.schedule import workspace
 from optimum_memopt.engines.compile.partition.strategies.compress import (
     from_fp8,
     placeholder,

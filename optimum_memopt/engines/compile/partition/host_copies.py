@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
+from optimum_memopt.engines.simulator.allocator import pinned_bytes
 from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.costs.costs import roofline
-from optimum_memopt.engines.compile.costs.devices import Device, device_at
 from optimum_memopt.engines.compile.costs.inlining import inlined
 from optimum_memopt.engines.compile.graph.analyzed_graph import (
     AnalyzedGraph,
@@ -25,7 +24,6 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
 )
 from optimum_memopt.engines.compile.graph.candidates import Candidate, compressions, offloads
 from optimum_memopt.engines.compile.graph.joint import (
-    MATRIX_PRODUCTS,
     JointGraph,
     is_number,
     is_output,
@@ -46,16 +44,17 @@ from optimum_memopt.engines.compile.graph.state_copies import (
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
-from optimum_memopt.engines.compile.memory.events import Prediction
+from optimum_memopt.engines.compile.memory.graph_events import Prediction
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
-from optimum_memopt.engines.compile.memory.schedule import Schedule, schedule
-from optimum_memopt.engines.compile.memory.workspaces import workspace
+from optimum_memopt.engines.compile.memory.schedule import Schedule, schedule, workspace
 from optimum_memopt.engines.compile.partition import dropout, strategies
 from optimum_memopt.engines.compile.partition.accumulation import InPlaceAccumulation
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.output_gradients import OutputGradients
 from optimum_memopt.engines.compile.partition.strategies.compress import IN_FP8, with_conversions
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
+from optimum_memopt.engines.simulator.devices import Device, device_at
+from optimum_memopt.engines.simulator.work import MATRIX_PRODUCTS
 from optimum_memopt.engines.torch_compat import fx_graph, kernels, traced_sizes
 from optimum_memopt.engines.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort

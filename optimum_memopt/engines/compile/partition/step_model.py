@@ -19,7 +19,7 @@ from functools import cached_property
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, Frontier
 from optimum_memopt.engines.api.run import ALONE
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.composition import StepEvents, compose
+from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.footprint import Footprint, StepContext
 from optimum_memopt.engines.compile.memory.schedule import Schedule
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
@@ -32,6 +32,7 @@ from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
 from optimum_memopt.engines.compile.solver.offload import Host, stall_of
 from optimum_memopt.engines.compile.solver.segments import Link, seconds_again
 from optimum_memopt.engines.compile.solver.solver import Plan, point_of
+from optimum_memopt.engines.simulator.events import StepEvents
 from optimum_memopt.engines.torch_compat import fx_graph
 
 

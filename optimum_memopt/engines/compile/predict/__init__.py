@@ -8,7 +8,7 @@ planner          chooses plans, and re-plans until a step fits
 step_limit       the limit on the bytes of steps
 plan_cache       plans of budgets, cached for the next start
 planned_step     a step traced on fake tensors for any device
-live_step        a step of plain PyTorch on fake tensors
+plain_step       a step of plain PyTorch on fake tensors
 estimate         `memopt plan`: table, peak, curve, ways, largest batch
 micro_batches    `memopt advise`: any micro-batch from one trace
 reconstruction   re-runs a step that ran out of memory on fake tensors

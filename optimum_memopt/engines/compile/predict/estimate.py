@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.partition.producers.budget import cheapest
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
-from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_steps
+from optimum_memopt.engines.compile.predict.plain_step import PlainStep, plain_steps
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedBatch, bounded_bytes
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
@@ -65,7 +65,7 @@ def plain_ways(workload: Workload, spec: StepSpec) -> tuple[Way, ...]:
     return _way(_PLAIN, step), _way(technique, checkpointing)
 
 
-def _way(plan: Technique, step: LiveStep) -> Way:
+def _way(plan: Technique, step: PlainStep) -> Way:
     blocks = step.allocator
     return Way(
         plan,

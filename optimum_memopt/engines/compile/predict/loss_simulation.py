@@ -16,9 +16,10 @@ from optimum_memopt.compat.torch import autocast_depth, set_autocast_depth, tens
 from optimum_memopt.engines.api.run import LossStep
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents
-from optimum_memopt.engines.compile.memory.events import Event, bytes_during
-from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder
 from optimum_memopt.engines.shared.forward_patch import TrainingForward
+from optimum_memopt.engines.simulator.events import Event, bytes_during
+from optimum_memopt.engines.simulator.live_run import BACKWARD
+from optimum_memopt.engines.simulator.recorder import LiveRecorder
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place
 from optimum_memopt.engines.torch_compat.trace_fixes import without_fixes

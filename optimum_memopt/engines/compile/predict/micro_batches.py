@@ -22,24 +22,15 @@ from optimum_memopt.engines.api.predictions import (
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
-from optimum_memopt.engines.compile.capture.standins import (
-    eager_standin,
-    multiprocessors,
-    planned_ranks,
-    shard,
-    traced_for,
-)
+from optimum_memopt.engines.compile.capture.ranks import planned_ranks, shard
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
-from optimum_memopt.engines.compile.costs.work import Work, work_between
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
-from optimum_memopt.engines.compile.memory.composition import StepEvents, interpolated
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     StepContext,
@@ -47,7 +38,6 @@ from optimum_memopt.engines.compile.memory.footprint import (
     trainable_of,
     weights_by_dtype,
 )
-from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
@@ -57,11 +47,16 @@ from optimum_memopt.engines.compile.partition.producers.compressed import Compre
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.partition.step_model import StepModel
-from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.predict.table import collective_lines
 from optimum_memopt.engines.compile.solver.offload import with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan
+from optimum_memopt.engines.simulator.devices import Device
+from optimum_memopt.engines.simulator.events import StepEvents, interpolated
+from optimum_memopt.engines.simulator.live_run import LiveRun
+from optimum_memopt.engines.simulator.standins import eager_standin, multiprocessors, traced_for
+from optimum_memopt.engines.simulator.trainer_step import run_micro_batches
+from optimum_memopt.engines.simulator.work import Work, work_between
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.torch_compat.attention import without_padding
 from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place

@@ -13,10 +13,9 @@ from optimum_memopt.engines.api.predictions import PlannedDevice, Workload
 from optimum_memopt.engines.api.run import IN_FLOAT32, NOTHING_HELD, HeldOutputs, HeldUntil, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import Capture
-from optimum_memopt.engines.compile.capture.standins import planned_ranks, shard, stand_in_place, traced_for
+from optimum_memopt.engines.compile.capture.ranks import planned_ranks, shard
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.costs.devices import Device, device_at, device_of
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
@@ -30,6 +29,8 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.engines.shared.released_gradients import check_step
+from optimum_memopt.engines.simulator.devices import Device, device_at, device_of
+from optimum_memopt.engines.simulator.standins import stand_in_place, traced_for
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.torch_compat.attention import KeptMasks, without_padding
 from optimum_memopt.engines.torch_compat.compiler_errors import line_with_place

@@ -12,7 +12,6 @@ from optimum_memopt.compat.torch import of_all_ranks, tensors_in
 from optimum_memopt.engines.api.run import NOTHING_HELD, LargestBatch, Run
 from optimum_memopt.engines.compile.capture.traced_graph import ForwardProgress
 from optimum_memopt.engines.compile.costs.costs import Costs
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import input_sizes, is_length, larger_sizes, shaped_as
@@ -31,6 +30,7 @@ from optimum_memopt.engines.compile.predict.step_limit import StepLimit, TracedB
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.sharding.leaf_layers import unpredicted
 from optimum_memopt.engines.compile.solver.segments import Link
+from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.engines.torch_compat.compiler_errors import DraftFailedError
 from optimum_memopt.errors import MemOptError, forget_frames

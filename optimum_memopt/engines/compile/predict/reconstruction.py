@@ -20,14 +20,12 @@ from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
 from optimum_memopt.engines.compile.loss.decide import LossMode
-from optimum_memopt.engines.compile.memory.composition import StepEvents
-from optimum_memopt.engines.compile.memory.events import bytes_during, held_before
-from optimum_memopt.engines.compile.memory.footprint import groups
-from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_forward import CapturedForward
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
+from optimum_memopt.engines.simulator.events import StepEvents, bytes_during, groups, held_before
+from optimum_memopt.engines.simulator.live_run import LiveRun
+from optimum_memopt.engines.simulator.trainer_step import run_micro_batches
 from optimum_memopt.engines.torch_compat import fake_tensors, kernels
 from optimum_memopt.logs import only_warnings
 

@@ -10,13 +10,13 @@ import torch
 
 from optimum_memopt.compat.torch import writes_to
 from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, Run
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.footprint import StepContext, blocks_around, states_held, step_around
 from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import Optimizer

@@ -16,9 +16,7 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.api.run import HeldOutputs
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
-from optimum_memopt.engines.compile.memory.composition import StepEvents, bytes_left_by, compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents
+from optimum_memopt.engines.compile.memory.composition import bytes_left_by, compose
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     blocks_around,
@@ -29,6 +27,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     tensors_around,
     trainable_of,
 )
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, resized
 from optimum_memopt.engines.compile.partition.captured_forward import trained_by
@@ -41,6 +40,8 @@ from optimum_memopt.engines.compile.predict.pending import (
     elements_of,
     largest_shapes,
 )
+from optimum_memopt.engines.simulator.allocator import AllocatorPeak
+from optimum_memopt.engines.simulator.events import StepEvents
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 

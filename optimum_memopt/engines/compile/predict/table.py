@@ -8,16 +8,14 @@ import torch
 
 from optimum_memopt.compat.installed import software
 from optimum_memopt.compat.transformers import attention_implementation, is_encoder_decoder
+from optimum_memopt.engines.api.layer_paths import layer_in
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
-from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
-from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.graph.symbols import compile_sizes, formula
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
-from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint, weights_by_dtype
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
@@ -28,6 +26,8 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.pending import Pending
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.simulator.allocator import pinned_bytes
+from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.engines.torch_compat import releases
 from optimum_memopt.engines.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort

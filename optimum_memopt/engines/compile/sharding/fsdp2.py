@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.memory.around_runs import (
     Reduced,
     Sharding,
 )
-from optimum_memopt.engines.compile.memory.events import Event, Storage
+from optimum_memopt.engines.simulator.events import Event, Storage
 from optimum_memopt.engines.torch_compat import fully_shard
 from optimum_memopt.engines.torch_compat.fully_shard import ShardedGroup
 

@@ -23,9 +23,10 @@ from optimum_memopt.compat.torch import hooks_around_forward
 from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.around_runs import AroundRun, Collectives, GraphRun, Reduced
-from optimum_memopt.engines.compile.memory.events import Event
-from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun, loss_of
 from optimum_memopt.engines.compile.sharding.gathering import Gathering, ParameterState, Reduction
+from optimum_memopt.engines.simulator.events import Event
+from optimum_memopt.engines.simulator.live_run import BACKWARD, LiveRun
+from optimum_memopt.engines.simulator.recorder import LiveRecorder, loss_of
 from optimum_memopt.engines.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.torch_compat.attention import without_padding
 from optimum_memopt.engines.torch_compat.zero3 import Partitioning

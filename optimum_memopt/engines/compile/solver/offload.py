@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, seconds_of, simulate
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
+from optimum_memopt.engines.simulator.allocator import pinned_bytes
 
 
 class Copy(NamedTuple):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from optimum_memopt.engines.compile.memory.composition import compose
-from optimum_memopt.engines.compile.memory.events import GraphEvents
+from optimum_memopt.engines.compile.memory.graph_events import GraphEvents
 from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem

@@ -25,7 +25,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     is_statistic,
 )
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.events import Prediction
+from optimum_memopt.engines.compile.memory.graph_events import Prediction
 from optimum_memopt.plans.grammar import Strategy
 
 

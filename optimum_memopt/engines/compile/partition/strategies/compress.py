@@ -26,20 +26,13 @@ from torch import fx
 from optimum_memopt.engines.compile.costs.fusion import readers
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, RecomputeChain, compressions
-from optimum_memopt.engines.compile.graph.joint import (
-    Inlined,
-    elements,
-    is_barrier,
-    root,
-    storage_bytes,
-    symbolic,
-    tensor_value,
-)
+from optimum_memopt.engines.compile.graph.joint import Inlined, is_barrier, root, storage_bytes, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.partition.strategies.offload import last_uses
 from optimum_memopt.engines.torch_compat import fx_graph
+from optimum_memopt.engines.torch_compat.traced_sizes import elements, symbolic
 from optimum_memopt.plans.grammar import Strategy
 
 FP8 = torch.float8_e4m3fn

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.events import Prediction, RunMemory
+from optimum_memopt.engines.compile.memory.graph_events import Prediction, RunMemory
 from optimum_memopt.engines.compile.partition import host_copies
 from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap

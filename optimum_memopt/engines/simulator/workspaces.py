@@ -12,13 +12,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import elements, is_chunked_loss_operator, symbolic, value
-from optimum_memopt.engines.compile.loss.operator import loss_shape
+from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.engines.simulator.own_operators import sizes_of
 from optimum_memopt.engines.torch_compat import dynamo, kernels
 from optimum_memopt.engines.torch_compat.fused_lm_head import token_chunk
 from optimum_memopt.engines.torch_compat.kernels import HALVES, Multiprocessors
+from optimum_memopt.engines.torch_compat.traced_sizes import elements, symbolic
 
 _ZERO = sympy.Integer(0)
 _FLOAT_BYTES = 4
@@ -38,12 +38,6 @@ _BLOCK = 64
 _LOCK_BYTES = 16
 
 
-def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:
-    """Returns the workspace of a graph's node; `cuda` as in `operator_workspace`."""
-    arguments = [value(argument) if isinstance(argument, fx.Node) else argument for argument in node.args]
-    return operator_workspace(node.target, arguments, value(node), cuda)
-
-
 def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda: Multiprocessors | None) -> sympy.Expr:
     """Returns the workspace of an operator's call, in bytes.
 
@@ -51,9 +45,9 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
         arguments: positional arguments; tensors may be fake.
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
-    if is_chunked_loss_operator(target):
-        on_cuda = cuda is not None or (isinstance(result, tuple | list) and result[0].device.type == "cuda")
-        return sympy.sympify(loss_shape(arguments, on_cuda).workspace)
+    if (own := sizes_of(target)) is not None:
+        on_cuda = cuda is not None or any(each.device.type == "cuda" for each in tensors_in(result))
+        return sympy.sympify(own(arguments, on_cuda).workspace)
     name = dynamo.operator_name(target)
     if cuda is not None and name in _REDUCTIONS:
         return _reduction(arguments[0], arguments[1:], result, cuda)

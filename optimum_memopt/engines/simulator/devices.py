@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.compile.costs.work import Kernel
+from optimum_memopt.engines.simulator.work import Kernel
 from optimum_memopt.engines.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.plans.plan_file import read_json

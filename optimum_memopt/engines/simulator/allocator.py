@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.simulator.events import Event
 
 MIB = 2**20
 _GRANULE = 512

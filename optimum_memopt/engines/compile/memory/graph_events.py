@@ -1,112 +1,21 @@
-"""Event streams of the storages that a graph's forward and backward allocate and free, and folds over them. Pure.
+"""The memory of one graph's forward and backward: its event streams, and the bytes held during each operator. Pure.
 
-Four sources write a stream: the graphs that a joint graph was partitioned into (`schedule.py`), a problem with a set
-of saved nodes (`simulation.py`), the programs that inductor wrote (`inductor_programs.py`), and a module that runs on
-fake tensors (`live.py`). `composition.py` merges the streams of a step's graphs into one.
+Three sources write them: the graphs that a joint graph was partitioned into (`schedule.py`), a problem with a set of
+saved nodes (`simulation.py`), and the programs that inductor wrote (`inductor_programs.py`). `composition.py` merges
+the streams of a step's graphs into one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from optimum_memopt.engines.api.predictions import CATEGORIES, TEMPORARY
 from optimum_memopt.engines.compile.graph.layouts import Layouts
+from optimum_memopt.engines.simulator.events import Event, Storage, bytes_during
 from optimum_memopt.engines.torch_compat import dynamo
 
 # Prefix of the names of storages that a backward allocates: recomputed operators are named as in the forward.
 BACKWARD = "backward "
-
-
-class Storage(NamedTuple):
-    """The memory behind one or more tensors.
-
-    Attributes:
-        name: unique among the storages held at the same time.
-        category: one of `predictions.CATEGORIES`.
-        kind: cluster id of a saved activation that has one, else the operator that allocates it, `gelu`.
-        layer: path of the transformer layer; empty outside of all layers.
-        module: path of the allocating module, relative to its layer, or to the model outside of layers.
-    """
-
-    name: str
-    bytes: int
-    category: str = TEMPORARY
-    kind: str = ""
-    layer: str = ""
-    module: str = ""
-
-
-class Event(NamedTuple):
-    """The allocations and frees of an operator, or of a moment between two of them.
-
-    Attributes:
-        operator: the name of its node, or of the storage that a compiled program allocates; empty between operators.
-        kind: the operator's name, `gelu`.
-        layer: path of the transformer layer; empty outside of all layers.
-        allocates: storages allocated before the operator runs.
-        workspace: bytes that the operator holds while it runs, beside its results.
-        frees: names of the storages freed after the operator has run.
-    """
-
-    operator: str
-    kind: str = ""
-    layer: str = ""
-    allocates: tuple[Storage, ...] = ()
-    workspace: int = 0
-    frees: tuple[str, ...] = ()
-
-    def resized(self, size: Callable[[int], int]) -> "Event":
-        """Returns the event with `size` of each number of bytes."""
-        allocates = tuple(each._replace(bytes=size(each.bytes)) for each in self.allocates)
-        return self._replace(allocates=allocates, workspace=size(self.workspace))
-
-
-def held_before(events: Iterable[Event]) -> dict[str, Storage]:
-    """Returns the storages held after these events, before the next one allocates, by name."""
-    held: dict[str, Storage] = {}
-    for event in events:
-        held.update((storage.name, storage) for storage in event.allocates)
-        for name in event.frees:
-            held.pop(name, None)
-    return held
-
-
-def held_during(events: Sequence[Event], index: int) -> tuple[Storage, ...]:
-    """Returns the storages held during an event, its workspace as a storage of its own."""
-    event = events[index]
-    module = event.allocates[0].module if event.allocates else ""
-    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer, module)
-    held = held_before(events[:index])
-    held.update((storage.name, storage) for storage in event.allocates)
-    return (*held.values(), *([workspace] if event.workspace else []))
-
-
-def bytes_during(events: Iterable[Event]) -> tuple[list[int], int]:
-    """Returns the bytes held during each event, and those held after the last."""
-    sizes: dict[str, int] = {}
-    held, during = 0, []
-    for event in events:
-        for storage in event.allocates:
-            sizes[storage.name] = storage.bytes
-            held += storage.bytes
-        during.append(held + event.workspace)
-        for name in event.frees:
-            held -= sizes.pop(name, 0)
-    return during, held
-
-
-def bytes_by_category(events: Iterable[Event]) -> Iterator[dict[str, int]]:
-    """Yields the bytes held during each event, by category; a workspace counts as temporary."""
-    now = dict.fromkeys(CATEGORIES, 0)
-    sizes: dict[str, tuple[str, int]] = {}
-    for event in events:
-        for storage in event.allocates:
-            sizes[storage.name] = storage.category, storage.bytes
-            now[storage.category] += storage.bytes
-        yield {**now, TEMPORARY: now[TEMPORARY] + event.workspace}
-        for category, size in (sizes.pop(name) for name in event.frees if name in sizes):
-            now[category] -= size
 
 
 @dataclass(frozen=True)
