@@ -130,6 +130,91 @@ def test_labels_are_counted_before_all_else():
     assert counted < min(at for at, name in enumerate(called) if "embedding" in name)
 
 
+def labels_set(logits, labels):
+    labels = labels.clone()
+    labels[:, :3] = IGNORE
+    return flat(logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous())
+
+
+def labels_filled(logits, labels):
+    labels = labels.clone()
+    shifted = labels[..., 1:]
+    labels.masked_fill_(labels < CLASSES // 2, IGNORE)
+    return flat(logits[..., :-1, :].contiguous(), shifted.contiguous())
+
+
+@pytest.mark.parametrize("loss_of", [labels_set, labels_filled])
+def test_labels_that_are_changed_in_place_are_counted_after_the_change(loss_of):
+    plans, _ = check(Head(loss_of=loss_of))
+    assert [plan.is_chunked for plan in plans] == [True]
+
+
+def test_random_labels_are_drawn_in_their_turn():
+    """Numbers drawn for labels come after those drawn for hidden states, as in plain PyTorch."""
+
+    class Drawing(Head):
+        def forward(self, ids, labels):
+            hidden = functional.dropout(self.embedding(ids), 0.5)
+            labels = torch.where(torch.rand(labels.shape) < 0.5, labels, IGNORE)
+            return flat(self.projection(hidden), labels)
+
+    head = Drawing()
+    plain = copy.deepcopy(head)
+
+    def backend(module, _):
+        decide_losses(module.graph, LossMode("chunked"), "")
+        module.recompile()
+        return module
+
+    torch._dynamo.reset()
+    results = []
+    for forward in (torch.compile(head, backend=backend, dynamic=True), plain):
+        torch.manual_seed(0)
+        results.append(forward(*batch()))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=0)
+
+
+def scaled_later(head, hidden):
+    logits = head.projection(hidden)
+    hidden.mul_(0.5)
+    return logits
+
+
+def clipped_later(head, hidden):
+    logits = head.projection(hidden)
+    functional.relu(hidden, inplace=True)
+    return logits
+
+
+@pytest.mark.parametrize("logits_of", [scaled_later, clipped_later])
+def test_hidden_states_that_are_changed_after_the_projection(logits_of):
+    class Scaling(Head):
+        def forward(self, ids, labels):
+            # The backward of a product by a number reads no result.
+            return flat(self.logits_of(self, self.embedding(ids) * 2.0), labels)
+
+    head = Scaling(logits_of=logits_of)
+    head.projection.requires_grad_(False)
+    assert check(head)[0] == ()
+
+
+def test_a_metric_that_is_kept_in_a_buffer_is_not_removed():
+    class Measured(Head):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("slots", torch.zeros(2))
+
+        def forward(self, ids, labels):
+            logits = self.projection(torch.tanh(self.embedding(ids)))
+            with torch.no_grad():
+                self.slots[1] = flat(logits.detach(), labels)
+            return logits.square().mean()
+
+    head = Measured()
+    check(head, "auto", batches=[batch()])
+    assert head.slots[0] == 0 and head.slots[1] > 1
+
+
 def test_double_precision():
     head = Head().double()
     assert check(head)[0][0].is_chunked

@@ -1,6 +1,7 @@
 """Reads, partitions and runs joint graphs, by torch's private names."""
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -159,20 +160,43 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
-# Functions of Python's `operator` module that write to their first argument.
-_IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul", "setitem"})
+# Functions of Python's `operator` module that write to their first argument, and those whose names only look like it.
+_IN_PLACE = frozenset(
+    (
+        "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",
+        "itruediv", "ixor", "setitem",
+    )
+)  # fmt: skip
+_NOT_IN_PLACE = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
+
+
+def written_in_trace(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments that a call in a graph of dynamo writes to: those of its schema, `out`, and the first
+    argument of Python's in-place operators, of names that end in an underscore, and of `inplace=True`."""
+    written = [*written_by(node), node.kwargs.get("out")]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    has_name = name.endswith("_") and not name.endswith("__") and node.target not in _NOT_IN_PLACE
+    if node.op in ("call_function", "call_method") and (name in _IN_PLACE or has_name or _is_inplace(node)):
+        written += node.args[:1] or tuple(node.kwargs.values())[:1]
+    return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    """True for a call with `inplace=True`, such as of `torch.nn.functional.relu`."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return False
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return False
+    return given.get("inplace") is True
 
 
 def written_in_place(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the inputs that a graph of dynamo writes to, by methods and functions whose names end in an underscore
-    or by Python's in-place operators."""
+    """Returns the inputs that a graph of dynamo writes to."""
     written: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if name not in _IN_PLACE and (not name.endswith("_") or name.endswith("__")):
-            continue
-        targets = node.args[0] if node.args else ()
-        for target in targets if isinstance(targets, list | tuple) else [targets]:
+        for target in written_in_trace(node):
             # The first argument of a view is its base.
             while isinstance(target, fx.Node) and target.op != "placeholder":
                 target = target.args[0] if target.args else None

@@ -2,6 +2,7 @@
 Also changes a forward's outputs other than the loss."""
 
 import operator
+import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,16 @@ from torch import fx
 from torch.nn import functional
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.loss.find import LossChain, find_losses, traced_tensor
+from optimum_memopt.engines.compile.loss.find import LossChain, find_losses, node_name, traced_tensor, writers
 from optimum_memopt.engines.compile.loss.operator import CHUNKED_LOSS, LABELS_IGNORED, LossShape
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.torch_compat.fx_graph import written_in_trace
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 
 CLUSTER_ID = "Loss+"
 ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
+_RANDOM = re.compile("bernoulli|binomial|dropout|exponential|gumbel|multinomial|normal|poisson|rand|uniform")
 
 
 @dataclass(frozen=True)
@@ -213,14 +216,15 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
 
 
 def _labels_ignored(graph: fx.Graph, chain: LossChain) -> fx.Node:
-    """Adds the count of ignored labels; if the nodes that compute the labels are pure, it is moved with them to the
-    beginning of the graph, after the inputs."""
+    """Adds the count of ignored labels: at the beginning of the graph, after the inputs, with the nodes that compute
+    the labels; at the loss if these cannot be moved, since they draw numbers or something writes to them."""
     before = {node for node in (chain.labels, chain.ignore_index) if isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in before:
             before.update(node.all_input_nodes)
-    last = chain.labels
-    if all(node.op in ("placeholder", "get_attr") or _is_pure(node) for node in before):
+    last = chain.cross_entropy.prev
+    are_pure = all(node.op in ("placeholder", "get_attr") or (_is_pure(node) and not _draws(node)) for node in before)
+    if are_pure and not writers(graph, before):
         *_, last = graph.find_nodes(op="placeholder")
         # In the graph's order, which keeps each node after its operands.
         for node in [node for node in graph.nodes if node in before and node.op != "placeholder"]:
@@ -258,9 +262,14 @@ def remove_unread_losses(graph: fx.Graph) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """True for an operator without side effects: torch's names of in-place operators end in an underscore."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
-    return node.op in ("call_function", "call_method") and not name.endswith("_")
+    """True for an operator that computes a value, without side effects."""
+    is_call = node.op in ("call_function", "call_method") and node.meta.get("example_value") is not None
+    return is_call and not written_in_trace(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True for an operator that may draw random numbers, by its name."""
+    return _RANDOM.search(node_name(node)) is not None
 
 
 def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:

@@ -6,7 +6,7 @@ dozen operators of forward and backward.
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,10 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.compile.loss.operator import LossShape
-from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype
+from optimum_memopt.engines.torch_compat.fake_tensors import storages
+from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype, written_in_trace
 from optimum_memopt.engines.torch_compat.traced_sizes import elements
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
@@ -139,7 +141,7 @@ def _chain(loss: fx.Node) -> LossChain:
         raise _DoesNotFit("its labels are probabilities")
     projection, *steps = path = _path(call["input"], loss)
     users = (user for node in path for user in node.users)
-    return LossChain(
+    chain = LossChain(
         loss,
         Projection.of(projection),
         *_read_steps(projection, steps),
@@ -149,18 +151,41 @@ def _chain(loss: fx.Node) -> LossChain:
         label_smoothing=float(call["label_smoothing"]),
         is_returned=any(user.op == "output" or (_is_output(user) and user.users) for user in users),
     )
+    _check_unwritten(chain)
+    return chain
+
+
+def _check_unwritten(chain: LossChain) -> None:
+    """Raises _DoesNotFit if a tensor that the projection reads is changed before the loss, where a chunked loss would
+    read it."""
+    projections = [chain.projection, *([chain.adapter.projection] if chain.adapter else [])]
+    read = {node for each in projections for node in (each.hidden, each.weight, each.bias)} | {chain.offset}
+    first = next(node for node in chain.projection.node.graph.nodes if node in {each.node for each in projections})
+    for writer in writers(chain.projection.node.graph, {node for node in read if node is not None}):
+        if first < writer < chain.cross_entropy:
+            raise _DoesNotFit(f"{node_name(writer)} changes what its projection reads")
+
+
+def writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """Returns the operators of a graph that write to the storage of one of these nodes."""
+    held = {address for node in nodes for address in _addresses(node)}
+    return [node for node in graph.nodes if any(held & _addresses(written) for written in written_in_trace(node))]
+
+
+def _addresses(node: fx.Node) -> set[int]:
+    return {held.address for tensor in tensors_in(node.meta.get("example_value")) for held in storages(tensor)}
 
 
 def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
     if readers := [user for user in node.users if user is not reader and not _is_output(user)]:
-        raise _DoesNotFit(f"its logits are also read by {_name(readers[0])}")
+        raise _DoesNotFit(f"its logits are also read by {node_name(readers[0])}")
     if _is_projection(node):
         return [node]
     if node.op not in ("call_function", "call_method"):
         raise _DoesNotFit("a graph break separates it from the logits")
     tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
     if not tensors:
-        raise _DoesNotFit(f"{_name(node)} makes its logits")
+        raise _DoesNotFit(f"{node_name(node)} makes its logits")
     # Biases and factors have fewer dimensions than the logits.
     logits = max(tensors, key=lambda read: traced_tensor(read).dim())
     return [*_path(logits, node), node]
@@ -172,7 +197,7 @@ def _is_projection(node: fx.Node) -> bool:
 
 def _is_output(node: fx.Node) -> bool:
     """True for the graph's output, and for a detached tensor that nothing else reads."""
-    return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
+    return node.op == "output" or (node_name(node) == "detach" and all(user.op == "output" for user in node.users))
 
 
 def _read_steps(
@@ -183,7 +208,7 @@ def _read_steps(
     adapter: Adapter | None = None
     scale, softcap, is_flat = 1.0, 0.0, False
     for before, node in zip((projection, *steps), steps, strict=False):
-        name, result = _name(node), traced_tensor(node)
+        name, result = node_name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
         if name in _CASTS and _is_cast(traced_tensor(before), result):
@@ -230,7 +255,7 @@ def _factor(node: fx.Node, logits: fx.Node) -> float | None:
     """Returns the number by which the logits are multiplied; None if the factor is not a number."""
     if node.kwargs or len(node.args) != 2 or not isinstance(number := _other_operand(node, logits), int | float):
         return None
-    if _name(node) in _MULTIPLIES:
+    if node_name(node) in _MULTIPLIES:
         return float(number)
     return 1 / number if node.args[0] is logits and number else None
 
@@ -254,7 +279,7 @@ def _adapter(node: fx.Node) -> Adapter | None:
     """Returns the LoRA that a node computes: a projection without bias and with one reader, possibly times a number;
     None if it is none."""
     scale = 1.0
-    if _name(node) in _MULTIPLIES and isinstance(product := node.args[0], fx.Node):
+    if node_name(node) in _MULTIPLIES and isinstance(product := node.args[0], fx.Node):
         if (factor := _factor(node, product)) is None or len(node.users) > 1:
             return None
         node, scale = product, factor
@@ -264,5 +289,6 @@ def _adapter(node: fx.Node) -> Adapter | None:
     return Adapter(projection, scale) if projection.bias is None else None
 
 
-def _name(node: fx.Node) -> str:
+def node_name(node: fx.Node) -> str:
+    """Returns the name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
