@@ -99,6 +99,9 @@ def smoothed_by_engine(trainer: "Trainer", engine: Engine, compute_loss: Callabl
         smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
         trains = torch.is_grad_enabled() and engine_of(own) is engine
         if smoother is None or not trains:
+            if trains:
+                # A smoother that was removed after an earlier `train()`.
+                engine.smooth_labels(None)
             return compute_loss(model, *args, **kwargs)
         wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own
         shifts = type(wrapped).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

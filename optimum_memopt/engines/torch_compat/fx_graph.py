@@ -197,11 +197,12 @@ def written_in_place(graph: fx.Graph) -> list[fx.Node]:
     written: dict[fx.Node, None] = {}
     for node in graph.nodes:
         for target in written_in_trace(node):
+            base: object = target
             # The first argument of a view is its base.
-            while isinstance(target, fx.Node) and target.op != "placeholder":
-                target = target.args[0] if target.args else None
-            if isinstance(target, fx.Node):
-                written[target] = None
+            while isinstance(base, fx.Node) and base.op != "placeholder":
+                base = base.args[0] if base.args else None
+            if isinstance(base, fx.Node):
+                written[base] = None
     return list(written)
 
 

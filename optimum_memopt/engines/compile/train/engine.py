@@ -176,12 +176,12 @@ class CompileEngine(in_place.InPlaceEngine):
     def smooth_labels(self, smoothing: Any) -> bool:
         """Compute the Trainer's smoothed loss in training forwards with labels. Returns False if the engine cannot,
         since the loss may not be chunked or the smoother is not a plain `LabelSmoother`."""
-        if not self._loss.may_chunk or (smoothing is not None and type(smoothing.smoother) is not LabelSmoother):
-            return False
-        if smoothing != self._smoothing:
-            self._smoothing = smoothing
+        works = self._loss.may_chunk and (smoothing is None or type(smoothing.smoother) is LabelSmoother)
+        taken = smoothing if works else None
+        if taken != self._smoothing:
+            self._smoothing = taken
             self._forget()
-        return True
+        return works
 
     @property
     def _planned(self) -> PlannedForward | None:
