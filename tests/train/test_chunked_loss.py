@@ -374,6 +374,13 @@ def test_trains_and_logs_as_a_stock_trainer(tmp_path, name, setting):
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=tolerance)
 
 
+def test_smoothing_that_is_removed_between_two_trainings(tmp_path):
+    stock, ours = (made(tmp_path / str(plain), TINY, plain, label_smoothing_factor=0.3) for plain in (True, False))
+    losses(stock), losses(ours)
+    stock.label_smoother = ours.label_smoother = None
+    assert losses(ours) == pytest.approx(losses(stock), rel=2e-4)
+
+
 class ReadsLogits(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)

@@ -165,12 +165,6 @@ def train(trainer: Trainer) -> Any:
     return trainer.train().metrics
 
 
-def without_smoothing(trainer: Trainer) -> None:
-    trainer.train()
-    trainer.label_smoother = None
-    trainer.train()
-
-
 def twice(trainer: Trainer) -> Any:
     return [train(trainer), train(trainer)]
 
@@ -256,7 +250,6 @@ SCENARIOS = {
     "tuple": Scenario(EVERY_2, model=lambda: Tagger(TaggerConfig(returns="tuple"))),
     "dict": Scenario(EVERY_2, model=lambda: Tagger(TaggerConfig(returns="dict"))),
     "label-smoothing": Scenario({"label_smoothing_factor": 0.1, **EVERY_2}),
-    "label-smoothing-removed": Scenario({"label_smoothing_factor": 0.1, "logging_steps": 1}, act=without_smoothing),
     "own-loss": Scenario({"gradient_accumulation_steps": 2}, {"compute_loss_func": lambda: squared}),
     "neftune": Scenario({"neftune_noise_alpha": 5.0}, no_ort="its noise has no export"),
     "optimizer-class": Scenario(
