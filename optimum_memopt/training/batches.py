@@ -220,24 +220,32 @@ def _values(dataset: Any, field: str, in_columns: bool) -> Iterable[Any]:
 # there is one, followed by one answer.
 _PROMPT = "prompt_ids"
 _ANSWERS = {"chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"}
+# Columns of other Trainers with one entry for each token of a row.
+_TOKENS = ("input_ids", "attention_mask")
 
 
 def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
-    """Returns the tokens of the longest row that a Trainer makes of each sample, shape (samples,); reads the whole
-    dataset once. Raises MemOptError if the dataset has no field to count tokens in."""
+    """Returns the width of the longest row that a Trainer makes of each sample, padding in the data included, shape
+    (samples,); reads the whole dataset once. Raises MemOptError if the dataset has no field of tokens."""
     is_stored = hasattr(dataset, "select_columns")
     names = set(dataset.column_names if is_stored else dataset[0])
-    if not (answers := names & _ANSWERS):
+    answers = names & _ANSWERS
+    fields = (*answers, *(names & {_PROMPT})) if answers else tuple(name for name in _TOKENS if name in names)[:1]
+    if not fields:
         return complexities(dataset, trainer.args.length_column_name)
-    counts = {
-        name: np.asarray([len(value) for value in _values(dataset, name, is_stored)])
-        for name in (*answers, *(names & {_PROMPT}))
-    }
+    counts = {name: np.asarray([_width(value) for value in _values(dataset, name, is_stored)]) for name in fields}
+    if not answers:
+        return np.asarray(counts[fields[0]], dtype=np.float64)
     prompts = counts.pop(_PROMPT, 0)
     lengths = prompts + np.max(list(counts.values()), axis=0)
     # A collator may truncate the joined row.
     most = getattr(trainer.data_collator, "max_length", None)
     return np.asarray(lengths if most is None else np.minimum(lengths, most), dtype=np.float64)
+
+
+def _width(value: Any) -> int:
+    """Returns the tokens of a sample; of the longest row if it has several, as for multiple choice."""
+    return max(map(len, value)) if len(value) and np.ndim(value[0]) else len(value)
 
 
 class ComplexityCallback(TrainerCallback):
@@ -350,8 +358,11 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
         most_tokens = int(np.sort(lengths)[-rows:].sum())
     except (MemOptError, TypeError, ValueError):
         return None
-    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    collate = trainer.data_collator
+    multiple = getattr(collate, "pad_to_multiple_of", None) or 1
     padded = np.ceil(lengths / multiple) * multiple
+    if getattr(collate, "padding", None) == "max_length" and isinstance(collate.max_length, int):
+        padded = np.maximum(padded, collate.max_length)
     is_grouped = callback_of(trainer, ComplexityCallback) is not None
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
     return LargestBatch(rows, int(padded.max()), batch_lengths(padded, rows, strategy), most_tokens)

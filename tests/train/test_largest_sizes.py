@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from transformers import DataCollatorWithFlattening
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, PreTrainedTokenizerFast
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes, shaped_as
@@ -81,6 +83,23 @@ def test_answers_that_are_compared_come_behind_their_prompt(kind: str, multiple:
 def test_rows_are_padded_to_a_multiple() -> None:
     found = largest_batch(trainer_on(LISTS, SimpleNamespace(pad_to_multiple_of=8)))
     assert (found.length, found.lengths, found.tokens) == (16, (16,), 17)
+
+
+PADDED = [{"attention_mask": [1] * length + [0] * (12 - length), "input_ids": [1] * 12} for length in (3, 9, 5)]
+CHOICES = [{"input_ids": [[1] * length, [1] * 2]} for length in (3, 12, 5)]
+
+
+@pytest.mark.parametrize("of_rows", [PADDED, CHOICES])
+def test_padding_in_the_data_counts_and_so_does_the_longest_choice(of_rows: list[dict[str, list[int]]]) -> None:
+    for dataset in (of_rows, Dataset.from_list(of_rows)):
+        assert largest_batch(trainer_on(dataset)).length == 12
+
+
+def test_collators_that_pad_all_batches_to_one_length() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), pad_token="a")
+    collator = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=20)
+    found = largest_batch(trainer_on(LISTS, collator))
+    assert (found.length, found.lengths) == (collator(LISTS)["input_ids"].shape[1], (20,))
 
 
 class Random(torch.utils.data.Dataset):
