@@ -108,7 +108,7 @@ def print_advice(folder: Path, name: str) -> None:
 
     free = of_workload(workload(folder, name), parse_budget("auto"), StepSpec())
     plans = {plan.name: plan for plan in free.plans if not plan.chunks_loss}
-    low, high = free.lowest(plans[BUDGET], True), free.step(plans[NO_PLAN], ROWS, False).peak
+    low, high = free.lowest(plans[BUDGET], 2), free.step(plans[NO_PLAN], ROWS, 1).peak
     for share in SHARES:
         # A whole number of MiB, as in the flag.
         budget = int(low + share * (high - low)) // 2**20 * 2**20

@@ -184,7 +184,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
         searches.append(search)
     own = [search for search in searches if search.plan.is_own and search.sizes]
     if not own:
-        lowest = min(predictor.lowest(plan, rows != 1 and plan.accumulates) for plan in predictor.plans if plan.is_own)
+        lowest = min(predictor.lowest(plan, _most(rows, plan)) for plan in predictor.plans if plan.is_own)
         raise DoesNotFitError(
             f"a step with one row needs at least {gib_text(lowest)}, even with full recompute; the budget is "
             f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with smaller states",
@@ -197,7 +197,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     return Advice(
         rows=tuple(search.row() for search in searches if search.sizes),
         too_large=tuple(
-            (search.plan, predictor.lowest(search.plan, rows != 1 and search.plan.accumulates))
+            (search.plan, predictor.lowest(search.plan, _most(rows, search.plan)))
             for search in searches
             if not search.sizes
         ),
@@ -218,7 +218,7 @@ def compare_optimizers(advice: Advice, predictor: StepPredictor, rows: int | Non
             steps = predictor.with_optimizer(memory)
             sizes = fitting(partial(steps.fits, setup.plan), rows, setup.plan.accumulates)
             fits = setup.rows in sizes
-            peak = steps.step(setup.plan, setup.rows, setup.accumulation > 1).peak if fits else None
+            peak = steps.step(setup.plan, setup.rows, setup.accumulation).peak if fits else None
         found.append(OptimizerRow(memory, _bytes_of(current) - _bytes_of(memory), peak, max(sizes, default=0)))
     return tuple(found)
 
@@ -293,26 +293,30 @@ class _Search:
         return 1 if self._all_rows is None else self._all_rows // self.sizes[index]
 
     def _step(self, index: int) -> PredictedStep:
-        return self._predictor.step(self.plan, self.sizes[index], self._accumulation(index) > 1)
+        return self._predictor.step(self.plan, self.sizes[index], self._accumulation(index))
 
 
-def fitting(fits: Callable[[int, bool], bool], rows: int | None, accumulates: bool = True) -> Sequence[int]:
+def _most(rows: int | None, plan: Technique) -> int:
+    """Returns the micro-batches of an optimizer step whose micro-batches have one row."""
+    return rows if rows is not None and plan.accumulates else 1
+
+
+def fitting(fits: Callable[[int, int], bool], rows: int | None, accumulates: bool = True) -> Sequence[int]:
     """Returns the micro-batches that fit, the smallest first.
 
     Args:
-        fits: returns whether a micro-batch of n rows fits; the second argument says whether gradients of other
-            micro-batches are held too.
+        fits: returns whether a micro-batch of n rows fits; the second argument is the number of micro-batches.
         accumulates: several micro-batches may make up the rows; False: all rows are one micro-batch.
     """
     sizes = micro_batches(rows)
     if rows is None:
-        return sizes[: count_fitting(sizes, lambda size: fits(size, False))]
+        return sizes[: count_fitting(sizes, lambda size: fits(size, 1))]
     if not accumulates:
-        return (rows,) if fits(rows, False) else ()
+        return (rows,) if fits(rows, 1) else ()
     # With all rows in one micro-batch, no gradients of others are held.
     several = sizes[:-1]
-    fitting = several[: count_fitting(several, lambda size: fits(size, True))]
-    return (*fitting, rows) if len(fitting) == len(several) and fits(rows, False) else fitting
+    fitting = several[: count_fitting(several, lambda size: fits(size, rows // size))]
+    return (*fitting, rows) if len(fitting) == len(several) and fits(rows, 1) else fitting
 
 
 def flags(row: Row) -> tuple[str, ...]:

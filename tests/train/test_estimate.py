@@ -9,12 +9,14 @@ from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt.engines.api.run import Run, Selection
-from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
+from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.sizes import parse_budget
 from optimum_memopt.step_settings import StepSpec
 from tests.rotation import in_turn, nightly
 from tests.saved_configs import save
@@ -157,6 +159,23 @@ RUNS = {
     "accumulated": ("adamw_torch", 2, ()),
     "frozen": ("sgd", 2, ("mlp", "ln_f")),
 }
+
+
+def test_all_micro_batches_of_a_step_are_held(tmp_path: Path) -> None:
+    """Trainer fetches them together, which counts for images."""
+    folder = save(tmp_path, "vit", num_hidden_layers=2, image_size=64)
+    workload = Workload(folder, "image-classification", 2)
+    specs = {count: StepSpec("h100", "aot_eager", gradient_accumulation_steps=count) for count in (2, 6)}
+    batch = estimate(workload, Selection(), specs[2]).parts["batch"] // 2
+    few, many = (estimate(workload, Selection(), spec, with_ways=True) for spec in specs.values())
+    assert many.parts["batch"] == 6 * batch
+    assert many.peak_mib - few.peak_mib == pytest.approx(4 * batch / 2**20, rel=1e-3)
+    few, many = (dict(zip("ab", plain_ways(workload, spec), strict=True)) for spec in specs.values())
+    for name in few:
+        assert many[name].peak - few[name].peak == pytest.approx(4 * batch, abs=2**12)
+    steps = of_workload(workload, parse_budget("1GiB"), specs[2])
+    for plan in steps.plans:
+        assert steps.step(plan, 2, 6).peak - steps.step(plan, 2, 2).peak == 4 * batch
 
 
 @pytest.fixture(scope="module")

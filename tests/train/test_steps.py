@@ -64,7 +64,7 @@ def test_there_is_a_row_for_each_plan_and_loss(steps):
 
 
 def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
-    found = steps.step(plan(steps, "level 1", True), 24, False)
+    found = steps.step(plan(steps, "level 1", True), 24, 1)
     # The loss is chunked, as `auto` decides for so many tokens.
     assert found.peak == pytest.approx(estimated(folder, 24, Selection(level=1)), rel=0.01)
     assert 0 < found.recomputing < 0.5 * sum(found.seconds.values())
@@ -79,35 +79,35 @@ def test_without_a_plan_no_product_is_computed_twice(steps):
 
 
 def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
-    level = steps.step(plan(steps, "level 1"), 24, False)
-    free = steps.step(plan(steps, "no plan"), 24, False)
+    level = steps.step(plan(steps, "level 1"), 24, 1)
+    free = steps.step(plan(steps, "no plan"), 24, 1)
     budget = (level.peak + free.peak) // 2
     within = steps.within(budget)
-    found = within.step(plan(within, "budget"), 24, False)
+    found = within.step(plan(within, "budget"), 24, 1)
     assert level.peak < found.peak <= budget < free.peak
     assert free.recomputing < found.recomputing < level.recomputing
-    assert not within.fits(plan(within, "no plan"), 24, False)
+    assert not within.fits(plan(within, "no plan"), 24, 1)
     assert advise(within, 24).recommended.step.peak <= budget
-    assert steps.fits(plan(steps, "no plan"), 24, False)
+    assert steps.fits(plan(steps, "no plan"), 24, 1)
 
 
 def test_checkpointing_of_fewer_layers_takes_more_memory_and_less_time(steps):
-    free, every, second = (steps.step(one, 24, False) for one in steps.plans if not one.is_own)
+    free, every, second = (steps.step(one, 24, 1) for one in steps.plans if not one.is_own)
     assert every.peak < second.peak < free.peak
     assert every.recomputing > second.recomputing > free.recomputing
 
 
 def test_what_a_step_takes_grows_with_the_rows(steps):
     free = plan(steps, "no plan")
-    few, more, many = (steps.step(free, rows, False) for rows in (1, 24, 240))
+    few, more, many = (steps.step(free, rows, 1) for rows in (1, 24, 240))
     assert few.peak < more.peak < many.peak
     assert sum(few.seconds.values()) < sum(more.seconds.values()) < sum(many.seconds.values())
     assert few.seconds[LAUNCHES] > 0.9 * sum(few.seconds.values())
     assert many.seconds.get(LAUNCHES, 0) < 0.9 * sum(many.seconds.values())
     assert COMPUTE in many.seconds
     # Gradients of other micro-batches are held in addition to this one's.
-    assert steps.step(free, 24, True).peak > more.peak
-    assert steps.lowest(free, False) == few.peak
+    assert steps.step(free, 24, 2).peak > more.peak
+    assert steps.lowest(free, 1) == few.peak
 
 
 @pytest.mark.parametrize("micro_batches", nightly([1, 2], but=[2]))
@@ -117,7 +117,7 @@ def test_a_step_of_one_graph_takes_what_it_is_planned_to_take(tmp_path, micro_ba
     spec = StepSpec("h100", "aot_eager", gradient_accumulation_steps=micro_batches, loss="plain")
     predicted = of_workload(Workload(folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
     planned = estimate(Workload(folder, "text-generation", 2, LENGTH), Selection(level=1), spec)
-    found = predicted.step(plan(predicted, "level 1"), 2, micro_batches > 1)
+    found = predicted.step(plan(predicted, "level 1"), 2, micro_batches)
     assert found.peak == pytest.approx(planned.peak_mib * MIB, rel=2e-3)
 
 
@@ -131,7 +131,7 @@ def test_the_advice_has_the_seconds_of_plan(steps, folder, micro_batches):
     ways = (*plain_ways(workload, spec), *estimate(workload, Selection(), spec, with_ways=True).ways)
     names = ("plain PyTorch", "Trainer's checkpointing, every layer", "no plan", "level 1")
     for name, way in zip(names, ways, strict=True):
-        found = steps.step(plan(steps, name), 24, micro_batches > 1)
+        found = steps.step(plan(steps, name), 24, micro_batches)
         assert found.total(micro_batches) == pytest.approx(way.seconds, rel=0.02), name
 
 
@@ -227,14 +227,14 @@ def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     floor = graph._footprint("budget", rows, False, recomputed).peak
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")
-    assert within.fits(chosen, rows, False)
-    found = within.step(chosen, rows, False)
+    assert within.fits(chosen, rows, 1)
+    found = within.step(chosen, rows, 1)
     assert found.peak <= floor - 2**20
     assert found.host_bytes >= 2**20
     # The link copies during computation, or the step waits for it.
     assert found.seconds.get(COPIES, 0.0) < sum(found.seconds.values())
-    assert not within.fits(plan(within, "level 1"), rows, False)
-    assert not steps.within(floor // 4).fits(chosen, rows, False)
+    assert not within.fits(plan(within, "level 1"), rows, 1)
+    assert not steps.within(floor // 4).fits(chosen, rows, 1)
 
 
 @pytest.mark.parametrize(("every", "rows"), nightly([(1, 1), (1, 9), (2, 9)], but=[(2, 9)]))
@@ -242,7 +242,7 @@ def test_checkpointing_of_any_batch_takes_what_it_takes_by_itself(steps, folder,
     name = f"Trainer's checkpointing, every {'layer' if every == 1 else '2 layers'}"
     workload = Workload(folder, "text-generation", rows, LENGTH)
     live = plain_step(workload, StepSpec("h100", "aot_eager"), EagerSettings(every))
-    assert steps.step(plan(steps, name), rows, False).peak == live.peak
+    assert steps.step(plan(steps, name), rows, 1).peak == live.peak
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_layers_take_what_their_plan_is_predicted_to_take(by_layer, deep_folder,
     spec = StepSpec("h100", "aot_eager", unit=LAYER, gradient_accumulation_steps=1 + accumulates)
     selection = Selection(level=1) if name == "level 1" else Selection()
     expected = estimate(Workload(deep_folder, "text-generation", 24, LENGTH), selection, spec)
-    found = steps.step(plan(steps, name, True), 24, accumulates)
+    found = steps.step(plan(steps, name, True), 24, 1 + accumulates)
     assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
 
 
@@ -287,21 +287,21 @@ def test_plans_in_fp8_take_what_theirs_are_predicted_to_take(by_layer, deep_fold
     steps = of_workload(workload, parse_budget("1GiB"), spec, compresses=True)
     exact = [each for each in steps.plans if each.is_own and "fp8" not in each.name]
     assert exact == [each for each in by_layer.plans if each.is_own]
-    assert all(steps.step(each, 24, False) == by_layer.step(each, 24, False) for each in exact)
+    assert all(steps.step(each, 24, 1) == by_layer.step(each, 24, 1) for each in exact)
     workload = Workload(deep_folder, "text-generation", 24, LENGTH)
     for name, level in (("no plan", 0), ("level 1", 1)):
         inexact = plan(steps, f"{name} in fp8", True)
         assert inexact.flags[-1] == "--memory_opt_compress fp8"
         expected = estimate(workload, Selection(level=level, compress="fp8"), spec, with_ways=True)
-        found = steps.step(inexact, 24, False)
+        found = steps.step(inexact, 24, 1)
         assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
         assert found.total(1) == pytest.approx(expected.ways[-1].seconds, rel=0.005)
-        without = steps.step(plan(steps, name, True), 24, False).total(1)
+        without = steps.step(plan(steps, name, True), 24, 1).total(1)
         # Recomputed layers save only their inputs, which stay exact.
         assert found.total(1) == without if level else found.total(1) > without
-    budget = (steps.step(plan(steps, "level 1", True), 24, False).peak + 2**30) // 2
+    budget = (steps.step(plan(steps, "level 1", True), 24, 1).peak + 2**30) // 2
     within = steps.within(budget)
-    mixed, recompute = (within.step(plan(within, name, True), 24, False) for name in ("budget with fp8", "budget"))
+    mixed, recompute = (within.step(plan(within, name, True), 24, 1) for name in ("budget with fp8", "budget"))
     assert mixed.peak <= budget and mixed.total(1) <= recompute.total(1)
     assert "gradients are not" in steps.remarks[-1]
 
@@ -312,21 +312,21 @@ def test_released_gradients_are_those_of_one_layer(by_layer, deep_folder):
     steps = of_workload(Workload(deep_folder, "text-generation", seq_len=LENGTH), parse_budget("1GiB"), spec)
     level = plan(steps, "level 1", True)
     expected = estimate(Workload(deep_folder, "text-generation", 2, LENGTH), Selection(level=1), spec)
-    found = steps.step(level, 2, False)
+    found = steps.step(level, 2, 1)
     assert found.peak == pytest.approx(expected.peak_mib * MIB, rel=0.005)
-    assert found.peak < by_layer.step(plan(by_layer, "level 1", True), 2, False).peak
+    assert found.peak < by_layer.step(plan(by_layer, "level 1", True), 2, 1).peak
     plain = plan(steps, "plain PyTorch")
-    assert steps.step(plain, 2, True).peak == by_layer.step(plain, 2, True).peak
+    assert steps.step(plain, 2, 2).peak == by_layer.step(plain, 2, 2).peak
     assert fitting(partial(steps.fits, level), 8, level.accumulates) == (8,)
     assert "--memory_opt_release_gradients" in level.flags and not plain.flags
 
 
 @pytest.mark.nightly
 def test_a_budget_of_layers_is_that_of_their_plan(by_unit, deep_folder):
-    level, free = (by_unit[LAYER].step(plan(by_unit[LAYER], name, True), 24, False) for name in ("level 1", "no plan"))
+    level, free = (by_unit[LAYER].step(plan(by_unit[LAYER], name, True), 24, 1) for name in ("level 1", "no plan"))
     budget = (level.peak + free.peak) // 2
     found = {
-        unit: steps.within(budget).step(plan(steps.within(budget), "budget", True), 24, False)
+        unit: steps.within(budget).step(plan(steps.within(budget), "budget", True), 24, 1)
         for unit, steps in by_unit.items()
     }
     spec = StepSpec("h100", "aot_eager", unit=LAYER)
@@ -352,7 +352,7 @@ def test_layers_are_traced_once(by_unit):
 def test_checkpointed_layers_recompute_as_much_by_themselves(by_unit):
     for name in ("every layer", "every 2 layers"):
         layer, model = (
-            steps.step(plan(steps, f"Trainer's checkpointing, {name}"), 24, False).recomputing
+            steps.step(plan(steps, f"Trainer's checkpointing, {name}"), 24, 1).recomputing
             for steps in by_unit.values()
         )
         # The difference: each layer casts its own mask.

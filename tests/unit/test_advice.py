@@ -49,21 +49,21 @@ class MadeUp:
     tokens = 512
     looked: set[tuple[str, int]] = field(default_factory=set)
 
-    def _peak(self, plan: Technique, rows: int, accumulates: bool) -> int:
-        return (8 + 2 * accumulates) * GIB + ROW[plan] * rows
+    def _peak(self, plan: Technique, rows: int, accumulation: int) -> int:
+        return (8 + 2 * (accumulation > 1)) * GIB + ROW[plan] * rows
 
-    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        return self._peak(plan, rows, accumulates) <= self.budget
+    def fits(self, plan: Technique, rows: int, accumulation: int) -> bool:
+        return self._peak(plan, rows, accumulation) <= self.budget
 
-    def lowest(self, plan: Technique, accumulates: bool) -> int:
-        return self._peak(plan, 1, accumulates)
+    def lowest(self, plan: Technique, accumulation: int) -> int:
+        return self._peak(plan, 1, accumulation)
 
-    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
-        assert self.fits(plan, rows, accumulates)
+    def step(self, plan: Technique, rows: int, accumulation: int) -> PredictedStep:
+        assert self.fits(plan, rows, accumulation)
         self.looked.add((plan.name, rows))
         computing = 0.01 * rows * SLOWER[plan] * (5 if rows >= self.slow else 1)
         seconds = {COMPUTE: computing, LAUNCHES: max(0.0, 0.04 * SLOWER[plan] - computing)}
-        return PredictedStep(self._peak(plan, rows, accumulates), seconds, 0.0, self.optimizer)
+        return PredictedStep(self._peak(plan, rows, accumulation), seconds, 0.0, self.optimizer)
 
 
 def test_the_smallest_micro_batch_that_is_as_good():
@@ -134,8 +134,8 @@ def test_what_does_not_fit_is_said():
 
 def test_memory_of_the_host_is_said():
     class Offloading(MadeUp):
-        def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
-            return replace(super().step(plan, rows, accumulates), host_bytes=3 * GIB)
+        def step(self, plan: Technique, rows: int, accumulation: int) -> PredictedStep:
+            return replace(super().step(plan, rows, accumulation), host_bytes=3 * GIB)
 
     for predictor, said in ((MadeUp(), "24.00 GiB."), (Offloading(), "24.00 GiB and 3.00 GiB on the host.")):
         found = advise(predictor)

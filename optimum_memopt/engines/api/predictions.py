@@ -455,7 +455,7 @@ class Way:
         plan: the way, with its flags.
         peak: on CUDA bytes of the allocator's blocks, elsewhere bytes that tensors request.
         reserved: bytes that the allocator reserves on the device; None if unknown.
-        seconds: seconds of a micro-batch's forward and backward; None if unknown.
+        seconds: seconds of an optimizer step with all its micro-batches; None if unknown.
         timeline: the step, operator by operator; None if unavailable.
         note: why there are no figures; empty if there are.
     """
@@ -525,11 +525,16 @@ class StepPredictor(Protocol):
     def with_optimizer(self, optimizer: "OptimizerMemory") -> "StepPredictor":
         """Returns a predictor with another optimizer's memory; seconds remain those of the original optimizer."""
 
-    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        """True if the peak of a step is within the budget; `accumulates`: the step has several micro-batches."""
+    def fits(self, plan: Technique, rows: int, accumulation: int) -> bool:
+        """True if the peak of a step is within the budget.
 
-    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
+        Args:
+            rows: rows of a micro-batch.
+            accumulation: micro-batches of an optimizer step.
+        """
+
+    def step(self, plan: Technique, rows: int, accumulation: int) -> PredictedStep:
         """Returns the prediction of a step that fits; arguments as in `fits`."""
 
-    def lowest(self, plan: Technique, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulation: int) -> int:
         """Returns the peak with a micro-batch of one row, in bytes."""

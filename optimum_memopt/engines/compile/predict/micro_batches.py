@@ -156,43 +156,44 @@ class ForwardSteps:
     @property
     def layers(self) -> int:
         """Returns the number of layers in the forward."""
-        return len(_layers_of(self._batch(_REFERENCE, False, False).problem))
+        return len(_layers_of(self._batch(_REFERENCE, 1, False).problem))
 
     @property
     def costs(self) -> str:
         """Returns the source of the operator times."""
-        return self._batch(_REFERENCE, False, False).times.source
+        return self._batch(_REFERENCE, 1, False).times.source
 
-    def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: str, rows: int, accumulation: int) -> bool:
         """True if the peak is within the budget."""
         # A budget's plan is never worse than the fixed plans, and takes longer to find.
         fixed_plans = _BUDGETS.get(plan, (plan,))
         if any(
-            self._is_within(name, self._activations(name, rows, accumulates), rows, accumulates)
+            self._is_within(name, self._activations(name, rows, accumulation), rows, accumulation)
             for name in fixed_plans
         ):
             return True
         if plan not in _BUDGETS:
             return False
-        is_within = self._is_within(plan, self._batch(rows, accumulates, False).step.solver.lowest, rows, accumulates)
+        lowest = self._batch(rows, accumulation, False).step.solver.lowest
+        is_within = self._is_within(plan, lowest, rows, accumulation)
         others = self._context.link > 0 or plan != _BUDGET
-        return is_within or (others and self._within_budget(plan, rows, accumulates) is not None)
+        return is_within or (others and self._within_budget(plan, rows, accumulation) is not None)
 
-    def lowest(self, plan: str, accumulates: bool) -> int:
+    def lowest(self, plan: str, accumulation: int) -> int:
         """Returns the peak with a micro-batch of one row, in bytes."""
         if plan in _BUDGETS:
-            activations = self._batch(1, accumulates, False).step.solver.lowest
+            activations = self._batch(1, accumulation, False).step.solver.lowest
             if plan != _BUDGET:
-                fixed = (self._activations(each, 1, accumulates) for each in _BUDGETS[plan])
+                fixed = (self._activations(each, 1, accumulation) for each in _BUDGETS[plan])
                 activations = min(activations, *fixed)
         else:
-            activations = self._activations(plan, 1, accumulates)
-        return self._footprint(plan, 1, accumulates, activations).peak
+            activations = self._activations(plan, 1, accumulation)
+        return self._footprint(plan, 1, accumulation, activations).peak
 
-    def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
+    def step(self, plan: str, rows: int, accumulation: int, update: UpdateTimes) -> PredictedStep:
         """Predict a step; falls back to level 1 if no plan fits the budget."""
-        batch = self._batch(rows, accumulates, plan in _INEXACT.values())
-        solved = self._within_budget(plan, rows, accumulates) if plan in _BUDGETS else None
+        batch = self._batch(rows, accumulation, plan in _INEXACT.values())
+        solved = self._within_budget(plan, rows, accumulation) if plan in _BUDGETS else None
         if solved is not None:
             compression = batch.step.compression
             if compression is None:
@@ -202,16 +203,16 @@ class ForwardSteps:
             peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
         else:
             plan = {_BUDGET: _LEVEL_1, _INEXACT[_BUDGET]: _INEXACT[_LEVEL_1]}.get(plan, plan)
-            if plan in _PLAIN and (step := self._plain_step(plan, rows, accumulates, update)) is not None:
+            if plan in _PLAIN and (step := self._plain_step(plan, rows, accumulation, update)) is not None:
                 return step
-            simulation = self._simulation(plan, rows, accumulates)
-            peak, stall, host_bytes = self._activations(plan, rows, accumulates), 0.0, 0
+            simulation = self._simulation(plan, rows, accumulation)
+            peak, stall, host_bytes = self._activations(plan, rows, accumulation), 0.0, 0
         seconds = batch.times.by_bound((*simulation.forward.order, *simulation.backward.order))
         for bound, more in ((LAUNCHES, batch.times.call), (COPIES, stall)):
             if more:
                 seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
-            self._footprint(plan, rows, accumulates, peak).peak,
+            self._footprint(plan, rows, accumulation, peak).peak,
             seconds,
             update.accumulating,
             update.optimizer,
@@ -219,41 +220,46 @@ class ForwardSteps:
             host_bytes,
         )
 
-    def _plain_step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep | None:
+    def _plain_step(self, plan: str, rows: int, accumulation: int, update: UpdateTimes) -> PredictedStep | None:
         """Predict a step of plain PyTorch at the rates of a named device; None if no device is named."""
-        step, without = (self._plain(every, rows, accumulates) for every in (_PLAIN[plan], 0))
+        step, without = (self._plain(every, rows, accumulation > 1) for every in (_PLAIN[plan], 0))
         if step.seconds is None or without.seconds is None:
             return None
         return PredictedStep(
-            self._footprint(plan, rows, accumulates, step.peak).peak,
+            self._footprint(plan, rows, accumulation, step.peak).peak,
             step.seconds,
             update.accumulating,
             update.optimizer,
             max(0.0, sum(step.seconds.values()) - sum(without.seconds.values())),
         )
 
-    def _footprint(self, plan: str, rows: int, accumulates: bool, activations: int) -> Footprint:
+    def _footprint(self, plan: str, rows: int, accumulation: int, activations: int) -> Footprint:
         fixed = self._context.fixed
         if self._releases and plan not in _PLAIN:
             fixed = fixed.with_released_gradients()
-        accumulated = fixed.accumulated if accumulates else 0
-        return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
+        # Trainer holds all micro-batches of an optimizer step on the device.
+        return replace(
+            fixed,
+            batch=fixed.batch * rows * accumulation,
+            activations=activations,
+            accumulated=fixed.accumulated if accumulation > 1 else 0,
+        )
 
-    def _is_within(self, plan: str, activations: int, rows: int, accumulates: bool) -> bool:
-        return self._footprint(plan, rows, accumulates, activations).peak <= self._context.limit
+    def _is_within(self, plan: str, activations: int, rows: int, accumulation: int) -> bool:
+        return self._footprint(plan, rows, accumulation, activations).peak <= self._context.limit
 
-    def _activations(self, plan: str, rows: int, accumulates: bool) -> int:
+    def _activations(self, plan: str, rows: int, accumulation: int) -> int:
         if plan in _PLAIN:
-            return self._plain(_PLAIN[plan], rows, accumulates).peak
-        return self._simulation(plan, rows, accumulates).peak
+            return self._plain(_PLAIN[plan], rows, accumulation > 1).peak
+        return self._simulation(plan, rows, accumulation).peak
 
-    def _solve(self, plan: str, rows: int, accumulates: bool) -> Plan | None:
+    def _solve(self, plan: str, rows: int, accumulation: int) -> Plan | None:
         is_inexact = plan in _INEXACT.values()
-        solver = self._batch(rows, accumulates, is_inexact).step.solver
-        plain = self._simulation(_NO_PLAN, rows, accumulates)
-        if self._is_within(_BUDGET, plain.peak, rows, accumulates):
+        solver = self._batch(rows, accumulation, is_inexact).step.solver
+        plain = self._simulation(_NO_PLAN, rows, accumulation)
+        if self._is_within(_BUDGET, plain.peak, rows, accumulation):
             return solver.solver.plan(plain)
-        allowed = self._footprint(_BUDGET, rows, accumulates, 0).activations_within(self._context.limit)
+        allowed = self._footprint(_BUDGET, rows, accumulation, 0).activations_within(self._context.limit)
         # Skip the long search for recompute that might still fit: most candidate batches do not fit.
         if solver.lowest <= allowed:
             return solver.cheapest(allowed)
@@ -261,17 +267,17 @@ class ForwardSteps:
             return compressing
         return None if solver.host is None else with_offload(solver.solver, None, allowed, solver.host)
 
-    def _simulate(self, plan: str, rows: int, accumulates: bool) -> GraphSimulation:
-        batch = self._batch(rows, accumulates, plan in _INEXACT.values())
+    def _simulate(self, plan: str, rows: int, accumulation: int) -> GraphSimulation:
+        batch = self._batch(rows, accumulation, plan in _INEXACT.values())
         if plan in _PLAIN:
             return _checkpointed(batch.problem, _PLAIN[plan])
         plans = [graph.plans[_FIXED.index(plan)] for graph in self._forward.graphs]
         return batch.step.simulated(plans, batch.forward)
 
-    def _new_batch(self, rows: int, accumulates: bool, is_inexact: bool) -> _Batch:
+    def _new_batch(self, rows: int, accumulation: int, is_inexact: bool) -> _Batch:
         of_graphs, forward = self._times(rows), self._forward
         times = [own.operators for own in of_graphs]
-        context = replace(self._context, fixed=self._footprint(_BUDGET, rows, accumulates, 0))
+        context = replace(self._context, fixed=self._footprint(_BUDGET, rows, accumulation, 0))
         priced = forward.priced([own.seconds for own in times])
         conversions = [graph.conversions for graph in priced.graphs]
         graphs = zip(priced.graphs, conversions, of_graphs, strict=True)
@@ -394,16 +400,16 @@ class MicroBatchPredictor:
         )
 
     @one_at_a_time
-    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        return self.graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
+    def fits(self, plan: Technique, rows: int, accumulation: int) -> bool:
+        return self.graphs[plan.chunks_loss].fits(plan.name, rows, accumulation)
 
     @one_at_a_time
-    def lowest(self, plan: Technique, accumulates: bool) -> int:
-        return self.graphs[plan.chunks_loss].lowest(plan.name, accumulates)
+    def lowest(self, plan: Technique, accumulation: int) -> int:
+        return self.graphs[plan.chunks_loss].lowest(plan.name, accumulation)
 
     @one_at_a_time
-    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
-        return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self.update)
+    def step(self, plan: Technique, rows: int, accumulation: int) -> PredictedStep:
+        return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulation, self.update)
 
 
 @dataclass(frozen=True)

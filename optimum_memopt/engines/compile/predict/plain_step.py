@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.predictions import OPTIMIZER, EagerSettings, StepTimeline, Workload
+from optimum_memopt.compat.torch import tensor_bytes, tensors_in
+from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, EagerSettings, StepTimeline, Workload
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import seconds_by_bound
@@ -34,6 +35,7 @@ class PlainStep:
         run: the run of one micro-batch, or of two with gradient accumulation.
         states: bytes of each optimizer state.
         update: bytes of temporary tensors of the optimizer's step.
+        other_batches: bytes of the other micro-batches of the step, which Trainer holds on the device, too.
         constant: bytes outside of tensors: of libraries on CUDA, of the process on a CPU.
         sizes: batch sizes by name.
         is_on_cuda: the step runs on CUDA, so torch's caching allocator can be predicted.
@@ -43,6 +45,7 @@ class PlainStep:
     run: LiveRun
     states: tuple[int, ...]
     update: int
+    other_batches: int
     constant: int
     sizes: Mapping[str, int]
     is_on_cuda: bool
@@ -50,12 +53,13 @@ class PlainStep:
 
     @cached_property
     def whole(self) -> LiveRun:
-        """Returns the run with the optimizer states and the optimizer's step."""
-        states = (Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(self.states))
+        """Returns the run with what Trainer holds around it, and the optimizer's step."""
+        held = [Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(self.states)]
+        held += [Storage("other micro-batches", self.other_batches, BATCH)] if self.other_batches else []
         step = Event("optimizer step", "optimizer step", workspace=self.update)
         return replace(
             self.run,
-            events=(Event("", allocates=tuple(states)), *self.run.events, step),
+            events=(Event("", allocates=tuple(held)), *self.run.events, step),
             phases=(FORWARD, *self.run.phases, OPTIMIZER_STEP),
             modules=("", *self.run.modules, ""),
         )
@@ -75,7 +79,7 @@ class PlainStep:
         if not self.is_on_cuda:
             return None
         given, events = self.run.split()
-        always = [self.constant, *(storage.bytes for storage in given)]
+        always = [self.constant, *filter(None, [self.other_batches]), *(storage.bytes for storage in given)]
         return allocator_peak(always, events, self.states, self.update)
 
 
@@ -123,6 +127,7 @@ def _plain_step(
         run,
         tuple(optimizer.state_sizes(trained)),
         optimizer.step_bytes(trained),
+        (spec.gradient_accumulation_steps - 1) * tensor_bytes(tensors_in(batch)),
         target.libraries if target is not None else held_bytes(here),
         input_sizes(batch),
         planned.is_on_cuda,

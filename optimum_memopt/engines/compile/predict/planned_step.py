@@ -206,7 +206,13 @@ class PlannedStep:
                 accumulates=accumulates,
             )
             held = self.held_outputs
-            run = Run(self.optimizer_of(model), accumulates, releases_gradients=releases, held_outputs=held)
+            run = Run(
+                self.optimizer_of(model),
+                accumulates,
+                micro_batches=self.spec.gradient_accumulation_steps,
+                releases_gradients=releases,
+                held_outputs=held,
+            )
             planner = Planner(model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target))
             capture = Capture(model, (), batch, spec, planner.choose, loss.reader(None) if held.until else "")
             if file is not None:
