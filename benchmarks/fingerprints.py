@@ -136,12 +136,20 @@ def trained(name: str, compiler: str, **options: Any) -> dict[str, Any]:
         gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         return {
             **of_plan(engine.plans(), engine.plan_file()),
-            "predicted peak, MiB": engine.predicted_peak_mib(None, False),
+            "predicted peak, MiB": _predicted_peak(engine),
             "loss": loss.item(),
             "gradients": {name: digest(gradient) for name, gradient in gradients.items()},
         }
     finally:
         engine.detach()
+
+
+def _predicted_peak(engine: Any) -> float | None:
+    try:
+        return engine.predicted_peak_mib(None)
+    except TypeError:
+        # Earlier versions have an argument for gradient accumulation.
+        return engine.predicted_peak_mib(None, False)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -34,6 +34,7 @@ class PlanStatsCallback(TrainerCallback):
         path: JSON-lines file to append a record of each plan to.
 
     Attributes:
+        micro_batch: rows of a micro-batch on a process, and micro-batches of an optimizer step; zeros before a run.
         table: the latest table, None before the first step or without an engine.
         predicted_peak_mib: the engine's prediction for the largest step of the run, None before the end of the second
             step or if the engine does not predict.
@@ -42,7 +43,8 @@ class PlanStatsCallback(TrainerCallback):
     def __init__(self, path: str | os.PathLike | None = None) -> None:
         self.reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
-        self._is_checked = False
+        self._is_checked, self._first_step = False, 0
+        self.micro_batch = 0, 0
         # With several kinds of batches, their tables alternate.
         self._shown: list[PlanTable] = []
         self.table: PlanTable | None = None
@@ -55,6 +57,9 @@ class PlanStatsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.table, self.predicted_peak_mib, self._is_checked = None, None, False
+        # A resumed run begins at a later step.
+        self._first_step = state.global_step
+        self.micro_batch = state.train_batch_size or args.per_device_train_batch_size, args.gradient_accumulation_steps
         self._shown.clear()
         self.reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
@@ -73,7 +78,7 @@ class PlanStatsCallback(TrainerCallback):
         engine = engine_of(kwargs["model"])
         if engine is None or (table := engine.plans()) is None:
             return
-        if state.global_step == _COMPARED_AFTER:
+        if state.global_step == self._first_step + _COMPARED_AFTER:
             when = f"after {_COMPARED_AFTER} steps"
             self.reporter.metrics(self._compared(engine, args, kwargs.get("optimizer"), when))
         self.table = table
@@ -110,7 +115,7 @@ class PlanStatsCallback(TrainerCallback):
         self, engine: Engine, args: TrainingArguments, optimizer: torch.optim.Optimizer | None, when: str
     ) -> dict[str, float]:
         """Log predicted and measured peak, and return them as metrics; empty without a prediction."""
-        predicted = engine.predicted_peak_mib(optimizer, gradient_accumulation=args.gradient_accumulation_steps > 1)
+        predicted = engine.predicted_peak_mib(optimizer)
         if not predicted:
             return {}
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib

@@ -88,10 +88,10 @@ def of_training(trainer: Trainer, engine: Engine, failure: str) -> ReportData:
     phases, density = callback_of(trainer, MemoryPhasesCallback), callback_of(trainer, InputDensityCallback)
     timeline = None
     with best_effort("the step's timeline"):
-        timeline = engine.timeline(trainer.optimizer, trainer.args.gradient_accumulation_steps > 1)
+        timeline = engine.timeline(trainer.optimizer)
     return ReportData(
         title=table.header[0] if table is not None and table.header else type(trainer.model).__name__,
-        facts=_facts(trainer, engine),
+        facts=_facts(trainer, engine, plan_stats),
         failure=failure,
         table=table,
         timeline=timeline,
@@ -108,11 +108,14 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
 
 
-def _facts(trainer: Trainer, engine: Engine) -> tuple[tuple[str, str], ...]:
+def _facts(trainer: Trainer, engine: Engine, plan_stats: PlanStatsCallback | None) -> tuple[tuple[str, str], ...]:
     args, state = trainer.args, trainer.state
-    batch = f"{args.per_device_train_batch_size} rows"
-    if args.gradient_accumulation_steps > 1:
-        batch += f", {args.gradient_accumulation_steps} accumulated"
+    # The arguments have been restored after a run whose micro-batch was chosen.
+    rows, accumulation = (0, 0) if plan_stats is None else plan_stats.micro_batch
+    accumulation = accumulation or args.gradient_accumulation_steps
+    batch = f"{rows or args.per_device_train_batch_size} rows"
+    if accumulation > 1:
+        batch += f", {accumulation} accumulated"
     if args.world_size > 1:
         batch += f", on {args.world_size} processes; this page shows rank 0"
     return (

@@ -233,7 +233,7 @@ def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
     fields = (*answers, *(names & {_PROMPT})) if answers else tuple(name for name in _TOKENS if name in names)[:1]
     if not fields:
         return complexities(dataset, trainer.args.length_column_name)
-    counts = {name: np.asarray([_width(value) for value in _values(dataset, name, is_stored)]) for name in fields}
+    counts = {name: np.asarray([len(value) for value in _values(dataset, name, is_stored)]) for name in fields}
     if not answers:
         return np.asarray(counts[fields[0]], dtype=np.float64)
     prompts = counts.pop(_PROMPT, 0)
@@ -241,11 +241,6 @@ def row_lengths(trainer: Any, dataset: Any) -> np.ndarray:
     # A collator may truncate the joined row.
     most = getattr(trainer.data_collator, "max_length", None)
     return np.asarray(lengths if most is None else np.minimum(lengths, most), dtype=np.float64)
-
-
-def _width(value: Any) -> int:
-    """Returns the tokens of a sample; of the longest row if it has several, as for multiple choice."""
-    return max(map(len, value)) if len(value) and np.ndim(value[0]) else len(value)
 
 
 class ComplexityCallback(TrainerCallback):

@@ -184,7 +184,7 @@ def test_losses_of_several_forwards_before_one_backward() -> None:
         trained.optimizer.step()
         trained.optimizer.zero_grad()
         peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-    predicted = trained.engine.predicted_peak_mib(trained.optimizer, gradient_accumulation=False) * MIB
+    predicted = trained.engine.predicted_peak_mib(trained.optimizer) * MIB
     assert peaks[2] == pytest.approx(predicted, rel=0.03)
     held = trained.engine.predictor.tape.held_outputs
     assert held.more > 2 * trained.batch["input_ids"].numel() * trained.model.config.vocab_size
@@ -217,7 +217,7 @@ def test_a_budget_for_several_forwards_before_one_backward(lengths: tuple[float,
         allocated, requested = zip(*(step() for _ in range(3)), strict=True)
     assert max(allocated) <= budget
     assert not any("NOT within" in line for line in lines)
-    predicted = trained.engine.predicted_peak_mib(trained.optimizer, gradient_accumulation=False) * MIB
+    predicted = trained.engine.predicted_peak_mib(trained.optimizer) * MIB
     assert max(requested) == pytest.approx(predicted, rel=0.02)
     assert "for other forwards that save" in trained.engine.plans().header[0]
 

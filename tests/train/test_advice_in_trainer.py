@@ -7,6 +7,8 @@ import torch
 from transformers import TrainerCallback
 
 from optimum_memopt import MemOptError
+from optimum_memopt.report.page import of_training
+from optimum_memopt.training import batches
 from tests.rotation import in_turn
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
@@ -48,6 +50,18 @@ def test_the_rows_of_an_optimizer_step_stay(tmp_path):
     (line,) = (line for line in lines if "memory_opt_batch" in line)
     assert line.startswith(f"--memory_opt_batch auto: micro-batches of {size} rows, {accumulation} per optimizer")
     assert distance(weights(trainer.model), weights(plain.model)) < 1e-5
+
+
+def test_the_page_shows_the_chosen_micro_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "_agreed", lambda *_: 3)
+    sizes = {"per_device_train_batch_size": 12, "max_steps": 2}
+    options = {**FREE, "memory_opt_report": str(tmp_path / "page.html")}
+    trainer = make(tmp_path, "small", train_dataset=rows("small", 48), **options, **sizes)
+    trainer.train()
+    data = of_training(trainer, trainer.memopt.engine, "")
+    assert dict(data.facts)["micro-batch"] == "3 rows, 4 accumulated"
+    assert data.timeline.peak == round(trainer.memopt.plan_stats.predicted_peak_mib * 2**20)
+    assert "3 rows, 4 accumulated" in (tmp_path / "page.html").read_text()
 
 
 def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):

@@ -202,12 +202,12 @@ def test_a_budget_is_solved_for_each_kind() -> None:
         for number, padding in enumerate((0, 2, 0, 2)):
             assert_bitwise_same_step(model, plain, batch(3, 20, padding, seed=number))
             if not number:
-                first = engine.predicted_peak_mib(None, False)
+                first = engine.predicted_peak_mib(None)
     assert [line for line in lines if "solving for the budget again" in line] == [
         "the first batch with padding: solving for the budget again"
     ]
     # The batches so far are of both kinds.
-    assert engine.predicted_peak_mib(None, False) >= first
+    assert engine.predicted_peak_mib(None) >= first
 
 
 @pytest.mark.nightly

@@ -170,7 +170,7 @@ def test_a_later_kind_stays_within_the_budget(attached, second: str, unit: str, 
             assert one.engine.predictor.footprint().peak <= chosen.budget.bytes
             assert recomputed["first"] == 0 or second == "attribute", "there is room"
             assert name == "first" or recomputed["second"]
-    peak = one.engine.predicted_peak_mib(None, False) * 2**20
+    peak = one.engine.predicted_peak_mib(None) * 2**20
     assert peak <= chosen.budget.bytes
 
 

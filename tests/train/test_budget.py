@@ -180,7 +180,7 @@ def test_a_budget_is_for_all_forwards_before_one_backward(
     assert not any(line.startswith("NOT within the budget") for line in lines)
     assert engine.plans().header[0] == solved
     assert ("for other forwards that save" in solved) == (len(lengths) > 1)
-    assert engine.predicted_peak_mib(None, False) * 2**20 <= budget.bytes
+    assert engine.predicted_peak_mib(None) * 2**20 <= budget.bytes
     engine.detach()
 
 

@@ -103,7 +103,7 @@ def test_what_only_the_compiled_step_cannot_do_is_done_by_plain_pytorch(tmp_path
         f"NOT under a plan: its compiled {fails} failed in the first step {REASON}", *said
     )
     assert list(trainer.memopt.table.header) == said
-    assert not trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False)
+    assert not trainer.memopt.engine.predicted_peak_mib(trainer.optimizer)
     with log_lines() as lines:
         trainer.train()
     assert not any("compiling" in line for line in lines)

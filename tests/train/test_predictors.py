@@ -70,7 +70,7 @@ def test_the_highest_peak_of_a_run_is_that_of_the_largest_batch(dynamic: bool) -
         one = batch(rows, tokens)
         measured(model, one)
         peak = measured(model, one)[1]
-        around = engine.predicted_peak_mib(None, gradient_accumulation=False)
+        around = engine.predicted_peak_mib(None)
         predicted.append((peak, around * 2**20))
     (small, first), (_, second), (large, third), (_, last) = predicted
     # The batch's own bytes also count.
@@ -93,7 +93,7 @@ def test_forwards_of_several_traces_before_one_backward(lengths: tuple[int, int]
     engine = attached(model)
     for tokens in (8, 40, 8):
         model(**batches[tokens]).loss.backward()
-    before = engine.predicted_peak_mib(None, gradient_accumulation=False)
+    before = engine.predicted_peak_mib(None)
 
     def contrast() -> None:
         sum(model(**batches[tokens]).loss for tokens in lengths).backward()
@@ -101,7 +101,7 @@ def test_forwards_of_several_traces_before_one_backward(lengths: tuple[int, int]
     model.zero_grad(set_to_none=True)
     both = allocated(contrast)[0]
     alone = measured(model, batches[40])[1]
-    after = engine.predicted_peak_mib(None, gradient_accumulation=False)
+    after = engine.predicted_peak_mib(None)
     assert (after - before) * 2**20 == pytest.approx(both - alone, **EXACT)
 
 
@@ -169,7 +169,7 @@ def test_the_peak_of_a_step_is_the_allocators(subject: Predicted, step, picked: 
         for seen in predictor.largest_shapes
     ]
     assert max(part.other_forwards + part.activations for part in footprints) == pytest.approx(peak, **EXACT)
-    assert predictor.peak(None, False) == max(part.peak for part in footprints)
+    assert predictor.peak(None) == max(part.peak for part in footprints)
     assert (max(part.other_forwards for part in footprints) > 0) == (step is contrast and len(picked) > 1)
 
 

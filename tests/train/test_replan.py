@@ -35,7 +35,7 @@ def data(name: str, length: int = 40) -> list[dict[str, torch.Tensor]]:
 
 def a_tenth_less(trainer: Any) -> int:
     """Returns nine tenths of the predicted peak under the current plan."""
-    return int(0.9 * trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False) * 2**20)
+    return int(0.9 * trainer.memopt.engine.predicted_peak_mib(trainer.optimizer) * 2**20)
 
 
 def built(name: str, changes: dict[str, Any]) -> torch.nn.Module:

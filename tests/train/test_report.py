@@ -55,8 +55,8 @@ def test_the_page_has_what_the_run_was(run):
 
 def test_the_timelines_peak_is_the_engines(run):
     trainer, _ = run
-    timeline = trainer.memopt.engine.timeline(trainer.optimizer, False)
-    assert timeline.peak == round(trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False) * 2**20)
+    timeline = trainer.memopt.engine.timeline(trainer.optimizer)
+    assert timeline.peak == round(trainer.memopt.engine.predicted_peak_mib(trainer.optimizer) * 2**20)
 
 
 def test_the_page_can_be_asked_for(run, tmp_path):

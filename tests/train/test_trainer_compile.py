@@ -104,7 +104,10 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     again = make(
         tmp_path / "plain", name, model=build(name, seed=5, **dropout), **SAVING, **ENGINE, memory_opt_level=1
     )
-    again.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    with log_lines() as lines:
+        again.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    # Steps are counted from the checkpoint on.
+    assert len([line for line in lines if line.startswith("predicted ") and "after 2 steps" in line]) == 1
     assert distance(weights(again.model), weights(trainer.model)) == 0
 
 

@@ -157,14 +157,14 @@ def test_another_bucket_is_traced_by_none(attached, budget: int, unit: str) -> N
 @in_turn
 def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
     one = attached(budget, 2)
-    assert one.engine.predicted_peak_mib(None, False) is None
+    assert one.engine.predicted_peak_mib(None) is None
     with log_lines() as lines:
         one.step(SHORT)
         first = one.engine.plans()
         one.step(SHORT)
     # The first batch ran under the plan for the largest batch.
-    under_largest = one.engine.predictor.peak(None, False)
-    assert under_largest < one.engine.predicted_peak_mib(None, False) * MIB <= budget
+    under_largest = one.engine.predictor.peak(None)
+    assert under_largest < one.engine.predicted_peak_mib(None) * MIB <= budget
     assert "for batches up to 64 x 60" in first.header[0]
     assert first.header[-2] == "variant 2: batches up to inputs_input_ids_dim1=24: +0.0% time"
     two, single = re.fullmatch(

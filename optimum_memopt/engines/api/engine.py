@@ -70,12 +70,12 @@ class Engine(Protocol):
         plan files."""
         return None
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None) -> float | None:
         """Returns the predicted peak of the run's largest step so far, in MiB; None if the engine does not predict.
         The optimizer is None before it is created."""
         return None
 
-    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+    def timeline(self, optimizer: torch.optim.Optimizer | None) -> StepTimeline | None:
         """Returns the prediction of the run's largest step so far, operator by operator; arguments and None as in
         `predicted_peak_mib`."""
         return None

@@ -15,7 +15,7 @@ class ToyEngine(InPlaceEngine):
     def plans(self):
         return PlanTable("toy", (), {}, (f"{self._count} forwards",)) if self._count else None
 
-    def predicted_peak_mib(self, optimizer, gradient_accumulation):
+    def predicted_peak_mib(self, optimizer):
         return None
 
     def insight(self):

@@ -254,7 +254,7 @@ class StepLimit:
         """Returns a line if the forwards before one backward together exceeded the limit, as after a plan for the
         first one alone; else an empty string."""
         run = self._run()
-        peak = predictor.peak(run.optimizer, run.gradient_accumulation)
+        peak = predictor.peak(run.optimizer)
         if self.bytes is None or peak <= self.bytes:
             return ""
         return (

@@ -256,13 +256,13 @@ class StepMemoryPredictor:
             outputs=self._step(wanted, accumulates or releases).outputs,
         )
 
-    def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
+    def peak(self, optimizer: Optimizer | None) -> int:
         """Returns the highest peak of all steps so far, in bytes; see `footprint`."""
-        return self._highest(optimizer, gradient_accumulation)[1].peak
+        return self._highest(optimizer)[1].peak
 
-    def timeline(self, optimizer: Optimizer | None = None, gradient_accumulation: bool | None = None) -> StepTimeline:
+    def timeline(self, optimizer: Optimizer | None = None) -> StepTimeline:
         """Returns the step with the highest peak so far, operator by operator; arguments as in `footprint`."""
-        forward, around = self._highest(optimizer, gradient_accumulation)
+        forward, around = self._highest(optimizer)
         sizes = {**self.first, **forward.sizes}
         step = self._step(sizes, around.frees_gradients or forward.is_followed)
         gradients = around.gradients if forward.is_followed else 0
@@ -271,10 +271,11 @@ class StepMemoryPredictor:
         tensors = tensors_around(self._living_model(), optimizer or self.run.optimizer, self.untrained)
         return step_timeline(step, around, sizes, gradients, counts, tensors)
 
-    def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
+    def _highest(self, optimizer: Optimizer | None) -> tuple[Forward, Footprint]:
         def footprint(forward: Forward) -> Footprint:
-            among = forward.saved_before, forward.is_followed
-            return self.footprint(forward.sizes, optimizer, gradient_accumulation, *among)
+            return self.footprint(
+                forward.sizes, optimizer, saved_before=forward.saved_before, is_followed=forward.is_followed
+            )
 
         return max(((shape, footprint(shape)) for shape in self.largest_shapes), key=lambda pair: pair[1].peak)
 

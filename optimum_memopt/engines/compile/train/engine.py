@@ -206,15 +206,15 @@ class CompileEngine(in_place.InPlaceEngine):
         largest batch; None before the first training forward."""
         return self._planned.predictor if self._planned is not None else None
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None) -> float | None:
         if (forwards := self._forwards) is None:
             return None
-        peak = forwards.predicted_peak(optimizer, gradient_accumulation)
+        peak = forwards.predicted_peak(optimizer)
         return None if peak is None else peak / MIB
 
-    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+    def timeline(self, optimizer: torch.optim.Optimizer | None) -> StepTimeline | None:
         forwards = self._forwards
-        return forwards.timeline(optimizer, gradient_accumulation) if forwards is not None else None
+        return forwards.timeline(optimizer) if forwards is not None else None
 
     def frontier(self) -> Frontier | None:
         return self._buckets.frontier() if self._buckets is not None else None
@@ -322,8 +322,7 @@ class CompileEngine(in_place.InPlaceEngine):
     def _has_room(self, buckets: LengthBuckets) -> bool:
         """True if the host has room for a step's peak beside the memory that earlier steps have freed: the next step
         may not be able to reuse the blocks that malloc keeps."""
-        run = self._run_now()
-        return host_available() >= (buckets.predicted_peak(run.optimizer, run.gradient_accumulation) or 0)
+        return host_available() >= (buckets.predicted_peak(self._run_now().optimizer) or 0)
 
     def _warn_of_one_graph(self) -> None:
         """Warn if gradients are released, but most are returned at once, by one graph for all layers."""

@@ -184,33 +184,30 @@ class LengthBuckets:
         seen = largest_of(limit.solved_for) if self._pending.most != ALONE else None
         return limit.largest or seen
 
-    def predicted_peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int | None:
+    def predicted_peak(self, optimizer: Optimizer | None) -> int | None:
         """Returns the highest peak of a step with the batches so far, in bytes; None if nothing is predicted."""
         if self.largest.predictor is None:
             return None
-        return max(self._left_peak, *self._peaks(optimizer, gradient_accumulation).values())
+        return max(self._left_peak, self._peak_of_kind(optimizer)) or None
 
-    def _peak_of_kind(self) -> int:
-        run = self.largest.planner.run
-        return max(self._peaks(run.optimizer, run.gradient_accumulation).values(), default=0)
+    def _peak_of_kind(self, optimizer: Optimizer | None) -> int:
+        return max(self._peaks(optimizer).values(), default=0)
 
-    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+    def timeline(self, optimizer: torch.optim.Optimizer | None) -> StepTimeline | None:
         """Returns the step with the highest peak of the batches so far; None if nothing is predicted."""
-        peaks = self._peaks(optimizer, gradient_accumulation)
+        peaks = self._peaks(optimizer)
         timeline = None
         if highest := max(peaks, key=peaks.__getitem__, default=None):
             forward, predictor = highest
             with forward.predicting():
-                timeline = predictor.timeline(optimizer, gradient_accumulation)
+                timeline = predictor.timeline(optimizer)
         return timeline
 
     def frontier(self) -> Frontier | None:
         solved = self.largest.planner.solved
         return solved.frontier if solved is not None else None
 
-    def _peaks(
-        self, optimizer: Optimizer | None, gradient_accumulation: bool
-    ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
+    def _peaks(self, optimizer: Optimizer | None) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """Returns the highest peak in bytes for each plan and each predictor of its forward, one per trace."""
         peaks = {}
         trains = self.largest.traced.trains
@@ -218,7 +215,7 @@ class LengthBuckets:
             if forward.predictors is not None:
                 with forward.predicting():
                     for predictor in forward.predictors:
-                        peaks[forward, predictor] = predictor.peak(optimizer, gradient_accumulation)
+                        peaks[forward, predictor] = predictor.peak(optimizer)
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
@@ -278,7 +275,7 @@ class LengthBuckets:
         if self.largest.planner.solves and not self._may_rerun:
             return
         if now.trains != before.trains:
-            self._left_peak = max(self._left_peak, self._peak_of_kind())
+            self._left_peak = max(self._left_peak, self._peak_of_kind(self.largest.planner.run.optimizer))
         plans = next((each for each in reversed(self._by_batch_kind) if each.kind == now), None)
         if now != before and plans is not None:
             self._take(plans, before)
