@@ -1,7 +1,7 @@
 """Reruns a step that ran out of memory under a plan that fits, with its state restored."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -94,11 +94,16 @@ class Replanner:
             )
         self._engine = engine
         self._world_size = trainer.args.world_size
+        # The user's selection, once a plan for less memory has replaced it.
+        self._given: Selection | None = None
         self.times = 0
 
     def begin(self, trainer: Trainer) -> None:
         """Begin a run. Raises MemOptError if this Trainer's steps change state that cannot be restored."""
         self.times = 0
+        if self._given is not None:
+            self._engine.apply(self._given)
+            self._given = None
         trained = list(_trained(trainer))
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
             raise MemOptError(
@@ -132,7 +137,8 @@ class Replanner:
         self.times += 1
         if not is_own:
             return True
-        last = self._engine.selection.budget
+        selection = self._engine.selection
+        self._given, last = self._given or selection, selection.budget
         # A step may hold more than its budget, by memory that is not predicted.
         most = failure.held if last is None or last.bytes is None else min(failure.held, last.bytes)
         budget = int(most * (1 - _ROOM))
@@ -140,7 +146,8 @@ class Replanner:
             f"{step} in its {failure.place.phase} with {gib_text(failure.held)} held: planning for "
             f"{gib_text(budget)} and rerunning it ({self.times} of {_MOST})"
         )
-        self._engine.apply(Selection(budget=Budget(gib_text(budget).replace(" ", ""), budget)))
+        within = Budget(gib_text(budget).replace(" ", ""), budget)
+        self._engine.apply(replace(selection, config=None, level=0, plan=None, budget=within))
         return True
 
     def _refused(self, failure: Failure) -> str:

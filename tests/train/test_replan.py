@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments, attach
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.memory import footprint
 from tests.limited_memory import RunsOut
@@ -135,6 +136,23 @@ def test_each_run_has_its_three_times(tmp_path):
     with log_lines() as lines:
         trainer.train()
     assert [line[-8:] for line in lines if "rerunning it" in line] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+
+
+def test_the_next_run_has_the_users_plan_again(tmp_path):
+    trainer = trained(tmp_path, "small", {}, {2: "backward"}, memory_opt_level=1, memory_opt_strict=False)
+    engine = trainer.memopt.engine
+    assert engine.selection.budget is not None and not engine.selection.strict
+    trainer.fails = {}
+    with log_lines() as lines:
+        trainer.train()
+    assert engine.selection == Selection(level=1, strict=False)
+    assert not any("budget" in line for line in lines)
+
+
+def test_a_plan_for_less_may_compress_if_the_users_may(tmp_path):
+    compressing = {"memory_opt_budget": "1GiB", "memory_opt_compress": "fp8"}
+    trainer = trained(tmp_path, "small", {}, {2: "backward"}, **compressing)
+    assert trainer.memopt.engine.selection.compress == "fp8"
 
 
 @in_turn
